@@ -1,0 +1,118 @@
+"""Finds a checkpoint: the embedded one, a local directory, or one of the Hugging Face hub.
+
+Owns: nothing. Given: a name. May write to the hub's cache (HF_HOME), as huggingface_hub does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EMBEDDED = "qwen3-nano"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # never a pickle, never code
+
+
+def find_checkpoint(model: str, revision: str | None = None) -> Path:
+    """The directory that holds `model`. Raises ValueError that says what would help."""
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(f"model must be a directory or a name, not {model!r}")
+    name = os.fspath(model)
+    if name == EMBEDDED:
+        return Path(__file__).parent / "demo" / EMBEDDED
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{name} is a file; give the directory that holds config.json beside it")
+    if not name or name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
+        raise ValueError(
+            f"there is no directory {name!r}; give a local directory, a hub id like "
+            f"'Qwen/Qwen3-0.6B', or {EMBEDDED!r} for the embedded model"
+        )
+    return _download(name, revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+    except HFValidationError as error:
+        raise ValueError(f"{name!r} is no directory and no valid hub id: {error}") from None
+    except RepositoryNotFoundError:
+        raise ValueError(
+            f"the hub has no model {name!r}, or it is private; check the spelling, or set HF_TOKEN"
+        ) from None
+    except Exception as error:  # offline, no such revision, proxies: huggingface_hub raises many
+        raise ValueError(
+            f"{name!r} is no local directory, and the hub could not be reached for it "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). "
+            "Give a local directory, set HF_ENDPOINT to a mirror, or set HF_HOME to a cache that "
+            "has the model already (with HF_HUB_OFFLINE=1)"
+        ) from error
+
+
+def config_file(directory: Path) -> Path:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no config.json; it is not a model in Hugging Face layout")
+    return path
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files, by the index if there is one. Raises ValueError if there are none."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = [p.name for pattern in PICKLES for p in sorted(directory.glob(pattern))]
+    if pickles:
+        raise ValueError(
+            f"{directory} holds only pickle weights ({', '.join(pickles[:3])}), which can run code "
+            "when loaded; convert them to safetensors (transformers: model.save_pretrained)"
+        )
+    raise ValueError(
+        f"{directory} has no *.safetensors weights (load_format='dummy' runs config.json alone on "
+        "random weights)"
+    )
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What generation_config.json says, as far as this engine uses it."""
+
+    eos_token_ids: frozenset[int]
+    sampling: dict[str, Any]  # arguments for SamplingParams; empty where there is no such file
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> GenerationDefaults:
+        path = directory / "generation_config.json"
+        has_file = path.is_file()
+        raw: dict[str, Any] = json.loads(path.read_text()) if has_file else {}
+        eos = raw.get("eos_token_id")
+        if eos is None:
+            eos = json.loads((directory / "config.json").read_text()).get("eos_token_id")
+        eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        sampling: dict[str, Any] = {}
+        if has_file:
+            # transformers' default is greedy, so a file that does not mention sampling is greedy.
+            if raw.get("do_sample"):
+                names = ("temperature", "top_k", "top_p", "min_p")
+                sampling = {n: raw[n] for n in names if raw.get(n) is not None}
+            else:
+                sampling = {"temperature": 0.0}
+            if raw.get("max_new_tokens"):
+                sampling["max_tokens"] = raw["max_new_tokens"]
+        return cls(frozenset(eos_ids), sampling)

@@ -1,0 +1,259 @@
+"""LLMEngine: the straight line from requests to tokens.
+
+Owns: the requests, the scheduler and the runner. Given: prompts and SamplingParams.
+
+    add_request ---> Scheduler ----plan----> ModelRunner
+                     waiting, running        model, KV cache, rows
+                     BlockManager   <-tokens-
+                         |
+    RequestOutput <------+  when a sequence finishes
+"""
+
+import json
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
+
+from nanovllm.checkpoint import GenerationDefaults, config_file, find_checkpoint
+from nanovllm.config import EngineConfig, EngineOptions, ModelConfig
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.plan import RowSampling, StepPlan
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("nanovllm")
+
+# A string, token ids, or a dict with one of "prompt" and "prompt_token_ids".
+Prompt: TypeAlias = "str | list[int] | dict[str, str] | dict[str, list[int]]"
+
+
+@dataclass(slots=True)
+class Request:
+    """What the engine keeps of a request beside its sequence."""
+
+    seq: Sequence
+    prompt: str | None
+    metrics: RequestMetrics
+
+
+class LLMEngine:
+    def __init__(self, model: str, config: EngineConfig) -> None:
+        directory = find_checkpoint(model, config.revision)
+        self.model_config = ModelConfig.from_file(config_file(directory))
+        longest = self.model_config.max_position_embeddings
+        self.max_model_len = config.max_model_len or longest
+        if self.max_model_len > longest:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} is more than the {longest} positions of the model"
+            )
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
+            directory if config.tokenizer is None else find_checkpoint(config.tokenizer)
+        )
+        defaults = GenerationDefaults.from_directory(directory)
+        self.default_sampling_params = SamplingParams(**defaults.sampling)
+        self.eos_token_ids = defaults.eos_token_ids
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            self.eos_token_ids |= {self.tokenizer.eos_token_id}
+
+        self.runner = ModelRunner(config, self.model_config, directory, self.max_model_len)
+        size = config.kvcache_block_size
+        self.scheduler = Scheduler(
+            BlockManager(self.runner.num_blocks, size, config.enable_prefix_caching),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.scheduling_policy,
+        )
+        self.seed = config.seed
+        overlap = config.async_scheduling
+        if overlap is None:
+            overlap = self.runner.device.type == "cuda"
+        self.depth = 1 if overlap else 0  # plans that a step leaves in flight
+        self.requests: dict[str, Request] = {}
+        self.in_flight: deque[tuple[StepPlan, Tensor]] = deque()
+        self.num_arrivals = 0
+        self.num_prompt_tokens = 0  # of requests that got their first token
+        self.num_output_tokens = 0
+        device, blocks = self.runner.device, self.runner.num_blocks
+        logger.info(
+            "%s on %s in %s: %d blocks of %d tokens, KV cache of %s tokens (%.0f MiB)",
+            directory.name, device, str(self.runner.dtype).removeprefix("torch."), blocks, size,
+            f"{blocks * size:,}", (blocks + 1) * self.runner.block_bytes(size) / 2**20,
+        )  # fmt: skip
+
+    # ---- requests ----
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams, not {params!r}")
+        text, token_ids = self._tokenize(prompt)
+        arrival = self.num_arrivals
+        request_id = str(arrival) if request_id is None else request_id
+        if request_id in self.requests:
+            raise ValueError(f"request_id {request_id!r} is in use")
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, which leaves no room for an answer under "
+                f"max_model_len={self.max_model_len}; shorten it or raise max_model_len"
+            )
+        max_length = len(token_ids) + min(params.max_tokens, room)
+        blocks = self.scheduler.blocks
+        needed = -(-(max_length - 1) // blocks.block_size)  # the last token's KV is never needed
+        if needed > blocks.num_blocks:
+            raise ValueError(
+                f"the request may grow to {max_length} tokens, which takes {needed} KV blocks of "
+                f"{blocks.block_size}; the cache has {blocks.num_blocks}. Lower max_tokens, or raise "
+                "num_kvcache_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
+            )
+        # Unseeded requests differ from one another, and a run repeats under the same engine seed.
+        seed = params.seed if params.seed is not None else self.seed * 0x9E3779B1 + arrival
+        seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # as a signed 64-bit number
+        stops = frozenset(params.stop_token_ids)
+        seq = Sequence(
+            request_id=request_id,
+            arrival=arrival,
+            token_ids=token_ids,
+            num_prompt=len(token_ids),
+            max_length=max_length,
+            stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
+            sampling=RowSampling(
+                params.temperature, max(params.top_k, 0), params.top_p, params.min_p, seed
+            ),
+        )
+        self.requests[request_id] = Request(seq, text, RequestMetrics(time.monotonic()))
+        self.num_arrivals += 1
+        self.scheduler.add(seq)
+        return request_id
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(text or None, token ids); refuses what is no prompt."""
+        text: object = prompt
+        if isinstance(prompt, dict):
+            keys = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
+            if len(keys) != 1:
+                raise ValueError(
+                    "a dict prompt needs exactly one of 'prompt' and 'prompt_token_ids', not "
+                    f"{sorted(map(str, prompt))}"
+                )
+            text = prompt[keys[0]]
+        if isinstance(text, str):
+            if self.tokenizer is None:
+                raise ValueError("the engine has no tokenizer (skip_tokenizer_init); give token ids")
+            if not text:
+                raise ValueError("the prompt is empty; give at least one token")
+            return text, list(self.tokenizer.encode(text))
+        if not isinstance(text, list | tuple):
+            raise TypeError(f"a prompt must be a string, a list of token ids or a dict, not {text!r}")
+        if not text:
+            raise ValueError("the prompt is empty; give at least one token")
+        size = self.model_config.vocab_size
+        for token in text:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise TypeError(f"a token id must be an int, not {token!r}")
+            if not 0 <= token < size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})")
+        return None, list(text)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request, whatever it is doing, and free its blocks. Unknown ids are ignored."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.abort(request.seq)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    # ---- the loop ----
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; return the requests that it finished.
+
+        If it fails or is interrupted, its requests go back to the waiting queue and the error is
+        raised: the engine can go on, or the caller can abort them.
+        """
+        scheduler, runner = self.scheduler, self.runner
+        try:
+            plan = scheduler.schedule()  # mutates: blocks, queues (admission, preemption)
+            if plan is not None:
+                hidden, sampling = runner.forward(plan)  # mutates: KV cache, row buffers
+                self.in_flight.append((plan, runner.sample(hidden, sampling, plan)))
+                if plan.joins:
+                    self._note_scheduled(len(plan.joins))
+            # With a plan just launched, the one before it is committed while the device works.
+            finished: list[Sequence] = []
+            while len(self.in_flight) > (self.depth if plan is not None else 0):
+                done, drawn = self.in_flight.popleft()
+                tokens = drawn.tolist()  # waits for the device
+                progressed = scheduler.commit(done, tokens)  # mutates: sequences, prefix index
+                self.num_output_tokens += len(progressed)
+                if done.chunks:
+                    self._note_first_tokens(progressed)
+                finished += [s for s in progressed if s.status is Status.FINISHED]
+        except BaseException:
+            self.in_flight.clear()
+            scheduler.abandon()  # takes back all that was promised
+            raise
+        return [self._output(seq) for seq in finished]
+
+    def _note_scheduled(self, joined: int) -> None:
+        now = time.monotonic()
+        for seq in self.scheduler.running[-joined:]:
+            request = self.requests.get(seq.request_id)
+            if request is not None and request.metrics.first_scheduled_time is None:
+                request.metrics.first_scheduled_time = now
+
+    def _note_first_tokens(self, progressed: list[Sequence]) -> None:
+        now = time.monotonic()
+        for seq in progressed:
+            metrics = self.requests[seq.request_id].metrics
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+                self.num_prompt_tokens += seq.num_prompt
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        request = self.requests.pop(seq.request_id)
+        request.metrics.finished_time = time.monotonic()
+        request.metrics.num_preemptions = seq.preemptions
+        ids = seq.output_ids
+        text = "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
+        assert isinstance(text, str)
+        stop = None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
+        completion = CompletionOutput(0, text, ids, seq.finish_reason, stop)
+        return RequestOutput(
+            request_id=seq.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt],
+            outputs=[completion],
+            finished=True,
+            num_cached_tokens=seq.num_cached,
+            metrics=request.metrics,
+        )
+
+
+def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer
+
+    if not any((directory / n).is_file() for n in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise ValueError(
+            f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
+            "skip_tokenizer_init=True to give and get token ids"
+        )
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)  # type: ignore[no-any-return]

@@ -1,0 +1,281 @@
+"""Scheduler: decides what the next step computes.
+
+Owns: the waiting and running queues and the rows. Given: sequences, and the tokens that were drawn.
+Mutates: sequences, and through its BlockManager their blocks. Knows the runner only by the plans
+that it makes for it. No torch, no clock: the same calls give the same decisions.
+
+There is no prefill phase and no decode phase. `schedule` walks the running sequences, oldest first,
+and then the waiting ones, and gives each as many tokens as it lacks and the token budget leaves.
+
+    add -> WAITING --admit--> RUNNING --commit: stop or length--> FINISHED
+              ^                  |
+              +----- preempt ----+      out of blocks: the last to come gives way
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.plan import Chunk, Join, StepPlan
+
+OrderKey = Callable[[Sequence, BlockManager], int]
+
+
+def first_come_first_served(seq: Sequence, blocks: BlockManager) -> int:
+    return seq.arrival
+
+
+def shortest_job_first(seq: Sequence, blocks: BlockManager) -> int:
+    """Prompt tokens still to be computed, aged by arrival.
+
+    The key is fixed when the request is queued. A request that came `d` later overtakes this one
+    only if AGING * d < this one's uncached tokens: at most uncached / AGING requests ever do.
+    """
+    uncached = seq.num_prompt - len(blocks.match(seq)) * blocks.block_size
+    return uncached + AGING * seq.arrival
+
+
+AGING = 16  # tokens that one later arrival is worth
+POLICIES: dict[str, OrderKey] = {
+    "fcfs": first_come_first_served,
+    "sjf": shortest_job_first,
+}
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A plan that was made and not yet committed, with the sequences that it is about."""
+
+    plan: StepPlan
+    drawing: list[Sequence] = field(default_factory=list)  # those that get a token, in plan order
+    partial: list[Sequence] = field(default_factory=list)  # those whose chunk ends before
+
+
+class Scheduler:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: str = "fcfs",
+    ) -> None:
+        self.blocks = blocks
+        self.max_num_seqs = max_num_seqs
+        self.token_budget = max_num_batched_tokens
+        self.order = POLICIES[policy]
+        self.waiting: list[tuple[bool, int, int, Sequence]] = []  # heap; see _enqueue
+        self.num_waiting = 0  # entries of the heap that were not aborted since
+        self.running: list[Sequence] = []  # in order of admission
+        self.in_flight: deque[InFlight] = deque()
+        self._rows = list(range(max_num_seqs - 1, -1, -1))
+        self.preemptions = 0
+        self.recomputed_tokens = 0
+        self.prompt_tokens = 0  # of admitted sequences, and how many of them were found cached
+        self.cached_tokens = 0
+
+    def has_work(self) -> bool:
+        return bool(self.running or self.num_waiting or self.in_flight)
+
+    def add(self, seq: Sequence) -> None:
+        seq.num_tokens = len(seq.token_ids)
+        self._enqueue(seq)
+
+    def _enqueue(self, seq: Sequence) -> None:
+        """Preempted sequences stand before all others; arrival breaks ties."""
+        fresh = seq.preemptions == 0
+        key = self.order(seq, self.blocks) if fresh else 0
+        heapq.heappush(self.waiting, (fresh, key, seq.arrival, seq))
+        self.num_waiting += 1
+
+    # ---- planning ----
+
+    def schedule(self) -> StepPlan | None:
+        """Plan one step; None if nothing can be computed before the plans in flight are committed.
+
+        A sequence's num_computed and num_tokens grow here, not at commit: what a plan promises, the
+        next plan may count on. `abandon` takes it back.
+        """
+        plan = StepPlan()
+        step = InFlight(plan)
+        drawn_by_decode: list[Sequence] = []
+        budget, size, preempted = self.token_budget, self.blocks.block_size, False
+
+        # 1. Running sequences, oldest first. Victims come from the young end, so one that has its
+        #    part in this plan already is never preempted by a younger one.
+        i = 0
+        while i < len(self.running) and budget > 0:
+            seq = self.running[i]
+            i += 1
+            if seq.decoding:
+                if seq.num_tokens >= seq.max_length:
+                    continue  # its last token is drawn and only waits to be committed
+                if seq.num_computed == len(seq.block_table) * size:
+                    preempted |= self._make_room(seq, 1)
+                    if seq.status is not Status.RUNNING:
+                        break
+                    index = self.blocks.append(seq)
+                    plan.new_blocks.append((seq.row, len(seq.block_table) - 1, index))
+                plan.decode_rows.append(seq.row)
+                drawn_by_decode.append(seq)
+                budget -= 1
+                seq.num_computed += 1
+                seq.num_tokens += 1
+                if seq.num_computed % size == 0:
+                    self.blocks.publish(seq)
+            else:
+                tokens = min(seq.num_tokens - seq.num_computed, budget)
+                need = self.blocks.num_needed(seq, seq.num_computed + tokens)
+                preempted |= self._make_room(seq, need)
+                if seq.status is not Status.RUNNING:
+                    break
+                for _ in range(need):
+                    index = self.blocks.append(seq)
+                    plan.new_blocks.append((seq.row, len(seq.block_table) - 1, index))
+                budget -= self._plan_chunk(step, seq, tokens)
+
+        # 2. Waiting sequences, unless blocks have just run out.
+        while self.waiting and budget > 0 and not preempted and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0][-1]
+            if seq.status is Status.FINISHED:  # aborted while it waited
+                heapq.heappop(self.waiting)
+                continue
+            matched = self.blocks.match(seq)
+            tokens = min(seq.num_tokens - len(matched) * size, budget)
+            if not self._fits(seq, matched):
+                break
+            heapq.heappop(self.waiting)
+            self.num_waiting -= 1
+            self._admit(seq, matched)
+            for _ in range(self.blocks.num_needed(seq, seq.num_computed + tokens)):
+                self.blocks.append(seq)
+            plan.joins.append(Join(seq.row, list(seq.block_table), seq.sampling))
+            budget -= self._plan_chunk(step, seq, tokens)
+
+        plan.num_tokens = self.token_budget - budget
+        if not plan.num_tokens:
+            return None
+        step.drawing += drawn_by_decode
+        self.in_flight.append(step)
+        return plan
+
+    def _plan_chunk(self, step: InFlight, seq: Sequence, tokens: int) -> int:
+        start, end = seq.num_computed, seq.num_computed + tokens
+        last = end == seq.num_tokens
+        step.plan.chunks.append(Chunk(seq.row, start, seq.token_ids[start:end], sample=last))
+        seq.num_computed = end
+        if last:
+            step.drawing.append(seq)
+            seq.num_tokens += 1
+            seq.decoding = True
+        else:
+            step.partial.append(seq)
+        self.blocks.publish(seq)
+        return tokens
+
+    def _make_room(self, seq: Sequence, need: int) -> bool:
+        """Preempt the last to come until `need` blocks are available, or `seq` itself was last."""
+        preempted = False
+        while self.blocks.num_available < need and seq.status is Status.RUNNING:
+            self._preempt(self.running[-1])
+            preempted = True
+        return preempted
+
+    def _fits(self, seq: Sequence, matched: list[int]) -> bool:
+        """Whether to admit: room for all its tokens, and head-room for the running ones to grow.
+
+        Without head-room a full pool thrashes: what is admitted now is preempted a moment later. A
+        sequence alone is always admitted; add_request refused what could never fit.
+        """
+        need = self.blocks.num_needed(seq, seq.num_tokens) - len(matched)
+        need += self.blocks.num_idle(matched)
+        head_room = max(self.blocks.num_blocks // 100, len(self.running))
+        return self.blocks.num_available >= need + (head_room if self.running else 0)
+
+    def _admit(self, seq: Sequence, matched: list[int]) -> None:
+        self.blocks.adopt(seq, matched)
+        if seq.preemptions == 0:
+            seq.num_cached = seq.num_computed
+            self.prompt_tokens += seq.num_prompt
+            self.cached_tokens += seq.num_computed
+        else:
+            self.recomputed_tokens -= seq.num_computed  # found again: not computed twice
+        seq.row = self._rows.pop()
+        seq.status = Status.RUNNING
+        self.running.append(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Back to the head of the waiting queue, with all that it has generated."""
+        self.running.remove(seq)
+        self.recomputed_tokens += seq.num_computed
+        self.preemptions += 1
+        seq.preemptions += 1
+        self._leave(seq, Status.WAITING)
+        self._enqueue(seq)
+
+    def _leave(self, seq: Sequence, status: Status) -> None:
+        if seq.status is Status.RUNNING:
+            self.blocks.release(seq)
+            self._rows.append(seq.row)
+        seq.row, seq.decoding, seq.status = -1, False, status
+
+    # ---- what came of a plan ----
+
+    def commit(self, plan: StepPlan, tokens: list[int]) -> list[Sequence]:
+        """Take the tokens that the oldest plan in flight drew; return the sequences that got one.
+
+        `tokens` has one for each sampling chunk, then one for each decode row, in plan order.
+        """
+        step = self.in_flight.popleft()
+        assert step.plan is plan, "plans are committed in the order in which they were made"
+        size, finished, progressed = self.blocks.block_size, False, []
+        for seq, token in zip(step.drawing, tokens, strict=True):
+            if seq.status is Status.FINISHED:  # found one step late: this token was drawn for nothing
+                continue
+            ids = seq.token_ids
+            ids.append(token)  # len grows here
+            progressed.append(seq)
+            if token in seq.stop_token_ids:
+                seq.finish_reason, seq.stop_reason = "stop", token
+            elif len(ids) >= seq.max_length:
+                seq.finish_reason = "length"
+            elif len(ids) % size or seq.num_computed < len(ids):
+                continue
+            # With plans in flight the block that this token completes may be computed already.
+            self.blocks.publish(seq)
+            if seq.finish_reason:
+                self._leave(seq, Status.FINISHED)
+                finished = True
+        if finished:
+            self.running = [s for s in self.running if s.status is Status.RUNNING]
+        return progressed
+
+    def abandon(self) -> None:
+        """Take back every plan in flight: none of it was computed, as far as anyone may rely on it.
+
+        Each sequence in one goes back to the waiting queue with the tokens that it knows. Blocks
+        that those plans published may hold anything, and may have passed through other hands
+        since, so the whole index is forgotten: dear, simple and rare.
+        """
+        touched = [seq for step in self.in_flight for seq in (*step.drawing, *step.partial)]
+        self.in_flight.clear()
+        for seq in touched:
+            seq.num_tokens = len(seq.token_ids)
+            if seq.status is Status.RUNNING:
+                self._preempt(seq)
+        self.blocks.reset_prefix_cache()
+
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence wherever it is. A waiting one is dropped when it comes up."""
+        if seq.status is Status.FINISHED:
+            return
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+        else:
+            self.num_waiting -= 1
+        seq.finish_reason = "abort"
+        self._leave(seq, Status.FINISHED)
+        if self.num_waiting == 0:
+            self.waiting.clear()

@@ -1,0 +1,54 @@
+"""Sequence: one stream of tokens being generated, as the control plane sees it.
+
+Owns: its tokens and its progress. The scheduler and the block manager change it; the runner never
+sees it. No torch here.
+
+    token_ids:   [ prompt ............ | output ....... ]  + promised
+                                                 ^             ^
+                          num_computed <= num_tokens = len(token_ids) + tokens drawn, not yet read
+
+A sequence has tokens that it knows and tokens whose KV is computed, and that is all the phase it
+has: a step computes some of `num_tokens - num_computed`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from nanovllm.plan import RowSampling
+
+
+class Status(Enum):
+    WAITING = 0
+    RUNNING = 1
+    FINISHED = 2
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request_id: str
+    arrival: int  # 0, 1, 2, ... in order of add_request
+    token_ids: list[int]  # prompt, then output; grows in Scheduler.commit
+    num_prompt: int
+    max_length: int  # prompt and output never exceed this
+    stop_token_ids: frozenset[int]
+    sampling: RowSampling
+
+    status: Status = Status.WAITING
+    num_tokens: int = 0  # known and promised
+    num_computed: int = 0  # have their KV in the cache, once every plan made so far has run
+    decoding: bool = False  # the runner's row holds the one token left to compute
+    row: int = -1
+    preemptions: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    finish_reason: str | None = None
+    stop_reason: int | None = None  # the token id that ended it, if one did
+
+    # Kept by the block manager.
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[int] = field(default_factory=list)  # of its full blocks, chained
+    num_published: int = 0  # of its blocks, how many others can find; -1 if the chain is broken
+    chain: int = 0  # identity of the last published block, the parent of the next
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]

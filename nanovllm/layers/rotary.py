@@ -1,0 +1,30 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split layout of Qwen."""
+
+import torch
+from torch import Tensor
+
+
+class RotaryEmbedding:
+    """Owns a table of cosines and sines [max_position, head_dim], made once.
+
+    A plain object, not a module: it has nothing to load. `factor` is linear scaling
+    (positions divided by it; Chen et al. 2023, arXiv:2306.15595).
+    """
+
+    def __init__(self, head_dim: int, max_position: int, theta: float, factor: float) -> None:
+        # On the CPU in float32, then moved: the same numbers on every device.
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+        frequencies = 1.0 / (theta**exponents) / factor
+        angles = torch.outer(torch.arange(max_position, device="cpu").float(), frequencies)
+        table = torch.stack((angles.cos(), angles.sin()))  # [2, P, D/2]
+        self.cos, self.sin = table.to(torch.get_default_device(), torch.get_default_dtype())
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cos, sin [T, 1, D/2]: looked up once a step, used by every layer."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D]: turn the pair (x[i], x[i + D/2]) by the angle of its position."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

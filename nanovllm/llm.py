@@ -1,0 +1,180 @@
+"""LLM: what a user calls. A thin wrapper that feeds an LLMEngine and waits for it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
+
+from tqdm import tqdm
+
+from nanovllm.checkpoint import EMBEDDED
+from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from typing_extensions import Unpack
+
+Message = dict[str, Any]
+
+
+class LLM:
+    def __init__(self, model: str = EMBEDDED, **options: Unpack[EngineOptions]) -> None:
+        """Load `model`: a directory, a hub id, or "qwen3-nano", which ships with the package.
+
+        The options are EngineConfig's fields. Raises ValueError for a model or a value that cannot
+        work, TypeError for an option that does not exist.
+        """
+        self.engine = LLMEngine(model, EngineConfig.from_options(options))
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.engine.tokenizer is None:
+            raise ValueError("the engine has no tokenizer (skip_tokenizer_init)")
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json asks for."""
+        return self.engine.default_sampling_params
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete the prompts; one result for each, in their order.
+
+        prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
+            list of any of these. The text is taken as it is; `chat` applies the chat template.
+        sampling_params: one for all, or one for each; None takes the checkpoint's
+            generation_config.json.
+
+        All prompts are checked before anything runs: if one is refused, none is started. Ctrl-C
+        stops after the step that is running, a second one at once; neither leaves a request behind.
+        """
+        items = as_list(prompts)
+        if isinstance(sampling_params, list | tuple):
+            params: list[SamplingParams | None] = list(sampling_params)
+        else:
+            params = [sampling_params] * len(items)
+        if len(params) != len(items):
+            raise ValueError(
+                f"{len(items)} prompts but {len(params)} sampling_params; give one for all, or one each"
+            )
+        ids: list[str] = []
+        try:
+            with interruptible() as check:
+                for prompt, p in zip(items, params, strict=True):
+                    ids.append(self.engine.add_request(prompt, p))
+                    check()
+                return self._run(ids, use_tqdm, check)
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort_request(request_id)
+            raise
+
+    def _run(self, ids: list[str], use_tqdm: bool, check: Any) -> list[RequestOutput]:
+        engine, wanted = self.engine, set(ids)
+        results: dict[str, RequestOutput] = {}
+        start, prompt0, output0 = time.monotonic(), engine.num_prompt_tokens, engine.num_output_tokens
+        with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+            while len(results) < len(wanted):
+                finished = engine.step()
+                check()
+                results |= {o.request_id: o for o in finished if o.request_id in wanted}
+                if use_tqdm and (finished or time.monotonic() - bar.last_print_t > 0.5):
+                    seconds = time.monotonic() - start + 1e-9
+                    bar.set_postfix_str(
+                        f"prompt {(engine.num_prompt_tokens - prompt0) / seconds:,.0f} tok/s, "
+                        f"output {(engine.num_output_tokens - output0) / seconds:,.0f} tok/s",
+                        refresh=False,
+                    )
+                    bar.update(len(results) - bar.n)
+        return [results[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...]."""
+        tokenizer = self.get_tokenizer()
+        one = not messages or isinstance(messages[0], dict)
+        conversations = cast("list[list[Message]]", [messages] if one else messages)
+        prompts: list[Prompt] = []
+        for conversation in conversations:
+            for message in conversation:
+                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                    raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
+            if not conversation:
+                raise ValueError("the conversation is empty; give at least one message")
+            text = tokenizer.apply_chat_template(
+                conversation,
+                tokenize=False,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            ids = tokenizer.encode(cast(str, text), add_special_tokens=False)
+            prompts.append({"prompt_token_ids": list(ids)})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+
+def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    """One prompt or many -> many. A list of ints is one prompt."""
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise TypeError(f"prompts must be a string, token ids, a dict, or a list of these, not {prompts!r}")
+    if prompts and all(isinstance(p, int) for p in prompts):
+        return [cast("list[int]", list(prompts))]
+    return cast("list[Prompt]", list(prompts))
+
+
+@contextmanager
+def interruptible() -> Iterator[Any]:
+    """Hold back Ctrl-C to the calls of the function that this yields; a second one acts at once.
+
+    A step cut off in the middle of the scheduler would leave its accounts half-made.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None  # only the main thread sees signals
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield lambda: None  # somebody has plans of his own for Ctrl-C
+        return
+    pressed = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+        check()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,1 @@
+"""The data plane: tensors, never a Sequence."""

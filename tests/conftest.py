@@ -1,0 +1,69 @@
+"""Shared by the tests: random checkpoints, and LLMs that are made once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from nanovllm import LLM
+
+VOCAB = 199
+
+
+def make_checkpoint(
+    path: Path,
+    family: str = "qwen3",
+    head_dim: int = 32,
+    kv_heads: int = 2,
+    group: int = 2,
+    tie: bool = False,
+    seed: int = 0,
+    **config: object,
+) -> torch.nn.Module:
+    """Save a random checkpoint and return transformers' model of it, in float32.
+
+    The weights are large enough for decisive logits. Every norm weight and bias is random: fresh
+    ones are 1 and 0, which would hide a dropped term.
+    """
+    torch.manual_seed(seed)
+    make = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+    config_class, model_class = make[family]
+    settings = dict(
+        vocab_size=VOCAB,
+        hidden_size=64 if family == "qwen3" else head_dim * kv_heads * group,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=kv_heads * group,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=tie,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    if family == "qwen3":
+        settings["head_dim"] = head_dim
+    model = model_class(config_class(**(settings | config))).float().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.copy_(1 + 0.3 * torch.randn_like(p))
+            elif name.endswith("bias"):
+                p.copy_(0.5 * torch.randn_like(p))
+            elif "embed" in name or "lm_head" in name:
+                p.copy_(torch.randn_like(p) * 0.3)
+            else:
+                p.copy_(torch.randn_like(p) * 1.5 / p.shape[1] ** 0.5)
+    model.save_pretrained(path)
+    return model
+
+
+def random_llm(path: Path, **options: object) -> LLM:
+    settings = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=64)
+    return LLM(str(path), **(settings | options))
+
+
+@pytest.fixture(scope="session")
+def embedded() -> LLM:
+    """The embedded model in float32, with a large pool. Tests leave it without a request."""
+    return LLM(dtype="float32", device="cpu")

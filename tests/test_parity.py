@@ -1,0 +1,179 @@
+"""The numbers are transformers' numbers: logits to 1e-4 and 64 greedy tokens, in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, make_checkpoint, random_llm
+
+from nanovllm import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+
+class Recorder:
+    """Stands around an LLM's model and keeps the logits of every token that it computes."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.runner = llm.engine.runner
+        self.model = self.runner.model
+        self.rows: list[tuple[int, torch.Tensor]] = []  # (position, logits [V]), as computed
+        self.inner = self.model.forward
+        self.model.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, batch, attention):
+        hidden = self.inner(batch, attention)
+        logits = self.model.logits(hidden)
+        self.rows += zip(batch.positions.tolist(), logits, strict=True)
+        return hidden
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB, (length,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def reference(model: torch.nn.Module, ids: list[int], new: int = 64) -> tuple[list[int], torch.Tensor]:
+    """transformers' greedy tokens, and the logits of every position of prompt and answer."""
+    out = model.generate(
+        torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return out[0, len(ids) :].tolist(), model(out).logits[0]
+
+
+def check(llm: LLM, model: torch.nn.Module, ids: list[int], computed_from: int = 0) -> None:
+    """One prompt alone: same tokens, same logits at each position from `computed_from` on."""
+    want, logits = reference(model, ids)
+    recorder = Recorder(llm)
+    try:
+        got = llm.generate(ids, GREEDY, use_tqdm=False)[0]["token_ids"]
+    finally:
+        llm.engine.runner.model.forward = recorder.inner
+    assert got == want
+    positions = {position for position, _ in recorder.rows}
+    assert set(range(computed_from, len(ids) + 63)) <= positions
+    for position, row in recorder.rows:
+        if position < len(ids) + 63:  # one step late may compute one more
+            torch.testing.assert_close(row, logits[position], atol=1e-4, rtol=0)
+
+
+SHAPES = [
+    # family, head_dim, kv_heads, group, tied, block_size
+    ("qwen3", 32, 2, 2, False, 16),
+    ("qwen3", 64, 1, 8, True, 1),
+    ("qwen3", 128, 2, 1, False, 256),
+    ("qwen3", 64, 2, 4, True, 16),
+    ("qwen2", 32, 2, 2, True, 1),
+    ("qwen2", 64, 1, 4, False, 16),
+    ("qwen2", 128, 1, 1, False, 16),
+    ("qwen2", 32, 1, 8, True, 256),
+]
+
+
+@pytest.mark.parametrize(("family", "head_dim", "kv_heads", "group", "tie", "block"), SHAPES)
+def test_shapes(
+    tmp_path: Path, family: str, head_dim: int, kv_heads: int, group: int, tie: bool, block: int
+) -> None:
+    model = make_checkpoint(tmp_path, family, head_dim, kv_heads, group, tie)
+    llm = random_llm(tmp_path, kvcache_block_size=block, num_kvcache_blocks=4096 // block)
+    check(llm, model, prompt(37))
+    check(llm, model, prompt(1, seed=1))
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
+def small(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    path = tmp_path_factory.mktemp(request.param)
+    return path, make_checkpoint(path, request.param)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 5, 16, 36, 37])
+def test_chunked_prompt(small, budget: int) -> None:
+    """Budgets from 1 up cut a prompt of 37 tokens at every boundary."""
+    path, model = small
+    check(random_llm(path, max_num_batched_tokens=budget), model, prompt(37))
+
+
+def test_every_chunk_boundary(small) -> None:
+    """The prompt's first chunk has each length from 1 to 36, the rest follows in one."""
+    path, model = small
+    ids = prompt(37)
+    llm = random_llm(path, enable_prefix_caching=False)
+    for first in range(1, 37):
+        llm.engine.scheduler.token_budget = first
+        llm.engine.add_request(ids, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+        recorder = Recorder(llm)
+        assert llm.engine.step() == []
+        llm.engine.scheduler.token_budget = 64
+        outs = []
+        while llm.engine.has_unfinished_requests():
+            outs += llm.engine.step()
+        llm.engine.runner.model.forward = recorder.inner
+        want, logits = reference(model, ids, 4)
+        assert outs[0]["token_ids"] == want
+        for position, row in recorder.rows[: len(ids) + 3]:
+            torch.testing.assert_close(row, logits[position], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_prefix_hits(small, block: int) -> None:
+    """A prompt that shares 0, 1, ... blocks with an earlier one, and one that is wholly cached."""
+    path, model = small
+    llm = random_llm(path, kvcache_block_size=block, num_kvcache_blocks=1024 // block)
+    first = prompt(48)
+    check(llm, model, first)
+    for shared in (0, 1, 15, 16, 17, 31, 32, 47):
+        ids = first[:shared] + prompt(20, seed=shared + 1)
+        out = llm.generate(ids, GREEDY, use_tqdm=False)[0]
+        assert out["token_ids"] == reference(model, ids)[0]
+        assert out.num_cached_tokens >= shared // block * block
+    out = llm.generate(first, GREEDY, use_tqdm=False)[0]
+    assert out.num_cached_tokens == (48 - 1) // block * block
+    assert out["token_ids"] == reference(model, first)[0]
+    answer = first + reference(model, first)[0]
+    check(llm, model, answer, computed_from=(len(answer) - 1) // block * block)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"max_num_seqs": 3}])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_mixed_lengths(small, options: dict, asynchronous: bool) -> None:
+    path, model = small
+    llm = random_llm(path, async_scheduling=asynchronous, **options)
+    prompts = [prompt(n, seed=n) for n in (1, 2, 15, 16, 17, 33, 40, 40)]
+    outs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    for ids, out in zip(prompts, outs, strict=True):
+        assert out["token_ids"] == reference(model, ids)[0]
+
+
+def test_preemption(small) -> None:
+    """A pool that cannot hold all: sequences are preempted and resumed, the answers are the same."""
+    path, model = small
+    llm = random_llm(path, kvcache_block_size=4, num_kvcache_blocks=40)
+    prompts = [prompt(n, seed=n) for n in (20, 30, 40, 50)]
+    outs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert llm.engine.scheduler.preemptions > 0
+    for ids, out in zip(prompts, outs, strict=True):
+        assert out["token_ids"] == reference(model, ids)[0]
+
+
+ROPES = [
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope_forms(tmp_path: Path, rope: dict) -> None:
+    """Both forms of config.json: rope_parameters, and rope_theta with rope_scaling."""
+    import json
+
+    model = make_checkpoint(tmp_path, **rope)
+    check(random_llm(tmp_path), model, prompt(40))
+    config = json.loads((tmp_path / "config.json").read_text())
+    params = config.pop("rope_parameters")
+    config["rope_theta"] = params.pop("rope_theta")
+    params["type"] = params.pop("rope_type")
+    config["rope_scaling"] = params if params["type"] != "default" else None
+    config["torch_dtype"] = config.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(random_llm(tmp_path), model, prompt(40))
