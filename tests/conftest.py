@@ -8,6 +8,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 
 from nanovllm import LLM
 
+# Tiny products gain nothing from threads, and a busy machine makes them wait for one another.
+torch.set_num_threads(1)
+
 VOCAB = 199
 
 

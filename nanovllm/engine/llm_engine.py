@@ -193,10 +193,10 @@ class LLMEngine:
         try:
             plan = scheduler.schedule()  # mutates: blocks, queues (admission, preemption)
             if plan is not None:
-                hidden, sampling = runner.forward(plan)  # mutates: KV cache, row buffers
-                self.in_flight.append((plan, runner.sample(hidden, sampling, plan)))
                 if plan.joins:
                     self._note_scheduled(len(plan.joins))
+                hidden, sampling = runner.forward(plan)  # mutates: KV cache, row buffers
+                self.in_flight.append((plan, runner.sample(hidden, sampling, plan)))
             # With a plan just launched, the one before it is committed while the device works.
             finished: list[Sequence] = []
             while len(self.in_flight) > (self.depth if plan is not None else 0):

@@ -1,0 +1,269 @@
+"""What a user sees: the forms of prompts and results, the progress bar, Ctrl-C, the manual loop."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, make_checkpoint, random_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.llm_engine import LLMEngine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("api")
+    make_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> LLM:
+    return random_llm(path)
+
+
+def is_idle(engine: LLMEngine) -> bool:
+    """No request, every block free, every row free."""
+    s = engine.scheduler
+    return (
+        not engine.has_unfinished_requests()
+        and not s.running
+        and not s.num_waiting
+        and s.blocks.num_available == s.blocks.num_blocks
+        and len(s._rows) == s.max_num_seqs
+    )
+
+
+def test_forms_of_prompts(embedded: LLM) -> None:
+    text = "What is 3 + 4?\n"
+    ids = embedded.get_tokenizer().encode(text)
+    forms = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}]
+    outs = embedded.generate(forms, GREEDY, use_tqdm=False)
+    assert len({tuple(o["token_ids"]) for o in outs}) == 1
+    assert [o.prompt for o in outs] == [text, None, text, None]
+    assert all(o.prompt_token_ids == ids for o in outs)
+    for form, out in zip(forms, outs, strict=True):
+        assert embedded.generate(form, GREEDY, use_tqdm=False)[0]["token_ids"] == out["token_ids"]
+    assert embedded.generate([], use_tqdm=False) == []
+
+
+def test_forms_of_results(embedded: LLM) -> None:
+    out = embedded.chat([{"role": "user", "content": "Spell cat"}], use_tqdm=False)[0]
+    assert out.outputs[0].text == out["text"] == "c-a-t"
+    assert out.outputs[0].token_ids == out["token_ids"]
+    assert out["token_ids"][-1] in embedded.engine.eos_token_ids  # vLLM keeps the stop token too
+    assert out.finished
+    assert (out.outputs[0].index, out.outputs[0].finish_reason) == (0, "stop")
+    assert out.outputs[0].stop_reason is None
+    m = out.metrics
+    assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.finished_time
+    assert m.time_in_queue >= 0
+    with pytest.raises(KeyError, match="'text' and 'token_ids'"):
+        out["txt"]
+
+
+def test_chat_forms(embedded: LLM) -> None:
+    one = [{"role": "user", "content": "Reverse cab"}]
+    many = embedded.chat([one, [{"role": "user", "content": "Uppercase dog"}]], use_tqdm=False)
+    assert [o["text"] for o in many] == ["bac", "DOG"]
+    assert embedded.chat(one, use_tqdm=False)[0]["text"] == "bac"
+    quiet = embedded.chat(one, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})[0]
+    assert quiet["text"] == "bac"
+    assert len(quiet.prompt_token_ids) > len(many[0].prompt_token_ids)
+
+
+def test_defaults(embedded: LLM, llm: LLM) -> None:
+    assert embedded.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=256)
+    assert SamplingParams() == SamplingParams(temperature=1.0, max_tokens=64)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        llm.get_tokenizer()
+
+
+def test_order_and_per_prompt_params(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 1, 5, 3)]
+    outs = llm.generate([[n] for n in (4, 3, 2, 1)], params, use_tqdm=False)
+    assert [len(o["token_ids"]) for o in outs] == [9, 1, 5, 3]
+    assert [o.prompt_token_ids for o in outs] == [[4], [3], [2], [1]]
+    assert all(o.outputs[0].finish_reason == "length" and o["text"] == "" for o in outs)
+
+
+def test_stops(llm: LLM) -> None:
+    free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    tokens = llm.generate([7, 7], free, use_tqdm=False)[0]["token_ids"]
+    stop = tokens[4]
+    at = tokens.index(stop)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
+    out = llm.generate([7, 7], params, use_tqdm=False)[0].outputs[0]
+    assert (out.token_ids, out.finish_reason, out.stop_reason) == (tokens[: at + 1], "stop", stop)
+    llm.engine.eos_token_ids, before = frozenset({stop, VOCAB - 1}), llm.engine.eos_token_ids
+    try:
+        short, full = llm.generate(
+            [[7, 7]] * 2, [SamplingParams(temperature=0, max_tokens=30), free], use_tqdm=False
+        )
+    finally:
+        llm.engine.eos_token_ids = before
+    assert (short["token_ids"], short.outputs[0].stop_reason) == (tokens[: at + 1], None)
+    assert full["token_ids"] == tokens
+
+
+def test_length_is_capped_by_max_model_len(path: Path) -> None:
+    llm = random_llm(path, max_model_len=20)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    outs = llm.generate([[1] * 19, [1] * 12], params, use_tqdm=False)
+    assert [len(o["token_ids"]) for o in outs] == [1, 8]
+
+
+def test_progress_bar(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    embedded.generate(["1 + 1\n", "2 + 2\n"], GREEDY)
+    shown = capsys.readouterr().err
+    assert "2/2" in shown
+    assert "prompt" in shown
+    assert "tok/s" in shown
+    embedded.generate("1 + 1\n", GREEDY, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_manual_loop_and_abort(path: Path, asynchronous: bool) -> None:
+    engine = random_llm(path, async_scheduling=asynchronous, max_num_seqs=2).engine
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    ids = [engine.add_request([i, i + 1], long, request_id=f"r{i}") for i in range(1, 6)]
+    assert ids == ["r1", "r2", "r3", "r4", "r5"]
+    with pytest.raises(ValueError, match="'r1' is in use"):
+        engine.add_request([1], long, request_id="r1")
+    engine.step()
+    engine.abort_request("r1")  # running
+    engine.abort_request("r4")  # waiting
+    engine.abort_request("r1")
+    engine.abort_request("never was")
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += engine.step()
+    assert sorted(o.request_id for o in finished) == ["r2", "r3", "r5"]
+    assert all(len(o["token_ids"]) == 40 for o in finished)
+    assert is_idle(engine)
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ctrl_c(path: Path, asynchronous: bool) -> None:
+    """One press ends after the step, whenever it comes; a second one ends within it."""
+    llm = random_llm(path, async_scheduling=asynchronous)
+    forward, calls = llm.engine.runner.forward, 0
+    presses = 1
+
+    def pressed(plan):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+        return forward(plan)
+
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    want = llm.generate([[5, 6], [7]], params, use_tqdm=False)
+    for presses in (1, 2):
+        calls = 0
+        llm.engine.runner.forward = pressed
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[i] * 9 for i in range(1, 9)], params, use_tqdm=False)
+        assert calls == 3
+        assert is_idle(llm.engine)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        llm.engine.runner.forward = forward
+        again = llm.generate([[5, 6], [7]], params, use_tqdm=False)
+        assert [o["token_ids"] for o in again] == [o["token_ids"] for o in want]
+
+
+def test_ctrl_c_from_outside(path: Path) -> None:
+    llm = random_llm(path)
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            llm.generate([[i] for i in range(1, 3)], params, use_tqdm=False)
+    assert is_idle(llm.engine)
+
+
+def test_generate_in_another_thread(llm: LLM) -> None:
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(llm.generate([1, 2], GREEDY, use_tqdm=False))
+    )
+    thread.start()
+    thread.join()
+    assert results[0]["token_ids"] == llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("where", ["forward", "sample"])
+def test_engine_survives_a_failing_step(path: Path, asynchronous: bool, where: str) -> None:
+    """What the failed step promised is taken back; the same requests then finish, unchanged."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = [[i] * 17 for i in range(1, 5)]
+    llm = random_llm(path, async_scheduling=asynchronous)
+    want = [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
+    for failing in range(1, 8):
+        llm = random_llm(path, async_scheduling=asynchronous)
+        llm.engine.runner.attention.k_cache.fill_(float("nan"))
+        inner, calls = getattr(llm.engine.runner, where), 0
+
+        def broken(*args, inner=inner, failing=failing):
+            nonlocal calls
+            calls += 1
+            if calls == failing:
+                raise RuntimeError("out of memory")
+            return inner(*args)
+
+        setattr(llm.engine.runner, where, broken)
+        ids = [llm.engine.add_request(p, params) for p in prompts]
+        outs = {}
+        failures = 0
+        while llm.engine.has_unfinished_requests():
+            try:
+                outs |= {o.request_id: o["token_ids"] for o in llm.engine.step()}
+            except RuntimeError:
+                failures += 1
+        assert failures == 1
+        assert [outs[i] for i in ids] == want
+        assert is_idle(llm.engine)
+
+
+def test_failure_in_generate_leaves_no_request(path: Path) -> None:
+    llm = random_llm(path)
+    forward = llm.engine.runner.forward
+
+    def broken(plan):
+        raise RuntimeError("device lost")
+
+    llm.engine.runner.forward = broken
+    with pytest.raises(RuntimeError, match="device lost"):
+        llm.generate([[1], [2]], GREEDY, use_tqdm=False)
+    assert is_idle(llm.engine)
+    llm.engine.runner.forward = forward
+    assert len(llm.generate([[1], [2]], GREEDY, use_tqdm=False)) == 2
+
+
+def test_two_engines_and_deletion(path: Path) -> None:
+    import gc
+    import weakref
+
+    first, second = random_llm(path), random_llm(path)
+    a = first.generate([1, 2, 3], GREEDY, use_tqdm=False)
+    cache = weakref.ref(first.engine.runner.attention.k_cache)
+    del first
+    gc.collect()
+    assert cache() is None
+    assert a[0]["token_ids"] == second.generate([1, 2, 3], GREEDY, use_tqdm=False)[0]["token_ids"]
+
+
+def test_torch_defaults_are_left_alone(path: Path) -> None:
+    random_llm(path, dtype="bfloat16")
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.empty(1).device.type == "cpu"

@@ -1,0 +1,223 @@
+"""Every bad input is refused before anything runs, by a message that helps, and breaks nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import VOCAB, make_checkpoint, random_llm
+
+from nanovllm import LLM, SamplingParams
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("bad")
+    make_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> LLM:
+    return random_llm(path, max_model_len=300, num_kvcache_blocks=10)
+
+
+PARAMS = [
+    ({"temperature": -1}, ValueError, "temperature"),
+    ({"temperature": NAN}, ValueError, "temperature"),
+    ({"temperature": INF}, ValueError, "temperature"),
+    ({"temperature": "hot"}, TypeError, "temperature"),
+    ({"temperature": True}, TypeError, "temperature"),
+    ({"top_p": 0}, ValueError, "top_p"),
+    ({"top_p": 1.1}, ValueError, "top_p"),
+    ({"top_p": NAN}, ValueError, "top_p"),
+    ({"top_k": -2}, ValueError, "top_k"),
+    ({"top_k": 1.5}, TypeError, "top_k"),
+    ({"min_p": -0.1}, ValueError, "min_p"),
+    ({"min_p": NAN}, ValueError, "min_p"),
+    ({"min_p": 2}, ValueError, "min_p"),
+    ({"max_tokens": 0}, ValueError, "max_tokens"),
+    ({"max_tokens": None}, TypeError, "max_tokens"),
+    ({"seed": 1.0}, TypeError, "seed"),
+    ({"seed": 2**64}, ValueError, "seed"),
+    ({"ignore_eos": 1}, TypeError, "ignore_eos"),
+    ({"stop_token_ids": [-1]}, ValueError, "stop token"),
+    ({"stop_token_ids": "12"}, TypeError, "stop_token_ids"),
+    ({"stop_token_ids": ["a"]}, TypeError, "stop token"),
+    ({"temprature": 1}, TypeError, "'temperature'"),
+    ({"max_token": 1}, TypeError, "'max_tokens'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "word"), PARAMS, ids=str)
+def test_sampling_params(fields: dict, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        SamplingParams(**fields)
+
+
+PROMPTS = [
+    ("hello", ValueError, "token ids"),  # this engine has no tokenizer
+    ([[]], ValueError, "empty"),
+    ([[1], []], ValueError, "empty"),
+    ({"prompt_token_ids": []}, ValueError, "empty"),
+    ([VOCAB], ValueError, f"token id {VOCAB}"),
+    ([1, -1], ValueError, "token id -1"),
+    ([[1, "a"]], TypeError, "'a'"),
+    ([[1, 2.0]], TypeError, "2.0"),
+    ([True], TypeError, "True"),
+    ({}, ValueError, "exactly one"),
+    ({"text": "x"}, ValueError, "exactly one"),
+    ({"prompt": "a", "prompt_token_ids": [1]}, ValueError, "exactly one"),
+    (5, TypeError, "prompts"),
+    (None, TypeError, "prompts"),
+    ([None], TypeError, "None"),
+    ([1] * 300, ValueError, "max_model_len=300"),
+    ([1] * 200, ValueError, "10"),  # fits max_model_len, never the pool of 160 slots
+]
+
+
+@pytest.mark.parametrize(("prompt", "error", "word"), PROMPTS, ids=lambda x: str(x)[:30])
+def test_prompts(llm: LLM, prompt: object, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        llm.generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
+    still_serves(llm)
+
+
+def still_serves(llm: LLM) -> None:
+    assert not llm.engine.has_unfinished_requests()
+    assert not llm.engine.scheduler.has_work()
+    assert len(llm.generate([1, 2], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
+
+
+def test_lists_of_unequal_length(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="2 prompts but 3 sampling_params"):
+        llm.generate([[1], [2]], [SamplingParams()] * 3)
+    with pytest.raises(TypeError, match="SamplingParams"):
+        llm.generate([[1], [2]], {"temperature": 1})
+    with pytest.raises(TypeError, match="SamplingParams"):
+        llm.generate([[1], [2]], [SamplingParams(), 0.5])
+    still_serves(llm)
+
+
+def test_largest_request_that_fits(llm: LLM) -> None:
+    """10 blocks of 16: 160 slots, and the last token needs none."""
+    out = llm.generate([1] * 100, SamplingParams(max_tokens=61, ignore_eos=True), use_tqdm=False)
+    assert len(out[0]["token_ids"]) == 61
+    with pytest.raises(ValueError, match=r"takes 11 KV blocks of 16; the cache has 10"):
+        llm.generate([1] * 100, SamplingParams(max_tokens=62), use_tqdm=False)
+    still_serves(llm)
+
+
+OPTIONS = [
+    ({"max_num_seq": 4}, TypeError, "'max_num_seqs'"),
+    ({"block_size": 4}, TypeError, "kvcache_block_size"),
+    ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
+    ({"max_num_seqs": 2.0}, TypeError, "max_num_seqs"),
+    ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens"),
+    ({"kvcache_block_size": -1}, ValueError, "kvcache_block_size"),
+    ({"max_model_len": 513}, ValueError, "512"),
+    ({"max_model_len": 0}, ValueError, "max_model_len"),
+    ({"num_kvcache_blocks": 0}, ValueError, "num_kvcache_blocks"),
+    ({"kv_cache_memory_bytes": 100, "num_kvcache_blocks": None}, ValueError, "no room for one block"),
+    ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization"),
+    ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization"),
+    ({"gpu_memory_utilization": "all"}, TypeError, "gpu_memory_utilization"),
+    ({"device": "tpu"}, ValueError, "tpu"),
+    ({"dtype": "int8"}, ValueError, "float32"),
+    ({"scheduling_policy": "lifo"}, ValueError, "fcfs"),
+    ({"attention_backend": "flash"}, ValueError, "sdpa"),
+    ({"tensor_parallel_size": 2}, ValueError, "tensor_parallel_size=1"),
+    ({"load_format": "pickle"}, ValueError, "dummy"),
+    ({"enforce_eager": "yes"}, TypeError, "enforce_eager"),
+    ({"async_scheduling": 2}, TypeError, "async_scheduling"),
+    ({"seed": None}, TypeError, "seed"),
+    ({"tokenizer": 3}, TypeError, "tokenizer"),
+    ({"skip_tokenizer_init": False}, ValueError, "skip_tokenizer_init=True"),  # it has none
+]
+
+
+@pytest.mark.parametrize(("options", "error", "word"), OPTIONS, ids=str)
+def test_options(path: Path, options: dict, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        random_llm(path, **options)
+
+
+def edited(path: Path, tmp_path: Path, **changes: object) -> Path:
+    """A copy of the checkpoint whose config.json differs; a change to None removes the field."""
+    config = json.loads((path / "config.json").read_text()) | changes
+    config = {k: v for k, v in config.items() if v is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    return tmp_path
+
+
+CONFIGS = [
+    ({"architectures": ["LlamaForCausalLM"]}, "Qwen3ForCausalLM, Qwen2ForCausalLM"),
+    ({"architectures": None}, "Qwen3ForCausalLM"),
+    ({"vocab_size": None}, "no 'vocab_size'"),
+    ({"hidden_act": "gelu"}, "gelu"),
+    ({"head_dim": 33}, "odd"),
+    ({"num_key_value_heads": 3}, "do not divide"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+    ({"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, "sliding window"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "yarn"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ({"intermediate_size": 100}, "misshapen: .*gate_proj"),
+    ({"num_hidden_layers": 3}, "missing: .*layers.2"),
+    ({"num_hidden_layers": 1}, "unexpected: .*layers.1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "word"), CONFIGS, ids=str)
+def test_configs(path: Path, tmp_path: Path, changes: dict, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        random_llm(edited(path, tmp_path, **changes))
+
+
+def test_harmless_sliding_window(path: Path, tmp_path: Path) -> None:
+    random_llm(edited(path, tmp_path, use_sliding_window=True, sliding_window=512, layer_types=None))
+
+
+def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no directory './missing'"):
+        LLM("./missing")
+    with pytest.raises(ValueError, match="no directory 'qwen3-nan'.*'qwen3-nano'"):
+        LLM("qwen3-nan")
+    with pytest.raises(ValueError, match="is a file"):
+        LLM(str(path / "config.json"))
+    with pytest.raises(TypeError, match="model"):
+        LLM(3)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        LLM(str(empty))
+    (empty / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        LLM(str(empty))
+    (empty / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        random_llm(empty)
+    (empty / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(ValueError, match=r"only pickle weights \(pytorch_model\.bin\)"):
+        random_llm(empty)
+    (empty / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        random_llm(empty)
+    (empty / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
+    with pytest.raises(ValueError, match=r"not there: x\.safetensors"):
+        random_llm(empty)
+
+
+def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    def offline(*args: object, **kwargs: object) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"no route to host.*HF_ENDPOINT.*HF_HOME"):
+        LLM("Qwen/Qwen3-0.6B")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="no valid hub id"):
+        LLM("what is/this?")

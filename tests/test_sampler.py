@@ -1,0 +1,136 @@
+"""The sampler: filters against transformers' own, draws against the exact distribution."""
+
+import pytest
+import torch
+from conftest import VOCAB, make_checkpoint, random_llm
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.runner.batch import SamplingBatch
+from nanovllm.runner.sampler import keep_min_p, keep_top_k, keep_top_p, sample, uniform
+
+
+def sampling_batch(rows: list[tuple[float, int, float, float]], positions: list[int]) -> SamplingBatch:
+    temperature, top_k, top_p, min_p = map(torch.tensor, zip(*rows, strict=True))
+    return SamplingBatch(
+        temperature=temperature.float(), top_k=top_k, top_p=top_p.float(), min_p=min_p.float(),
+        seeds=torch.arange(len(rows)) + 17, positions=torch.tensor(positions),
+        all_greedy=not temperature.any(), any_top_k=bool(top_k.any()),
+        any_top_p=bool((top_p < 1).any()), any_min_p=bool(min_p.any()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("k", [1, 5, 50, 500])
+def test_top_k(k: int) -> None:
+    logits = torch.randn(4, 50)
+    want = TopKLogitsWarper(k)(None, logits.clone())
+    got = logits.clone()
+    keep_top_k(got, torch.tensor([k, 0, k, k]))
+    want[1] = logits[1]  # 0 keeps all
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("p", [0.01, 0.5, 0.9, 0.999])
+def test_top_p(p: float) -> None:
+    logits = 3 * torch.randn(4, 50)
+    want = TopPLogitsWarper(p)(None, logits.clone())
+    got = logits.clone()
+    keep_top_p(got, torch.tensor([p, 1.0, p, p]))
+    want[1] = logits[1]
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 1.0])
+def test_min_p(p: float) -> None:
+    logits = 3 * torch.randn(4, 50)
+    want = MinPLogitsWarper(p)(None, logits.clone())
+    got = logits.clone()
+    keep_min_p(got, torch.tensor([p, 0.0, p, p]))
+    want[1] = logits[1]
+    assert torch.equal(got, want)
+
+
+def test_uniform_is_uniform_and_pure() -> None:
+    seeds, positions = torch.arange(400).repeat_interleave(500), torch.arange(500).repeat(400)
+    u = uniform(seeds, positions)
+    assert 0 <= u.min()
+    assert u.max() < 1
+    counts = torch.histc(u.float(), 100, 0, 1)
+    assert ((counts - 2000) ** 2 / 2000).sum() < 150  # chi-square, 99 degrees: p = 0.0007
+    grid = u.view(400, 500)
+    assert abs(torch.corrcoef(torch.stack((grid[:, :-1].flatten(), grid[:, 1:].flatten())))[0, 1]) < 0.01
+    assert abs(torch.corrcoef(torch.stack((grid[:-1].flatten(), grid[1:].flatten())))[0, 1]) < 0.01
+    assert torch.equal(uniform(seeds[7:9], positions[7:9]), u[7:9])
+    assert uniform(torch.tensor([-(2**63), 2**63 - 1]), torch.tensor([0, 1])).min() >= 0
+
+
+@pytest.mark.parametrize(
+    "row", [(1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 4, 1.0, 0.0), (1.0, 0, 0.7, 0.0), (1.0, 0, 1.0, 0.2), (1.3, 6, 0.9, 0.1)]
+)  # fmt: skip
+def test_draws_follow_the_distribution(row: tuple[float, int, float, float]) -> None:
+    torch.manual_seed(3)
+    base = torch.randn(1, 12) * 1.5
+    number = 100_000
+    temperature, k, p, m = row
+    exact = base / temperature
+    if k:
+        exact = TopKLogitsWarper(k)(None, exact)
+    if p < 1:
+        exact = TopPLogitsWarper(p)(None, exact)
+    if m:
+        exact = MinPLogitsWarper(m)(None, exact)
+    probs = exact.softmax(-1)[0]
+    tokens = sample(base.repeat(number, 1), sampling_batch([row] * number, list(range(number))))
+    counts = torch.bincount(tokens, minlength=12).double()
+    assert counts[probs == 0].sum() == 0
+    expected = probs[probs > 0].double() * number
+    chi2 = float(((counts[probs > 0] - expected) ** 2 / expected).sum())
+    assert chi2 < 40  # at most 11 degrees of freedom: p < 0.0001
+
+
+def test_mixed_rows_equal_rows_alone() -> None:
+    rows = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.5, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.3), (0.9, 9, 0.7, 0.1)]  # fmt: skip
+    logits = torch.randn(len(rows), 300) * 2
+    together = sample(logits.clone(), sampling_batch(rows, [4] * len(rows)))
+    for i, row in enumerate(rows):
+        batch = sampling_batch([row], [4])
+        batch.seeds = torch.tensor([17 + i])
+        assert sample(logits[i : i + 1].clone(), batch).item() == together[i]
+    assert together[0] == logits[0].argmax()
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory) -> LLM:
+    path = tmp_path_factory.mktemp("sampler")
+    make_checkpoint(path)
+    return random_llm(path, num_kvcache_blocks=256)
+
+
+def test_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
+    mine = SamplingParams(temperature=1.0, seed=5, max_tokens=20, ignore_eos=True, top_p=0.95)
+    other = SamplingParams(temperature=1.2, max_tokens=20, ignore_eos=True, top_k=30)
+    alone = llm.generate([1, 2, 3], mine, use_tqdm=False)[0]["token_ids"]
+    prompts = [[i, i + 1] for i in range(1, 9)]
+    batch = llm.generate([*prompts, [1, 2, 3]], [other] * 8 + [mine], use_tqdm=False)
+    assert batch[-1]["token_ids"] == alone
+    assert len({tuple(o["token_ids"]) for o in batch}) == 9
+    again = llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+    assert len({tuple(o["token_ids"]) for o in again}) == 3  # unseeded requests differ
+
+
+def test_engine_seed_repeats_a_run(tmp_path) -> None:
+    make_checkpoint(tmp_path)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    runs = [
+        [o["token_ids"] for o in random_llm(tmp_path, seed=s).generate([[5, 6]] * 4, params, use_tqdm=False)]
+        for s in (1, 1, 2)
+    ]  # fmt: skip
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_top_k_1_is_greedy(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    narrow = SamplingParams(temperature=5.0, top_k=1, max_tokens=20, ignore_eos=True)
+    ids = list(range(1, VOCAB, 9))
+    a, b = llm.generate([ids, ids], [greedy, narrow], use_tqdm=False)
+    assert a["token_ids"] == b["token_ids"]

@@ -1,0 +1,160 @@
+"""Loading: single and sharded files, random weights, and memory that is held once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_checkpoint, random_llm
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+
+
+def shard(path: Path, into: Path) -> None:
+    tensors = load_file(path / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(3):
+        part = f"model-{i + 1:05}-of-00003.safetensors"
+        save_file({n: tensors[n] for n in names[i::3]}, into / part)
+        weight_map |= dict.fromkeys(names[i::3], part)
+    (into / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (into / "config.json").write_text((path / "config.json").read_text())
+
+
+def test_shards_equal_one_file(tmp_path: Path) -> None:
+    one, many = tmp_path / "one", tmp_path / "many"
+    one.mkdir()
+    many.mkdir()
+    make_checkpoint(one, tie=True)
+    shard(one, many)
+    a, b = random_llm(one), random_llm(many)
+    for name, tensor in a.engine.runner.model.checkpoint_tensors().items():
+        assert torch.equal(tensor, b.engine.runner.model.checkpoint_tensors()[name])
+
+
+def test_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, tie=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    random_llm(tmp_path)
+
+
+def test_several_wrong_tensors_are_all_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.extra"] = torch.zeros(1)
+    tensors["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3, 4)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="missing") as error:
+        random_llm(tmp_path)
+    for part in ("missing: model.norm.weight", "unexpected: model.extra", "down_proj.weight is (3, 4)"):
+        assert part in str(error.value)
+
+
+def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    tokens = [
+        random_llm(tmp_path, load_format="dummy", seed=seed).generate([1, 2], GREEDY, use_tqdm=False)
+        for seed in (1, 1, 2)
+    ]
+    a, b, c = (t[0]["token_ids"] for t in tokens)
+    assert a == b != c
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    for raw, want in (
+        ({}, SamplingParams(temperature=0)),
+        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3, 4]},
+         SamplingParams(temperature=0.6, top_k=20, top_p=0.95)),
+        ({"do_sample": True, "max_new_tokens": 7}, SamplingParams(max_tokens=7)),
+    ):  # fmt: skip
+        (tmp_path / "generation_config.json").write_text(json.dumps(raw))
+        llm = random_llm(tmp_path)
+        assert llm.get_default_sampling_params() == want
+        assert llm.engine.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
+    (tmp_path / "generation_config.json").unlink()
+    assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
+
+
+def test_cache_size_options(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    runner = random_llm(tmp_path, num_kvcache_blocks=7).engine.runner
+    assert runner.num_blocks == 7
+    block = runner.block_bytes(16)
+    assert runner.attention.k_cache.nbytes + runner.attention.v_cache.nbytes == 8 * block
+    llm = random_llm(tmp_path, num_kvcache_blocks=None, kv_cache_memory_bytes=10 * block + 1)
+    assert llm.engine.runner.num_blocks == 9  # and the null block
+    llm = random_llm(tmp_path, num_kvcache_blocks=None, max_num_seqs=2)
+    assert llm.engine.runner.num_blocks == 2 * 512 // 16  # no more than could ever be used
+
+
+MEMORY = """
+import sys, torch
+from pathlib import Path
+from nanovllm.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.runner.model_runner import torch_defaults
+from nanovllm.runner.weights import load_weights
+from nanovllm.checkpoint import weight_files
+
+def private():
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
+
+path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
+torch.ones(8, 8) @ torch.ones(8, 8)
+config = ModelConfig.from_file(path / "config.json")
+before = private()
+with torch_defaults(torch.device("cpu"), dtype):
+    model = Qwen3(config, 512)
+load_weights(model.checkpoint_tensors(), weight_files(path))
+size = sum(p.nbytes for p in model.parameters())
+assert size > 100e6, size
+print((private() - before) / size)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loading_holds_the_model_once(tmp_path: Path, dtype: str) -> None:
+    """Private memory grows by at most 1.3 times the parameters, converted or not."""
+    settings = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 20_000, "num_hidden_layers": 4}
+    model = make_checkpoint(tmp_path, **settings).bfloat16()
+    model.save_pretrained(tmp_path, max_shard_size="40MB")
+    (tmp_path / "model.safetensors").unlink()
+    del model
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path), dtype], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0.9 < float(done.stdout) < 1.3
+
+
+def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
+    """AutoModelForCausalLM and AutoTokenizer load it unchanged and say the same."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from nanovllm.checkpoint import find_checkpoint
+
+    path = find_checkpoint("qwen3-nano")
+    assert (path / "model.safetensors").stat().st_size <= 8_000_000
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    chat = [{"role": "user", "content": "Sort 42, 7, 19"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\nSort 42, 7, 19<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    out = model.generate(ids, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :].tolist()
+    ours = embedded.chat(chat, use_tqdm=False)[0]
+    assert ours["token_ids"] == out
+    assert ours["text"] == "7, 19, 42"
