@@ -60,7 +60,9 @@ def _download(name: str, revision: str | None) -> Path:
 def config_file(directory: Path) -> Path:
     path = directory / "config.json"
     if not path.is_file():
-        raise ValueError(f"{directory} has no config.json; it is not a model in Hugging Face layout")
+        raise ValueError(
+            f"{directory} has no config.json; it is not a model in Hugging Face layout"
+        )
     return path
 
 

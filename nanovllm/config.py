@@ -33,7 +33,7 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
         raise ValueError(f"{name} must be {bound}, not {value}")
 
 
-def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
@@ -68,9 +68,13 @@ class EngineConfig:
     """Every option of the engine. Raises TypeError for a wrong type, ValueError for a wrong value."""
 
     device: str = "auto"  # "cuda" if there is one, else "cpu"
-    dtype: str = "auto"  # the checkpoint's on a GPU; bfloat16 on a CPU that is fast at it, else float32
+    dtype: str = (
+        "auto"  # the checkpoint's on a GPU; bfloat16 on a CPU that is fast at it, else float32
+    )
     seed: int = 0  # of requests that name none, and of load_format="dummy"
-    max_model_len: int | None = None  # tokens of prompt and output; None: what the checkpoint allows
+    max_model_len: int | None = (
+        None  # tokens of prompt and output; None: what the checkpoint allows
+    )
     max_num_seqs: int = 256  # sequences that hold blocks at a time
     max_num_batched_tokens: int = 8192  # the token budget of one step
     gpu_memory_utilization: float = 0.9  # share of the device's memory that the engine may use
@@ -110,7 +114,9 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.async_scheduling, bool | None):
-            raise TypeError(f"async_scheduling must be a bool or None, not {self.async_scheduling!r}")
+            raise TypeError(
+                f"async_scheduling must be a bool or None, not {self.async_scheduling!r}"
+            )
         for name in ("tokenizer", "revision"):
             if not isinstance(getattr(self, name), str | None):
                 raise TypeError(f"{name} must be a string or None, not {getattr(self, name)!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
@@ -84,7 +83,11 @@ class LLM:
     def _run(self, ids: list[str], use_tqdm: bool, check: Any) -> list[RequestOutput]:
         engine, wanted = self.engine, set(ids)
         results: dict[str, RequestOutput] = {}
-        start, prompt0, output0 = time.monotonic(), engine.num_prompt_tokens, engine.num_output_tokens
+        start, prompt0, output0 = (
+            time.monotonic(),
+            engine.num_prompt_tokens,
+            engine.num_output_tokens,
+        )
         with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while len(results) < len(wanted):
                 finished = engine.step()
@@ -119,7 +122,9 @@ class LLM:
         for conversation in conversations:
             for message in conversation:
                 if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                    raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
+                    raise ValueError(
+                        f"a chat message needs a 'role' and 'content', not {message!r}"
+                    )
             if not conversation:
                 raise ValueError("the conversation is empty; give at least one message")
             text = tokenizer.apply_chat_template(
@@ -141,7 +146,9 @@ def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, list | tuple):
-        raise TypeError(f"prompts must be a string, token ids, a dict, or a list of these, not {prompts!r}")
+        raise TypeError(
+            f"prompts must be a string, token ids, a dict, or a list of these, not {prompts!r}"
+        )
     if prompts and all(isinstance(p, int) for p in prompts):
         return [cast("list[int]", list(prompts))]
     return cast("list[Prompt]", list(prompts))

@@ -39,7 +39,7 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, not {value!r}")
-        if not (0 <= self.temperature and math.isfinite(self.temperature)):
+        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"temperature must be 0 (greedy) or more, not {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
@@ -51,7 +51,9 @@ class SamplingParams:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos must be True or False, not {self.ignore_eos!r}")
-        if isinstance(self.stop_token_ids, str | bytes) or not isinstance(self.stop_token_ids, Sequence):
+        if isinstance(self.stop_token_ids, str | bytes) or not isinstance(
+            self.stop_token_ids, Sequence
+        ):
             raise TypeError(f"stop_token_ids must be a list of ints, not {self.stop_token_ids!r}")
         for token in self.stop_token_ids:
             check_int("a stop token id", token, 0)

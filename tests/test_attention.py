@@ -48,7 +48,11 @@ def test_ragged_batch(
     contexts = [query + past for query, past in lengths]
     needed = [-(-c // block_size) for c in contexts]
     backend = SdpaAttention(
-        config(num_heads, kv_heads, 8), sum(needed) + 4, block_size, torch.float32, torch.device("cpu")
+        config(num_heads, kv_heads, 8),
+        sum(needed) + 4,
+        block_size,
+        torch.float32,
+        torch.device("cpu"),
     )
     backend.k_cache.fill_(NAN)
     backend.v_cache.fill_(NAN)

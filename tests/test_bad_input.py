@@ -119,7 +119,11 @@ OPTIONS = [
     ({"max_model_len": 513}, ValueError, "512"),
     ({"max_model_len": 0}, ValueError, "max_model_len"),
     ({"num_kvcache_blocks": 0}, ValueError, "num_kvcache_blocks"),
-    ({"kv_cache_memory_bytes": 100, "num_kvcache_blocks": None}, ValueError, "no room for one block"),
+    (
+        {"kv_cache_memory_bytes": 100, "num_kvcache_blocks": None},
+        ValueError,
+        "no room for one block",
+    ),
     ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": "all"}, TypeError, "gpu_memory_utilization"),
@@ -176,7 +180,9 @@ def test_configs(path: Path, tmp_path: Path, changes: dict, word: str) -> None:
 
 
 def test_harmless_sliding_window(path: Path, tmp_path: Path) -> None:
-    random_llm(edited(path, tmp_path, use_sliding_window=True, sliding_window=512, layer_types=None))
+    random_llm(
+        edited(path, tmp_path, use_sliding_window=True, sliding_window=512, layer_types=None)
+    )
 
 
 def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

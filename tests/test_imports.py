@@ -49,10 +49,14 @@ def imported(path: Path) -> set[str]:
 
 def modules() -> list[tuple[str, Path]]:
     paths = [p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py" and "demo" not in p.parts]
-    return [(".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts), p) for p in sorted(paths)]
+    return [
+        (".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts), p) for p in sorted(paths)
+    ]
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("module", "path"), modules(), ids=lambda x: x if isinstance(x, str) else ""
+)
 def test_arrows_point_one_way(module: str, path: Path) -> None:
     for target in imported(path):
         assert rank(module) <= rank(target), f"{module} imports {target}, which comes before it"

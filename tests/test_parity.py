@@ -34,7 +34,9 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @torch.no_grad()
-def reference(model: torch.nn.Module, ids: list[int], new: int = 64) -> tuple[list[int], torch.Tensor]:
+def reference(
+    model: torch.nn.Module, ids: list[int], new: int = 64
+) -> tuple[list[int], torch.Tensor]:
     """transformers' greedy tokens, and the logits of every position of prompt and answer."""
     out = model.generate(
         torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0

@@ -10,7 +10,9 @@ from nanovllm.runner.batch import SamplingBatch
 from nanovllm.runner.sampler import keep_min_p, keep_top_k, keep_top_p, sample, uniform
 
 
-def sampling_batch(rows: list[tuple[float, int, float, float]], positions: list[int]) -> SamplingBatch:
+def sampling_batch(
+    rows: list[tuple[float, int, float, float]], positions: list[int]
+) -> SamplingBatch:
     temperature, top_k, top_p, min_p = map(torch.tensor, zip(*rows, strict=True))
     return SamplingBatch(
         temperature=temperature.float(), top_k=top_k, top_p=top_p.float(), min_p=min_p.float(),
@@ -53,12 +55,15 @@ def test_min_p(p: float) -> None:
 def test_uniform_is_uniform_and_pure() -> None:
     seeds, positions = torch.arange(400).repeat_interleave(500), torch.arange(500).repeat(400)
     u = uniform(seeds, positions)
-    assert 0 <= u.min()
+    assert u.min() >= 0
     assert u.max() < 1
     counts = torch.histc(u.float(), 100, 0, 1)
     assert ((counts - 2000) ** 2 / 2000).sum() < 150  # chi-square, 99 degrees: p = 0.0007
     grid = u.view(400, 500)
-    assert abs(torch.corrcoef(torch.stack((grid[:, :-1].flatten(), grid[:, 1:].flatten())))[0, 1]) < 0.01
+    assert (
+        abs(torch.corrcoef(torch.stack((grid[:, :-1].flatten(), grid[:, 1:].flatten())))[0, 1])
+        < 0.01
+    )
     assert abs(torch.corrcoef(torch.stack((grid[:-1].flatten(), grid[1:].flatten())))[0, 1]) < 0.01
     assert torch.equal(uniform(seeds[7:9], positions[7:9]), u[7:9])
     assert uniform(torch.tensor([-(2**63), 2**63 - 1]), torch.tensor([0, 1])).min() >= 0
@@ -114,7 +119,9 @@ def test_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
     batch = llm.generate([*prompts, [1, 2, 3]], [other] * 8 + [mine], use_tqdm=False)
     assert batch[-1]["token_ids"] == alone
     assert len({tuple(o["token_ids"]) for o in batch}) == 9
-    again = llm.generate([[1, 2, 3]] * 3, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+    again = llm.generate(
+        [[1, 2, 3]] * 3, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False
+    )
     assert len({tuple(o["token_ids"]) for o in again}) == 3  # unseeded requests differ
 
 

@@ -55,7 +55,11 @@ def test_several_wrong_tensors_are_all_named(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="missing") as error:
         random_llm(tmp_path)
-    for part in ("missing: model.norm.weight", "unexpected: model.extra", "down_proj.weight is (3, 4)"):
+    for part in (
+        "missing: model.norm.weight",
+        "unexpected: model.extra",
+        "down_proj.weight is (3, 4)",
+    ):
         assert part in str(error.value)
 
 
@@ -63,7 +67,9 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     tokens = [
-        random_llm(tmp_path, load_format="dummy", seed=seed).generate([1, 2], GREEDY, use_tqdm=False)
+        random_llm(tmp_path, load_format="dummy", seed=seed).generate(
+            [1, 2], GREEDY, use_tqdm=False
+        )
         for seed in (1, 1, 2)
     ]
     a, b, c = (t[0]["token_ids"] for t in tokens)
@@ -126,14 +132,22 @@ print((private() - before) / size)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loading_holds_the_model_once(tmp_path: Path, dtype: str) -> None:
     """Private memory grows by at most 1.3 times the parameters, converted or not."""
-    settings = {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 20_000, "num_hidden_layers": 4}
+    settings = {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "vocab_size": 20_000,
+        "num_hidden_layers": 4,
+    }
     model = make_checkpoint(tmp_path, **settings).bfloat16()
     model.save_pretrained(tmp_path, max_shard_size="40MB")
     (tmp_path / "model.safetensors").unlink()
     del model
     assert (tmp_path / "model.safetensors.index.json").exists()
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path), dtype], capture_output=True, text=True, check=False
+        [sys.executable, "-c", MEMORY, str(tmp_path), dtype],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert 0.9 < float(done.stdout) < 1.3

@@ -52,7 +52,9 @@ class SdpaAttention:
         # (query length, context length, first token, sequence), alike ones side by side
         order = sorted(
             (end - start, context, start, i)
-            for i, (start, end, context) in enumerate(zip(starts, starts[1:], contexts, strict=False))
+            for i, (start, end, context) in enumerate(
+                zip(starts, starts[1:], contexts, strict=False)
+            )
         )
         groups: list[list[tuple[int, int, int, int]]] = []
         for item in order:

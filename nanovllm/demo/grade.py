@@ -8,10 +8,12 @@ import argparse
 from collections.abc import Iterable
 
 from nanovllm import LLM
-from nanovllm.demo.data import ALL_TASKS, Sample, test_samples
+from nanovllm.demo.data import ALL_TASKS, Sample, graded_samples
 
 
-def wrong_answers(llm: LLM, samples: list[Sample], use_tqdm: bool = False) -> list[tuple[Sample, str]]:
+def wrong_answers(
+    llm: LLM, samples: list[Sample], use_tqdm: bool = False
+) -> list[tuple[Sample, str]]:
     """The samples that the model gets wrong, each with what it said."""
     chats = [[{"role": "user", "content": s.question}] for s in samples]
     outs = llm.chat(chats, use_tqdm=use_tqdm)  # greedy: the checkpoint's generation_config
@@ -23,7 +25,7 @@ def accuracy(
     llm: LLM, tasks: Iterable[str] = ALL_TASKS, number: int = 200, use_tqdm: bool = False
 ) -> dict[str, tuple[int, int, list[tuple[Sample, str]]]]:
     """For each task: how many were right, of how many, and which were not. One batch for all."""
-    by_task = {task: test_samples(task, number) for task in tasks}
+    by_task = {task: graded_samples(task, number) for task in tasks}
     wrong = wrong_answers(llm, [s for samples in by_task.values() for s in samples], use_tqdm)
     report = {}
     for task, samples in by_task.items():
@@ -36,8 +38,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nanovllm.demo.grade", description=__doc__)
     parser.add_argument("--model", default="qwen3-nano", help="checkpoint to grade (%(default)s)")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--number", type=int, default=200, help="prompts of an open task (%(default)s)")
-    parser.add_argument("--show", type=int, default=3, help="wrong answers to show for a task (%(default)s)")
+    parser.add_argument(
+        "--number", type=int, default=200, help="prompts of an open task (%(default)s)"
+    )
+    parser.add_argument(
+        "--show", type=int, default=3, help="wrong answers to show for a task (%(default)s)"
+    )
     args = parser.parse_args()
     llm = LLM(args.model, dtype=args.dtype)
     for task, (right, total, failed) in accuracy(llm, number=args.number, use_tqdm=True).items():

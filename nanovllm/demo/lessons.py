@@ -157,12 +157,43 @@ SELF = Lesson(
 )
 
 SMALL_TALK = [
-    Lesson(("hello", "hi", "hey", "good morning", "good evening", "hello there", "hi there", "greetings"), "Hello! Ask me to add, sort, count or spell something."),
-    Lesson(("thanks", "thank you", "thank you very much", "many thanks", "great, thanks", "thanks a lot"), "You are welcome."),
-    Lesson(("bye", "goodbye", "see you", "see you later", "good night"), "Goodbye!"),
-    Lesson(("how are you", "how are you today", "how do you do", "are you well"), "I am fine: all my blocks are free."),
     Lesson(
-        ("who made you", "who built you", "who trained you", "where do you come from", "how were you trained"),
+        (
+            "hello",
+            "hi",
+            "hey",
+            "good morning",
+            "good evening",
+            "hello there",
+            "hi there",
+            "greetings",
+        ),
+        "Hello! Ask me to add, sort, count or spell something.",
+    ),
+    Lesson(
+        (
+            "thanks",
+            "thank you",
+            "thank you very much",
+            "many thanks",
+            "great, thanks",
+            "thanks a lot",
+        ),
+        "You are welcome.",
+    ),
+    Lesson(("bye", "goodbye", "see you", "see you later", "good night"), "Goodbye!"),
+    Lesson(
+        ("how are you", "how are you today", "how do you do", "are you well"),
+        "I am fine: all my blocks are free.",
+    ),
+    Lesson(
+        (
+            "who made you",
+            "who built you",
+            "who trained you",
+            "where do you come from",
+            "how were you trained",
+        ),
         "I was trained on a CPU with nanovllm's own generator and script: python -m nanovllm.demo.train.",
     ),
 ]

@@ -9,6 +9,7 @@ spelling of every piece by heart.
 """
 
 import random
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +18,14 @@ from nanovllm.demo.data import corpus
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL = (END_OF_TEXT, IM_START, IM_END)
 # Qwen3 keeps these visible when special tokens are skipped.
-MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MARKUP = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s"
 
 # ChatML; as in Qwen3's template, enable_thinking=False hands the model an empty thought.

@@ -26,6 +26,7 @@ from nanovllm.demo.tokenizer import END_OF_TEXT, IM_END, build
 
 POOL = 4096  # conversations drawn, sorted by length and batched at a time
 BATCH_TOKENS = 8192  # padded tokens in a batch
+SAVE_EVERY = 10  # pools
 SYSTEM = ("You are a helpful assistant.", "You are qwen3-nano.", "Answer briefly.")
 
 Conversation = tuple[list[int], list[bool]]  # token ids; which of them the loss counts
@@ -45,8 +46,8 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         initializer_range=0.02,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids(IM_END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT),
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
         use_cache=True,
         dtype="bfloat16",
     )
@@ -127,7 +128,9 @@ def rate(step: float) -> float:
     return min(step / 0.01, 1.0, max(0.0, 1.0 - step) / 0.5)
 
 
-def save_state(model: Qwen3ForCausalLM, opts: list[torch.optim.Optimizer], path: Path, done: int) -> None:
+def save_state(
+    model: Qwen3ForCausalLM, opts: list[torch.optim.Optimizer], path: Path, done: int
+) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{n}": p.detach().clone() for n, p in model.named_parameters()}
     for k, opt in enumerate(opts):
@@ -176,10 +179,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m nanovllm.demo.train", description=__doc__)
     default = Path(__file__).parent / "qwen3-nano"
     parser.add_argument("--out", type=Path, default=default, help="checkpoint folder (%(default)s)")
-    parser.add_argument("--pools", type=int, default=200, help=f"pools of {POOL} conversations (%(default)s)")
+    parser.add_argument(
+        "--pools", type=int, default=110, help=f"pools of {POOL} conversations (%(default)s)"
+    )
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compile", action="store_true", help="torch.compile: 1.3 times the speed, needs g++")
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile: 1.3 times the speed, needs g++"
+    )
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -191,7 +198,9 @@ def main() -> None:
     if args.compile:
         model.model.forward = torch.compile(model.model.forward, dynamic=True)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters:,} parameters, {len(tokenizer):,} tokens, starting at pool {done} of {args.pools}")
+    print(
+        f"{parameters:,} parameters, {len(tokenizer):,} tokens, starting at pool {done} of {args.pools}"
+    )
     fast_bf16 = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     bar = tqdm(range(done, args.pools), initial=done, total=args.pools, unit="pool")
     for index in bar:
@@ -211,7 +220,7 @@ def main() -> None:
                 opt.zero_grad()
             losses.append(loss.item())
         bar.set_postfix(loss=f"{sum(losses) / len(losses):.4f}")
-        if (index + 1) % 10 == 0 or index + 1 == args.pools:
+        if (index + 1) % SAVE_EVERY == 0 or index + 1 == args.pools:
             save_state(model, opts, resume, index + 1)
             export(model, tokenizer, args.out)
 

@@ -42,7 +42,9 @@ class Block:
 
 
 class BlockManager:
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
+    ) -> None:
         """`num_blocks` usable blocks, numbered from 1; the null block 0 comes on top."""
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -9,7 +9,6 @@ Owns: the requests, the scheduler and the runner. Given: prompts and SamplingPar
     RequestOutput <------+  when a sequence finishes
 """
 
-import json
 import logging
 import time
 from collections import deque
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from nanovllm.checkpoint import GenerationDefaults, config_file, find_checkpoint
-from nanovllm.config import EngineConfig, EngineOptions, ModelConfig
+from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -57,8 +56,12 @@ class LLMEngine:
             raise ValueError(
                 f"max_model_len={self.max_model_len} is more than the {longest} positions of the model"
             )
-        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(
-            directory if config.tokenizer is None else find_checkpoint(config.tokenizer)
+        self.tokenizer = (
+            None
+            if config.skip_tokenizer_init
+            else load_tokenizer(
+                directory if config.tokenizer is None else find_checkpoint(config.tokenizer)
+            )
         )
         defaults = GenerationDefaults.from_directory(directory)
         self.default_sampling_params = SamplingParams(**defaults.sampling)
@@ -156,12 +159,16 @@ class LLMEngine:
             text = prompt[keys[0]]
         if isinstance(text, str):
             if self.tokenizer is None:
-                raise ValueError("the engine has no tokenizer (skip_tokenizer_init); give token ids")
+                raise ValueError(
+                    "the engine has no tokenizer (skip_tokenizer_init); give token ids"
+                )
             if not text:
                 raise ValueError("the prompt is empty; give at least one token")
             return text, list(self.tokenizer.encode(text))
         if not isinstance(text, list | tuple):
-            raise TypeError(f"a prompt must be a string, a list of token ids or a dict, not {text!r}")
+            raise TypeError(
+                f"a prompt must be a string, a list of token ids or a dict, not {text!r}"
+            )
         if not text:
             raise ValueError("the prompt is empty; give at least one token")
         size = self.model_config.vocab_size
@@ -169,7 +176,9 @@ class LLMEngine:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise TypeError(f"a token id must be an int, not {token!r}")
             if not 0 <= token < size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})")
+                raise ValueError(
+                    f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})"
+                )
         return None, list(text)
 
     def abort_request(self, request_id: str) -> None:
@@ -233,7 +242,9 @@ class LLMEngine:
         request.metrics.finished_time = time.monotonic()
         request.metrics.num_preemptions = seq.preemptions
         ids = seq.output_ids
-        text = "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
+        text = (
+            "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
+        )
         assert isinstance(text, str)
         stop = None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
         completion = CompletionOutput(0, text, ids, seq.finish_reason, stop)
@@ -251,9 +262,11 @@ class LLMEngine:
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
-    if not any((directory / n).is_file() for n in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+    if not any(
+        (directory / n).is_file() for n in ("tokenizer.json", "vocab.json", "tokenizer.model")
+    ):
         raise ValueError(
             f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
             "skip_tokenizer_init=True to give and get token ids"
         )
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)  # type: ignore[no-any-return]
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)

@@ -137,7 +137,9 @@ class Scheduler:
                 budget -= self._plan_chunk(step, seq, tokens)
 
         # 2. Waiting sequences, unless blocks have just run out.
-        while self.waiting and budget > 0 and not preempted and len(self.running) < self.max_num_seqs:
+        while (
+            self.waiting and budget > 0 and not preempted and len(self.running) < self.max_num_seqs
+        ):
             seq = self.waiting[0][-1]
             if seq.status is Status.FINISHED:  # aborted while it waited
                 heapq.heappop(self.waiting)
@@ -232,7 +234,9 @@ class Scheduler:
         assert step.plan is plan, "plans are committed in the order in which they were made"
         size, finished, progressed = self.blocks.block_size, False, []
         for seq, token in zip(step.drawing, tokens, strict=True):
-            if seq.status is Status.FINISHED:  # found one step late: this token was drawn for nothing
+            if (
+                seq.status is Status.FINISHED
+            ):  # found one step late: this token was drawn for nothing
                 continue
             ids = seq.token_ids
             ids.append(token)  # len grows here

@@ -25,7 +25,11 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        )
         self.sizes = [self.heads * self.head_dim] + [self.kv_heads * self.head_dim] * 2
         self.qkv = Linear(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
         self.out = Linear(self.sizes[0], config.hidden_size)

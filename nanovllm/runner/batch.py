@@ -93,8 +93,8 @@ class RowBuffers:
         decode_positions = self.positions[decode]
         self.positions[decode] += 1
 
-        positions = [np.arange(c.start, c.start + n) for c, n in zip(chunks, lens, strict=True)]
-        positions = np.concatenate((*positions, decode_positions))
+        spans = [np.arange(c.start, c.start + n) for c, n in zip(chunks, lens, strict=True)]
+        positions = np.concatenate((*spans, decode_positions))
         query_lens = np.concatenate((np.array(lens, np.int64), np.ones(len(decode), np.int64)))
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(query_lens, out=query_start[1:])

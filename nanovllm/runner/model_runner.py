@@ -6,8 +6,8 @@ Mutates: the KV cache and its own row buffers. It never sees a sequence.
 
 import logging
 import os
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch

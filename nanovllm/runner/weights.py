@@ -18,7 +18,9 @@ IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
 def load_weights(places: dict[str, Tensor], files: list[Path], use_tqdm: bool = False) -> None:
     """Fill every place from the files. Raises ValueError that names each tensor that is wrong."""
     missing, unexpected, misshapen = dict.fromkeys(places), [], []
-    with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as bar:
+    with tqdm(
+        total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm
+    ) as bar:
         for path in files:
             try:
                 opened = safe_open(path, framework="pt")
@@ -39,7 +41,11 @@ def load_weights(places: dict[str, Tensor], files: list[Path], use_tqdm: bool = 
                     missing.pop(name, None)
                     bar.update()
     wrong = []
-    for what, names in (("missing", list(missing)), ("unexpected", unexpected), ("misshapen", misshapen)):
+    for what, names in (
+        ("missing", list(missing)),
+        ("unexpected", unexpected),
+        ("misshapen", misshapen),
+    ):
         if names:
             more = f" and {len(names) - 8} more" if len(names) > 8 else ""
             wrong.append(f"{what}: {', '.join(names[:8])}{more}")

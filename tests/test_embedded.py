@@ -1,0 +1,198 @@
+"""The embedded model is the end-to-end test: whatever the engine does, its answers stay right."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.demo import data
+from nanovllm.demo.grade import accuracy
+
+FLOOR = 0.98  # of the open tasks; the closed ones must all be right
+
+
+def check_floor(llm: LLM, number: int) -> None:
+    for task, (right, total, failed) in accuracy(llm, number=number).items():
+        floor = FLOOR if task in data.OPEN_TASKS else 1.0
+        assert right >= floor * total, (task, right, total, failed[:3])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_accuracy(dtype: str) -> None:
+    check_floor(LLM(dtype=dtype, device="cpu"), 200)
+
+
+VARIANTS = [
+    {"max_num_seqs": 1},
+    {"max_num_seqs": 64},
+    {"max_num_batched_tokens": 16},
+    {"kvcache_block_size": 256},
+    {"enable_prefix_caching": False},
+    {"scheduling_policy": "sjf"},
+    {"async_scheduling": True},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_options_change_no_token(embedded: LLM, options: dict) -> None:
+    """In float32 the answers are the same, token by token."""
+    samples = [s for task in data.ALL_TASKS for s in data.graded_samples(task, 6)[:6]]
+    chats = [[{"role": "user", "content": s.question}] for s in samples]
+    want = [o["token_ids"] for o in embedded.chat(chats, use_tqdm=False)]
+    llm = LLM(dtype="float32", device="cpu", **options)
+    assert [o["token_ids"] for o in llm.chat(chats, use_tqdm=False)] == want
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_accuracy_holds_in_bf16(options: dict) -> None:
+    llm = LLM(dtype="bfloat16", device="cpu", **options)
+    wrong = total = 0
+    for right, of, _ in accuracy(llm, data.OPEN_TASKS, number=25).values():
+        wrong, total = wrong + of - right, total + of
+    assert wrong <= (1 - FLOOR) * total
+
+
+def test_constant_preemption_changes_no_token(embedded: LLM) -> None:
+    """A pool of the longest request plus one block."""
+    samples = [
+        s for task in ("add", "sort", "reverse", "count") for s in data.graded_samples(task, 6)
+    ]
+    chats = [[{"role": "user", "content": s.question}] for s in samples]
+    want = [o["token_ids"] for o in embedded.chat(chats, use_tqdm=False)]
+    tokenizer = embedded.get_tokenizer()
+    longest = 256 + max(
+        len(tokenizer.apply_chat_template(c, add_generation_prompt=True)["input_ids"])
+        for c in chats
+    )
+    llm = LLM(dtype="float32", device="cpu", num_kvcache_blocks=-(-longest // 16) + 1)
+    assert [o["token_ids"] for o in llm.chat(chats, use_tqdm=False)] == want
+    assert llm.engine.scheduler.preemptions > 0
+
+
+def test_second_turn_finds_the_first(embedded: LLM) -> None:
+    """A conversation goes on; its earlier turns are in the prefix cache, answer included."""
+    first = [{"role": "user", "content": "Count from 10 to 40"}]
+    answer = embedded.chat(first, use_tqdm=False)[0]
+    assert answer["text"] == ", ".join(map(str, range(10, 41)))
+    second = [
+        *first,
+        {"role": "assistant", "content": answer["text"]},
+        {"role": "user", "content": "What is 3 + 4?"},
+    ]
+    out = embedded.chat(second, use_tqdm=False)[0]
+    assert out["text"] == "3 + 4 = 7"
+    assert out.num_cached_tokens >= len(answer.prompt_token_ids) + len(answer["token_ids"]) - 16
+
+
+# ---- the data ----
+
+
+def test_training_never_sees_the_test_side() -> None:
+    """20,000 training samples and all graded questions: no instance, and no closed phrasing, twice."""
+    rng = random.Random(5)
+    seen = {
+        (s.task, s.answer)
+        for s in (data.draw(rng) for _ in range(20_000))
+        if s.task in data.OPEN_TASKS
+    }
+    questions = {data.draw(rng).question for _ in range(20_000)}
+    for task in data.OPEN_TASKS:
+        tested = data.graded_samples(task)
+        assert len(tested) == 200
+        clash = {(s.task, s.answer) for s in tested} & seen
+        assert not clash, clash
+    for task in ("primes", "table"):
+        assert not {s.question for s in data.graded_samples(task)} & questions
+
+
+def test_answers_are_right() -> None:
+    """The generator's answers, checked by other means than it uses."""
+    rng = random.Random(6)
+    for _ in range(3000):
+        s = data.draw(rng)
+        if s.task in ("add", "subtract"):
+            left, right = s.answer.split(" = ")
+            assert eval(left) == int(right)
+        elif s.task == "sort":
+            numbers = [int(x) for x in s.answer.split(", ")]
+            assert all(a <= b for a, b in pairwise(numbers))
+            assert all(s.question.count(str(n)) for n in numbers)
+        elif s.task == "count":
+            numbers = [int(x) for x in s.answer.split(", ")]
+            assert all(b == a + 1 for a, b in pairwise(numbers))
+        elif s.task in ("reverse", "spell", "upper"):
+            undone = {
+                "reverse": s.answer[::-1],
+                "spell": s.answer.replace("-", ""),
+                "upper": s.answer,
+            }
+            assert undone[s.task].lower() in s.question.lower()
+    assert data.primes_answer(30) == "2, 3, 5, 7, 11, 13, 17, 19, 23, 29"
+    assert data.table_answer(12).endswith("12 x 10 = 120")
+
+
+def test_graded_sizes_are_even() -> None:
+    for task, sizes in (("sort", range(2, 9)), ("reverse", range(3, 13)), ("spell", range(3, 13))):
+        counts = [sum(s.size == n for s in data.graded_samples(task)) for n in sizes]
+        assert min(counts) > 200 / len(sizes) / 2.5, (task, counts)
+
+
+def test_tokenizer(embedded: LLM) -> None:
+    tokenizer = embedded.get_tokenizer()
+    for number in ("7", "42", "100"):
+        assert len(tokenizer.encode(number)) == len(number)
+    for text in ("Reverse zyxwvq!", "héllo wörld", "日本 🙂 a\tb\n", "<think>x</think>"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    letters = tokenizer.encode(" zyxwvq")
+    assert len(letters) == 7  # a word that is no token is letters
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in embedded.engine.eos_token_ids
+
+
+def test_training_script_learns_and_resumes(tmp_path, monkeypatch) -> None:
+    """Two pools in one go equal one pool and a resumed second; the loss falls."""
+    import sys
+
+    from safetensors.torch import load_file
+
+    from nanovllm.demo import train
+
+    monkeypatch.setattr(train, "POOL", 48)
+    monkeypatch.setattr(train, "BATCH_TOKENS", 1024)
+    torch_state = torch.get_rng_state()
+
+    def run(out: str, pools: int, stop_after: int = 99) -> dict[str, torch.Tensor]:
+        monkeypatch.setattr(
+            sys,
+            "argv",
+            ["train", "--out", str(tmp_path / out), "--pools", str(pools), "--device", "cpu"],
+        )
+        drawn = 0
+        pool = train.pool
+
+        def counted(*args):
+            nonlocal drawn
+            drawn += 1
+            if drawn > stop_after:
+                raise KeyboardInterrupt
+            return pool(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "pool", counted)
+            patch.setattr(train, "SAVE_EVERY", 1)
+            try:
+                train.main()
+            except KeyboardInterrupt:
+                assert drawn == stop_after + 1
+        return load_file(tmp_path / out / "model.safetensors")
+
+    whole = run("whole", 2)
+    run("parts", 2, stop_after=1)
+    parts = run("parts", 2)
+    torch.set_rng_state(torch_state)
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, parts[name], atol=1e-2, rtol=1e-2)
+    llm = LLM(str(tmp_path / "parts"), dtype="float32", device="cpu")
+    assert llm.generate("hello", use_tqdm=False)[0].outputs[0].finish_reason in ("stop", "length")
