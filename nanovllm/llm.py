@@ -43,6 +43,14 @@ class LLM:
         """What the checkpoint's generation_config.json asks for."""
         return self.engine.default_sampling_params
 
+    def stats(self) -> dict[str, int | float]:
+        """Running and waiting sequences, blocks in use, cached and free, hit rate, preemptions, ..."""
+        return self.engine.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every published block; requests that run keep what they have."""
+        self.engine.scheduler.blocks.reset_prefix_cache()
+
     def generate(
         self,
         prompts: Prompt | list[Prompt],
@@ -93,6 +101,7 @@ class LLM:
                 finished = engine.step()
                 check()
                 results |= {o.request_id: o for o in finished if o.request_id in wanted}
+                engine.unclaimed += [o for o in finished if o.request_id not in wanted]
                 if use_tqdm and (finished or time.monotonic() - bar.last_print_t > 0.5):
                     seconds = time.monotonic() - start + 1e-9
                     bar.set_postfix_str(

@@ -23,7 +23,7 @@ class Join:
     """A sequence takes a row: everything that the runner has to know of it from now on."""
 
     row: int
-    block_table: list[int]  # physical blocks so far; later ones come as StepPlan.new_blocks
+    block_table: list[int]  # blocks found or shared; all others come as StepPlan.new_blocks
     sampling: RowSampling
 
 
@@ -43,6 +43,8 @@ class StepPlan:
 
     joins: list[Join] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # row, index, block
+    # Copy the KV of these blocks, (from, to), before anything is computed: all reads before any write.
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     # Rows that compute the one token which the runner drew for them last. It may be known to the
     # runner alone: it never has to come back to the host to be computed.

@@ -18,6 +18,7 @@ from nanovllm.config import check_int, unknown_name
 class SamplingParams:
     """Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value."""
 
+    n: int = 1  # samples of each prompt; the prompt is computed once
     temperature: float = 1.0  # divides the logits; 0 is greedy
     top_p: float = 1.0  # keep the smallest set of likely tokens with this much probability
     top_k: int = 0  # keep the k likeliest tokens; 0 or -1 keeps all
@@ -45,6 +46,7 @@ class SamplingParams:
             raise ValueError(f"top_p must be in (0, 1], not {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], not {self.min_p}")
+        check_int("n", self.n, 1)
         check_int("top_k", self.top_k, -1)
         check_int("max_tokens", self.max_tokens, 1)
         if self.seed is not None:

@@ -267,3 +267,68 @@ def test_torch_defaults_are_left_alone(path: Path) -> None:
     random_llm(path, dtype="bfloat16")
     assert torch.get_default_dtype() is torch.float32
     assert torch.empty(1).device.type == "cpu"
+
+
+def test_n_samples(path: Path) -> None:
+    """Distinct, in order of index, each what its seed gives; one greedy answer n times."""
+    llm = random_llm(path, num_kvcache_blocks=200)
+    params = SamplingParams(n=5, temperature=1.0, seed=3, max_tokens=12, ignore_eos=True)
+    out = llm.generate([[1] * 21, [2] * 40], params, use_tqdm=False)
+    for o in out:
+        assert [c.index for c in o.outputs] == list(range(5))
+        assert len({tuple(c.token_ids) for c in o.outputs}) == 5
+    first = llm.generate(
+        [1] * 21,
+        SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True),
+        use_tqdm=False,
+    )
+    assert first[0]["token_ids"] == out[0]["token_ids"]
+    greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = llm.generate([1] * 21, greedy, use_tqdm=False)[0]["token_ids"]
+    for options in (
+        {},
+        {"max_num_seqs": 2},
+        {"async_scheduling": True},
+        {"enable_prefix_caching": False},
+        {"num_kvcache_blocks": 4},
+    ):
+        other = random_llm(path, **options)
+        many = SamplingParams(n=4, temperature=0, max_tokens=12, ignore_eos=True)
+        got = other.generate([1] * 21, many, use_tqdm=False)[0]
+        assert [c.token_ids for c in got.outputs] == [want] * 4
+        again = other.generate([1] * 21, params, use_tqdm=False)[0]
+        assert [c.token_ids for c in again.outputs] == [c.token_ids for c in out[0].outputs]
+        assert is_idle(other.engine)
+
+
+def test_stats_and_reset(path: Path) -> None:
+    llm = random_llm(path, max_num_seqs=2)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for i in range(3):
+        llm.engine.add_request([7] * 40 + [i], params)
+    llm.engine.step()
+    stats = llm.stats()
+    assert (stats["running"], stats["waiting"]) == (2, 1)
+    assert stats["blocks_in_use"] == 3 + 1  # two full blocks in common
+    assert stats["blocks_in_use"] + stats["blocks_cached"] + stats["blocks_free"] == 64
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    stats = llm.stats()
+    assert (stats["running"], stats["waiting"], stats["blocks_in_use"]) == (0, 0, 0)
+    assert stats["prefix_hit_rate"] == 2 * 32 / (3 * 41)
+    assert stats["blocks_cached"] > 0
+    llm.reset_prefix_cache()
+    assert llm.stats()["blocks_free"] == 64
+    assert llm.generate([7] * 40, params, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_results_do_not_leak_into_the_next_call(path: Path) -> None:
+    llm = random_llm(path, async_scheduling=True)
+    engine = llm.engine
+    engine.add_request([9, 9], GREEDY, request_id="mine")
+    outs = llm.generate([[1], [2]], GREEDY, use_tqdm=False)
+    assert [o.prompt_token_ids for o in outs] == [[1], [2]]
+    assert len(llm.generate([[3]], GREEDY, use_tqdm=False)) == 1
+    assert engine.has_unfinished_requests()  # "mine" is done, and waits to be asked for
+    assert [o.request_id for o in engine.step()] == ["mine"]
+    assert is_idle(engine)

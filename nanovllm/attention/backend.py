@@ -16,6 +16,9 @@ class AttentionBackend(Protocol):
     def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         """Write k and v [T, K, D] to the slots of the step's tokens."""
 
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy K and V of blocks, (from, to), in all layers; every read comes before any write."""
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         """Causal attention [T, H, D] of q over each row's whole context, by absolute position.
 

@@ -95,6 +95,12 @@ class SdpaAttention:
         self.k_cache[layer].index_copy_(0, batch.slots, k)
         self.v_cache[layer].index_copy_(0, batch.slots, v)
 
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        source, target = torch.tensor(copies, device=self.k_cache.device).T
+        for cache in (self.k_cache, self.v_cache):
+            blocks = cache.unflatten(1, (-1, self.block_size))  # [layers, blocks, offset, K, D]
+            blocks[:, target] = blocks[:, source]  # the right side is a copy
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         groups: list[Group] = batch.attention
         if len(groups) == 1:

@@ -149,8 +149,8 @@ class BlockManager:
     # ---- ownership ----
 
     def num_needed(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that `seq` lacks to hold its first `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size) - len(seq.block_table)
+        """Blocks that `seq` lacks to hold its first `num_tokens` tokens, a copy for a tail included."""
+        return -(-num_tokens // self.block_size) - len(seq.block_table) + seq.shares_tail
 
     def adopt(self, seq: Sequence, matched: list[int]) -> None:
         """Start the block table of `seq` with published blocks."""
@@ -164,12 +164,44 @@ class BlockManager:
         seq.chain = self.blocks[matched[-1]].identity if matched else 0
         seq.num_computed = len(matched) * self.block_size  # their KV is valid already
 
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
+        """Start the block table of `child` with the blocks that hold its first `num_computed` tokens
+        and the one after them, shared with `parent`: whoever writes into it first copies it.
+        """
+        child.block_table = parent.block_table[: num_computed // self.block_size + 1]
+        for index in child.block_table:
+            self.blocks[index].ref_count += 1
+        child.num_computed = num_computed
+        child.shares_tail = parent.shares_tail = True
+
+    def own_tail(self, seq: Sequence) -> tuple[int, int] | None:
+        """Make the block that `seq` writes next its own; the copy to make, if it takes one.
+
+        A published block is as good as shared, even if nobody else owns it just now: what others
+        may find in it must stay. It fills its block in place only if that is neither.
+        """
+        seq.shares_tail = False
+        i = seq.num_computed // self.block_size
+        if i >= len(seq.block_table):
+            return None  # the next write starts a block
+        old = self.blocks[seq.block_table[i]]
+        if old.ref_count == 1 and not old.identity:
+            return None
+        self._drop(old)
+        seq.block_table[i] = self._take()
+        return old.index, seq.block_table[i]
+
     def num_idle(self, matched: list[int]) -> int:
         """How many of these blocks no sequence owns: adopting them makes them unavailable."""
         return sum(self.blocks[index].ref_count == 0 for index in matched)
 
     def append(self, seq: Sequence) -> int:
-        """Give `seq` one more block, evicting the oldest cached one if none is free."""
+        """Give `seq` one more block."""
+        seq.block_table.append(self._take())
+        return seq.block_table[-1]
+
+    def _take(self) -> int:
+        """A block for one owner: a free one, or else the cached one that was unused longest."""
         if self.free:
             index = self.free.pop()
         else:
@@ -177,19 +209,21 @@ class BlockManager:
             self._unpublish(self.blocks[index])
             self.evictions += 1
         self.blocks[index].ref_count = 1
-        seq.block_table.append(index)
         return index
+
+    def _drop(self, block: Block) -> None:
+        """One owner less. With none left the block is free, or cached if it can be found."""
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            if block.identity:
+                self.cached[block.index] = None
+            else:
+                self.free.append(block.index)
 
     def release(self, seq: Sequence) -> None:
         """Take back all blocks of `seq`, last block first, so that shared heads age last."""
         for index in reversed(seq.block_table):
-            block = self.blocks[index]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                if block.identity:
-                    self.cached[index] = None
-                else:
-                    self.free.append(index)
+            self._drop(self.blocks[index])
         seq.block_table = []
-        seq.num_published = seq.chain = 0
-        seq.num_computed = 0
+        seq.shares_tail = False
+        seq.num_computed = seq.num_published = seq.chain = 0

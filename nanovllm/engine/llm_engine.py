@@ -39,9 +39,9 @@ Prompt: TypeAlias = "str | list[int] | dict[str, str] | dict[str, list[int]]"
 
 @dataclass(slots=True)
 class Request:
-    """What the engine keeps of a request beside its sequence."""
+    """What the engine keeps of a request beside its sequences, one for each of its n samples."""
 
-    seq: Sequence
+    seqs: list[Sequence]
     prompt: str | None
     metrics: RequestMetrics
 
@@ -84,6 +84,7 @@ class LLMEngine:
         self.depth = 1 if overlap else 0  # plans that a step leaves in flight
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[tuple[StepPlan, Tensor]] = deque()
+        self.unclaimed: list[RequestOutput] = []  # finished during somebody else's `generate`
         self.num_arrivals = 0
         self.num_prompt_tokens = 0  # of requests that got their first token
         self.num_output_tokens = 0
@@ -128,22 +129,32 @@ class LLMEngine:
             )
         # Unseeded requests differ from one another, and a run repeats under the same engine seed.
         seed = params.seed if params.seed is not None else self.seed * 0x9E3779B1 + arrival
-        seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)  # as a signed 64-bit number
         stops = frozenset(params.stop_token_ids)
-        seq = Sequence(
-            request_id=request_id,
-            arrival=arrival,
-            token_ids=token_ids,
-            num_prompt=len(token_ids),
-            max_length=max_length,
-            stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
-            sampling=RowSampling(
-                params.temperature, max(params.top_k, 0), params.top_p, params.min_p, seed
-            ),
-        )
-        self.requests[request_id] = Request(seq, text, RequestMetrics(time.monotonic()))
+        seqs = [
+            Sequence(
+                request_id=request_id,
+                arrival=arrival,
+                token_ids=list(token_ids),
+                num_prompt=len(token_ids),
+                max_length=max_length,
+                stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
+                sampling=RowSampling(
+                    params.temperature,
+                    max(params.top_k, 0),
+                    params.top_p,
+                    params.min_p,
+                    signed64(seed + index * 0xD1B54A32D192ED03),
+                ),
+                index=index,
+            )
+            for index in range(params.n)
+        ]
+        seqs[0].forks = seqs[1:]
+        for fork in seqs[1:]:
+            fork.parent = seqs[0]
+        self.requests[request_id] = Request(seqs, text, RequestMetrics(time.monotonic()))
         self.num_arrivals += 1
-        self.scheduler.add(seq)
+        self.scheduler.add(seqs[0])
         return request_id
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -185,10 +196,11 @@ class LLMEngine:
         """End a request, whatever it is doing, and free its blocks. Unknown ids are ignored."""
         request = self.requests.pop(request_id, None)
         if request is not None:
-            self.scheduler.abort(request.seq)
+            for seq in request.seqs:
+                self.scheduler.abort(seq)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests or self.unclaimed)
 
     # ---- the loop ----
 
@@ -220,7 +232,11 @@ class LLMEngine:
             self.in_flight.clear()
             scheduler.abandon()  # takes back all that was promised
             raise
-        return [self._output(seq) for seq in finished]
+        outputs, self.unclaimed = self.unclaimed, []
+        for request_id in dict.fromkeys(seq.request_id for seq in finished):
+            if all(s.status is Status.FINISHED for s in self.requests[request_id].seqs):
+                outputs.append(self._output(self.requests.pop(request_id)))
+        return outputs
 
     def _note_scheduled(self, joined: int) -> None:
         now = time.monotonic()
@@ -237,26 +253,49 @@ class LLMEngine:
                 metrics.first_token_time = now
                 self.num_prompt_tokens += seq.num_prompt
 
-    def _output(self, seq: Sequence) -> RequestOutput:
-        request = self.requests.pop(seq.request_id)
+    def _output(self, request: Request) -> RequestOutput:
+        first = request.seqs[0]
         request.metrics.finished_time = time.monotonic()
-        request.metrics.num_preemptions = seq.preemptions
-        ids = seq.output_ids
-        text = (
-            "" if self.tokenizer is None else self.tokenizer.decode(ids, skip_special_tokens=True)
-        )
-        assert isinstance(text, str)
-        stop = None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
-        completion = CompletionOutput(0, text, ids, seq.finish_reason, stop)
+        request.metrics.num_preemptions = sum(s.preemptions for s in request.seqs)
         return RequestOutput(
-            request_id=seq.request_id,
+            request_id=first.request_id,
             prompt=request.prompt,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt],
-            outputs=[completion],
+            prompt_token_ids=first.token_ids[: first.num_prompt],
+            outputs=[self._completion(seq) for seq in request.seqs],
             finished=True,
-            num_cached_tokens=seq.num_cached,
+            num_cached_tokens=first.num_cached,
             metrics=request.metrics,
         )
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        ids, text = seq.output_ids, ""
+        if self.tokenizer is not None:
+            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        stop = None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
+        return CompletionOutput(seq.index, text, ids, seq.finish_reason, stop)
+
+    def stats(self) -> dict[str, int | float]:
+        """Counts as of now, and since the engine was made; token counts unless the name says else."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        return {
+            "running": len(scheduler.running),
+            "waiting": sum(
+                seq.status in (Status.NEW, Status.WAITING)
+                for request in self.requests.values()
+                for seq in request.seqs
+            ),
+            "blocks_in_use": blocks.num_blocks - blocks.num_available,
+            "blocks_cached": len(blocks.cached),
+            "blocks_free": len(blocks.free),
+            "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
+            "preemptions": scheduler.preemptions,
+            "evictions": blocks.evictions,
+            "recomputed_tokens": scheduler.recomputed_tokens,
+        }
+
+
+def signed64(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":

@@ -66,11 +66,14 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.token_budget = max_num_batched_tokens
         self.order = POLICIES[policy]
-        self.waiting: list[tuple[bool, int, int, Sequence]] = []  # heap; see _enqueue
+        # A heap of (not at the head, key, arrival, sample index, sequence); see _enqueue.
+        self.waiting: list[tuple[bool, int, int, int, Sequence]] = []
         self.num_waiting = 0  # entries of the heap that were not aborted since
         self.running: list[Sequence] = []  # in order of admission
         self.in_flight: deque[InFlight] = deque()
+        self.num_plans = 0
         self._rows = list(range(max_num_seqs - 1, -1, -1))
+        self._retry_at = 0  # available blocks below which the next to be admitted cannot be
         self.preemptions = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0  # of admitted sequences, and how many of them were found cached
@@ -80,15 +83,16 @@ class Scheduler:
         return bool(self.running or self.num_waiting or self.in_flight)
 
     def add(self, seq: Sequence) -> None:
-        seq.num_tokens = len(seq.token_ids)
+        """Queue a sequence. Its forks follow when it has drawn a token: its prompt is computed then."""
         self._enqueue(seq)
 
-    def _enqueue(self, seq: Sequence) -> None:
-        """Preempted sequences stand before all others; arrival breaks ties."""
-        fresh = seq.preemptions == 0
-        key = self.order(seq, self.blocks) if fresh else 0
-        heapq.heappush(self.waiting, (fresh, key, seq.arrival, seq))
+    def _enqueue(self, seq: Sequence, at_head: bool = False) -> None:
+        """At the head stand sequences that were preempted, and forks; arrival breaks ties."""
+        seq.status, seq.num_tokens = Status.WAITING, len(seq.token_ids)
+        key = 0 if at_head else self.order(seq, self.blocks)
+        heapq.heappush(self.waiting, (not at_head, key, seq.arrival, seq.index, seq))
         self.num_waiting += 1
+        self._retry_at = 0
 
     # ---- planning ----
 
@@ -112,12 +116,11 @@ class Scheduler:
             if seq.decoding:
                 if seq.num_tokens >= seq.max_length:
                     continue  # its last token is drawn and only waits to be committed
-                if seq.num_computed == len(seq.block_table) * size:
+                if seq.shares_tail or seq.num_computed == len(seq.block_table) * size:
                     preempted |= self._make_room(seq, 1)
                     if seq.status is not Status.RUNNING:
                         break
-                    index = self.blocks.append(seq)
-                    plan.new_blocks.append((seq.row, len(seq.block_table) - 1, index))
+                    self._provide(plan, seq, 1)
                 plan.decode_rows.append(seq.row)
                 drawn_by_decode.append(seq)
                 budget -= 1
@@ -127,13 +130,10 @@ class Scheduler:
                     self.blocks.publish(seq)
             else:
                 tokens = min(seq.num_tokens - seq.num_computed, budget)
-                need = self.blocks.num_needed(seq, seq.num_computed + tokens)
-                preempted |= self._make_room(seq, need)
+                preempted |= self._make_room(seq, tokens)
                 if seq.status is not Status.RUNNING:
                     break
-                for _ in range(need):
-                    index = self.blocks.append(seq)
-                    plan.new_blocks.append((seq.row, len(seq.block_table) - 1, index))
+                self._provide(plan, seq, tokens)
                 budget -= self._plan_chunk(step, seq, tokens)
 
         # 2. Waiting sequences, unless blocks have just run out.
@@ -144,22 +144,20 @@ class Scheduler:
             if seq.status is Status.FINISHED:  # aborted while it waited
                 heapq.heappop(self.waiting)
                 continue
-            matched = self.blocks.match(seq)
-            tokens = min(seq.num_tokens - len(matched) * size, budget)
-            if not self._fits(seq, matched):
+            if not self._admit(seq):
                 break
             heapq.heappop(self.waiting)
             self.num_waiting -= 1
-            self._admit(seq, matched)
-            for _ in range(self.blocks.num_needed(seq, seq.num_computed + tokens)):
-                self.blocks.append(seq)
+            tokens = min(seq.num_tokens - seq.num_computed, budget)
             plan.joins.append(Join(seq.row, list(seq.block_table), seq.sampling))
+            self._provide(plan, seq, tokens)
             budget -= self._plan_chunk(step, seq, tokens)
 
         plan.num_tokens = self.token_budget - budget
         if not plan.num_tokens:
             return None
         step.drawing += drawn_by_decode
+        self.num_plans += 1
         self.in_flight.append(step)
         return plan
 
@@ -167,7 +165,7 @@ class Scheduler:
         start, end = seq.num_computed, seq.num_computed + tokens
         last = end == seq.num_tokens
         step.plan.chunks.append(Chunk(seq.row, start, seq.token_ids[start:end], sample=last))
-        seq.num_computed = end
+        seq.num_computed, seq.last_chunk = end, self.num_plans
         if last:
             step.drawing.append(seq)
             seq.num_tokens += 1
@@ -177,28 +175,63 @@ class Scheduler:
         self.blocks.publish(seq)
         return tokens
 
-    def _make_room(self, seq: Sequence, need: int) -> bool:
-        """Preempt the last to come until `need` blocks are available, or `seq` itself was last."""
-        preempted = False
+    def _provide(self, plan: StepPlan, seq: Sequence, tokens: int) -> None:
+        """Give `seq` blocks of its own for its next `tokens`, and tell the runner."""
+        blocks, table = self.blocks, seq.block_table
+        if seq.shares_tail:
+            copy = blocks.own_tail(seq)
+            if copy is not None:
+                plan.block_copies.append(copy)
+                plan.new_blocks.append((seq.row, seq.num_computed // blocks.block_size, copy[1]))
+        for index in range(
+            len(table), len(table) + blocks.num_needed(seq, seq.num_computed + tokens)
+        ):
+            plan.new_blocks.append((seq.row, index, blocks.append(seq)))
+
+    def _make_room(self, seq: Sequence, tokens: int) -> bool:
+        """Make blocks for the next `tokens` of `seq` available, at the cost of the last to come.
+
+        That may be `seq` itself, which then waits again. True if any sequence was preempted.
+        """
+        need, preempted = self.blocks.num_needed(seq, seq.num_computed + tokens), False
         while self.blocks.num_available < need and seq.status is Status.RUNNING:
             self._preempt(self.running[-1])
             preempted = True
         return preempted
 
-    def _fits(self, seq: Sequence, matched: list[int]) -> bool:
-        """Whether to admit: room for all its tokens, and head-room for the running ones to grow.
+    def _admit(self, seq: Sequence) -> bool:
+        """Give `seq` a row and the blocks that hold its beginning already; False if it must wait.
 
-        Without head-room a full pool thrashes: what is admitted now is preempted a moment later. A
-        sequence alone is always admitted; add_request refused what could never fit.
+        It must wait until there is room for all its tokens, and head-room for the running ones to
+        grow: without it a full pool thrashes, and what is admitted now is preempted a moment later.
+        A sequence alone is always admitted; add_request refused what could never fit.
         """
-        need = self.blocks.num_needed(seq, seq.num_tokens) - len(matched)
-        need += self.blocks.num_idle(matched)
-        head_room = max(self.blocks.num_blocks // 100, len(self.running))
-        return self.blocks.num_available >= need + (head_room if self.running else 0)
-
-    def _admit(self, seq: Sequence, matched: list[int]) -> None:
-        self.blocks.adopt(seq, matched)
-        if seq.preemptions == 0:
+        blocks, parent, alone = self.blocks, seq.parent, not self.running
+        if not alone and blocks.num_available < self._retry_at:
+            return False
+        if seq.num_tokens > len(seq.token_ids):
+            return False  # preempted with a token in flight, which must be known to be computed
+        fresh = seq.preemptions == 0
+        shared: list[int] = []
+        if (
+            fresh
+            and parent is not None
+            and parent.decoding
+            and parent.last_chunk < self.num_plans  # its tail is copied before this plan writes
+        ):
+            # One token is computed again, for its logits: the fork draws its own first token.
+            blocks.fork(parent, seq, seq.num_prompt - 1)
+        else:
+            shared = blocks.match(seq)
+        need = blocks.num_needed(seq, seq.num_tokens) - len(shared) + blocks.num_idle(shared)
+        need += 0 if alone else self.head_room()
+        if blocks.num_available < need:
+            self._retry_at = need
+            blocks.release(seq)
+            return False
+        if shared:
+            blocks.adopt(seq, shared)
+        if fresh:
             seq.num_cached = seq.num_computed
             self.prompt_tokens += seq.num_prompt
             self.cached_tokens += seq.num_computed
@@ -207,6 +240,12 @@ class Scheduler:
         seq.row = self._rows.pop()
         seq.status = Status.RUNNING
         self.running.append(seq)
+        self._retry_at = 0
+        return True
+
+    def head_room(self) -> int:
+        """Blocks that admission leaves for the running sequences to grow into: one for each."""
+        return len(self.running)
 
     def _preempt(self, seq: Sequence) -> None:
         """Back to the head of the waiting queue, with all that it has generated."""
@@ -214,14 +253,25 @@ class Scheduler:
         self.recomputed_tokens += seq.num_computed
         self.preemptions += 1
         seq.preemptions += 1
-        self._leave(seq, Status.WAITING)
-        self._enqueue(seq)
+        promised = seq.num_tokens
+        self._leave(seq)
+        self._enqueue(seq, at_head=True)
+        seq.num_tokens = promised  # a token in flight is still its own, once it is committed
 
-    def _leave(self, seq: Sequence, status: Status) -> None:
+    def _leave(self, seq: Sequence) -> None:
+        """Give up row and blocks, or the place in the queue, whose entry is skipped when it comes up."""
         if seq.status is Status.RUNNING:
             self.blocks.release(seq)
             self._rows.append(seq.row)
-        seq.row, seq.decoding, seq.status = -1, False, status
+            seq.row, seq.decoding = -1, False
+        elif seq.status is Status.WAITING:
+            self.num_waiting -= 1
+            if self.num_waiting == 0:
+                self.waiting.clear()
+
+    def _finish(self, seq: Sequence, reason: str) -> None:
+        self._leave(seq)
+        seq.status, seq.finish_reason = Status.FINISHED, reason
 
     # ---- what came of a plan ----
 
@@ -232,26 +282,30 @@ class Scheduler:
         """
         step = self.in_flight.popleft()
         assert step.plan is plan, "plans are committed in the order in which they were made"
-        size, finished, progressed = self.blocks.block_size, False, []
+        size, finished = self.blocks.block_size, False
+        progressed = []
         for seq, token in zip(step.drawing, tokens, strict=True):
-            if (
-                seq.status is Status.FINISHED
-            ):  # found one step late: this token was drawn for nothing
-                continue
+            if seq.status is Status.FINISHED:
+                continue  # found one step late: this token was drawn for nothing
             ids = seq.token_ids
             ids.append(token)  # len grows here
             progressed.append(seq)
+            if seq.forks:
+                for fork in seq.forks:
+                    self._enqueue(fork, at_head=True)
+                seq.forks = []
+            if len(ids) % size == 0 and seq.num_computed >= len(ids):
+                self.blocks.publish(
+                    seq
+                )  # with a plan in flight, the token's KV is computed already
             if token in seq.stop_token_ids:
-                seq.finish_reason, seq.stop_reason = "stop", token
+                seq.stop_reason = token
+                self._finish(seq, "stop")
             elif len(ids) >= seq.max_length:
-                seq.finish_reason = "length"
-            elif len(ids) % size or seq.num_computed < len(ids):
+                self._finish(seq, "length")
+            else:
                 continue
-            # With plans in flight the block that this token completes may be computed already.
-            self.blocks.publish(seq)
-            if seq.finish_reason:
-                self._leave(seq, Status.FINISHED)
-                finished = True
+            finished = True
         if finished:
             self.running = [s for s in self.running if s.status is Status.RUNNING]
         return progressed
@@ -266,20 +320,14 @@ class Scheduler:
         touched = [seq for step in self.in_flight for seq in (*step.drawing, *step.partial)]
         self.in_flight.clear()
         for seq in touched:
-            seq.num_tokens = len(seq.token_ids)
             if seq.status is Status.RUNNING:
                 self._preempt(seq)
+            seq.num_tokens = len(seq.token_ids)
         self.blocks.reset_prefix_cache()
 
     def abort(self, seq: Sequence) -> None:
-        """End a sequence wherever it is. A waiting one is dropped when it comes up."""
-        if seq.status is Status.FINISHED:
-            return
+        """End a sequence wherever it is."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
-        else:
-            self.num_waiting -= 1
-        seq.finish_reason = "abort"
-        self._leave(seq, Status.FINISHED)
-        if self.num_waiting == 0:
-            self.waiting.clear()
+        if seq.status is not Status.FINISHED:
+            self._finish(seq, "abort")

@@ -18,9 +18,10 @@ from nanovllm.plan import RowSampling
 
 
 class Status(Enum):
-    WAITING = 0
-    RUNNING = 1
-    FINISHED = 2
+    NEW = 0  # not queued; a fork stays so until its parent has a token
+    WAITING = 1
+    RUNNING = 2
+    FINISHED = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -32,12 +33,18 @@ class Sequence:
     max_length: int  # prompt and output never exceed this
     stop_token_ids: frozenset[int]
     sampling: RowSampling
+    index: int = 0  # among the samples of its request
+    parent: "Sequence | None" = None  # the first sample, which computes the prompt for all
+    forks: list["Sequence"] = field(
+        default_factory=list
+    )  # its other samples, until they are queued
 
-    status: Status = Status.WAITING
+    status: Status = Status.NEW
     num_tokens: int = 0  # known and promised
     num_computed: int = 0  # have their KV in the cache, once every plan made so far has run
     decoding: bool = False  # the runner's row holds the one token left to compute
     row: int = -1
+    last_chunk: int = -1  # number of the plan that computed its last chunk
     preemptions: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     finish_reason: str | None = None
@@ -45,6 +52,7 @@ class Sequence:
 
     # Kept by the block manager.
     block_table: list[int] = field(default_factory=list)
+    shares_tail: bool = False  # the block that it writes next may be another's too: copy-on-write
     block_hashes: list[int] = field(default_factory=list)  # of its full blocks, chained
     num_published: int = 0  # of its blocks, how many others can find; -1 if the chain is broken
     chain: int = 0  # identity of the last published block, the parent of the next

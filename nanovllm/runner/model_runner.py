@@ -51,6 +51,8 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingBatch]:
         """Compute the plan's tokens. Returns the hidden states [R, E] of the rows that draw one."""
         self.rows.apply(plan)
+        if plan.block_copies:
+            self.attention.copy_blocks(plan.block_copies)
         batch, sampling = self.rows.build(plan)
         self.attention.prepare(batch)
         hidden = self.model(batch, self.attention)
