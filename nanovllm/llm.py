@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
@@ -53,8 +53,8 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete the prompts; one result for each, in their order.
@@ -71,7 +71,7 @@ class LLM:
         if isinstance(sampling_params, list | tuple):
             params: list[SamplingParams | None] = list(sampling_params)
         else:
-            params = [sampling_params] * len(items)
+            params = [cast("SamplingParams | None", sampling_params)] * len(items)
         if len(params) != len(items):
             raise ValueError(
                 f"{len(items)} prompts but {len(params)} sampling_params; give one for all, or one each"
@@ -96,26 +96,29 @@ class LLM:
             engine.num_prompt_tokens,
             engine.num_output_tokens,
         )
+        shown = start
         with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while len(results) < len(wanted):
                 finished = engine.step()
                 check()
                 results |= {o.request_id: o for o in finished if o.request_id in wanted}
                 engine.unclaimed += [o for o in finished if o.request_id not in wanted]
-                if use_tqdm and (finished or time.monotonic() - bar.last_print_t > 0.5):
-                    seconds = time.monotonic() - start + 1e-9
+                now = time.monotonic()
+                if use_tqdm and (finished or now - shown > 0.5):
+                    shown, seconds = now, now - start + 1e-9
                     bar.set_postfix_str(
                         f"prompt {(engine.num_prompt_tokens - prompt0) / seconds:,.0f} tok/s, "
                         f"output {(engine.num_output_tokens - output0) / seconds:,.0f} tok/s",
                         refresh=False,
                     )
                     bar.update(len(results) - bar.n)
+                    bar.refresh()
         return [results[request_id] for request_id in ids]
 
     def chat(
         self,
-        messages: list[Message] | list[list[Message]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -126,7 +129,7 @@ class LLM:
         """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...]."""
         tokenizer = self.get_tokenizer()
         one = not messages or isinstance(messages[0], dict)
-        conversations = cast("list[list[Message]]", [messages] if one else messages)
+        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
             for message in conversation:
@@ -137,7 +140,7 @@ class LLM:
             if not conversation:
                 raise ValueError("the conversation is empty; give at least one message")
             text = tokenizer.apply_chat_template(
-                conversation,
+                list(conversation),
                 tokenize=False,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -150,7 +153,7 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
 
-def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or many -> many. A list of ints is one prompt."""
     if isinstance(prompts, str | dict):
         return [prompts]

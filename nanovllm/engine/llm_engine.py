@@ -217,7 +217,7 @@ class LLMEngine:
                 if plan.joins:
                     self._note_scheduled(len(plan.joins))
                 hidden, sampling = runner.forward(plan)  # mutates: KV cache, row buffers
-                self.in_flight.append((plan, runner.sample(hidden, sampling, plan)))
+                self.in_flight.append((plan, runner.sample(hidden, sampling)))
             # With a plan just launched, the one before it is committed while the device works.
             finished: list[Sequence] = []
             while len(self.in_flight) > (self.depth if plan is not None else 0):

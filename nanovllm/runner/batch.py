@@ -12,7 +12,7 @@ The ragged batch: S sequences side by side, chunks first and then decodes, witho
     logit_rows    [ 4, 7, 8, 9 ]                       the tokens that a next token is drawn from
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class ForwardBatch:
     positions: Tensor  # [T] int64, absolute
     slots: Tensor  # [T] int64, where K and V of each token go
     query_start: Tensor  # [S + 1] int32
-    context_lens: Tensor  # [S] int32
+    context_lens: Tensor  # [S] int64
     block_tables: Tensor  # [S, B] int32, padded with the null block
     logit_rows: Tensor  # [R] int64, indices into the T tokens
     attention: Any = None  # what the attention backend derived for this step
@@ -50,6 +50,20 @@ class SamplingBatch:
     any_min_p: bool
 
 
+@dataclass(slots=True)
+class Steady:
+    """What a run of decode steps with the same rows has in common; S rows take part, R draw."""
+
+    decode_rows: list[int]
+    rows: np.ndarray  # [S] int64
+    query_lens: np.ndarray  # [S] int64
+    draws: np.ndarray  # [S] bool
+    drawing: Tensor  # [R] int64, the rows that draw
+    query_start: Tensor  # [S + 1] int32
+    logit_rows: Tensor  # [R] int64
+    sampling: SamplingBatch
+
+
 @dataclass
 class RowBuffers:
     """N = max_num_seqs rows. Host arrays, but for last_tokens, which the host may not know yet."""
@@ -63,6 +77,7 @@ class RowBuffers:
     sampling: np.ndarray = field(init=False)  # [4, N] float64: temperature, top_k, top_p, min_p
     seeds: np.ndarray = field(init=False)  # [N] int64
     last_tokens: Tensor = field(init=False)  # [N] int64, drawn last
+    steady: Steady | None = None  # of the batch built last
 
     def __post_init__(self) -> None:
         self.block_tables = np.zeros((self.num_rows, self.max_blocks), np.int32)
@@ -84,61 +99,78 @@ class RowBuffers:
 
     def build(self, plan: StepPlan) -> tuple[ForwardBatch, SamplingBatch]:
         """The step's tensors. Advances the positions of its rows."""
-        chunks = plan.chunks
-        lens = [len(c.token_ids) for c in chunks]
-        decode = np.array(plan.decode_rows, np.int64)
-        rows = np.concatenate((np.array([c.row for c in chunks], np.int64), decode))
-        for chunk, length in zip(chunks, lens, strict=True):
-            self.positions[chunk.row] = chunk.start + length
-        decode_positions = self.positions[decode]
-        self.positions[decode] += 1
-
-        spans = [np.arange(c.start, c.start + n) for c, n in zip(chunks, lens, strict=True)]
-        positions = np.concatenate((*spans, decode_positions))
-        query_lens = np.concatenate((np.array(lens, np.int64), np.ones(len(decode), np.int64)))
-        query_start = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(query_lens, out=query_start[1:])
-        row_of_token = np.repeat(rows, query_lens)
-        block = self.block_tables[row_of_token, positions // self.block_size].astype(np.int64)
+        chunks, size = plan.chunks, self.block_size
+        if chunks or self.steady is None or self.steady.decode_rows != plan.decode_rows:
+            self.steady = self._gather(plan)
+        fixed = self.steady
+        rows, num_chunks = fixed.rows, len(chunks)
+        for chunk in chunks:
+            self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
+        self.positions[rows[num_chunks:]] += 1
         context_lens = self.positions[rows]
-        width = -(-int(context_lens.max()) // self.block_size)
-        draws = np.array([*(c.sample for c in chunks), *(True for _ in decode)], bool)
-
-        known = [token for c in chunks for token in c.token_ids]
-        input_ids = self._send(np.array(known, np.int64))
-        if len(decode):
-            input_ids = torch.cat((input_ids, self.last_tokens[self._send(decode)]))
+        last = context_lens - 1  # a decode computes one token, the last of its context
+        positions, row_of_token = last, rows
+        input_ids = self.last_tokens[fixed.drawing[len(fixed.drawing) - len(plan.decode_rows) :]]
+        if chunks:
+            spans = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
+            positions = np.concatenate((*spans, last[num_chunks:]))
+            row_of_token = np.repeat(rows, fixed.query_lens)
+            known = np.array([token for c in chunks for token in c.token_ids], np.int64)
+            input_ids = torch.cat((self._send(known), input_ids))
+        block = self.block_tables[row_of_token, positions // size].astype(np.int64)
+        width = -(-int(context_lens.max()) // size)
+        lens = self._send(context_lens)
         batch = ForwardBatch(
             input_ids=input_ids,
             positions=self._send(positions),
-            slots=self._send(block * self.block_size + positions % self.block_size),
-            query_start=self._send(query_start),
-            context_lens=self._send(context_lens.astype(np.int32)),
+            slots=self._send(block * size + positions % size),
+            query_start=fixed.query_start,
+            context_lens=lens,
             block_tables=self._send(self.block_tables[rows, :width]),
-            logit_rows=self._send(query_start[1:][draws].astype(np.int64) - 1),
+            logit_rows=fixed.logit_rows,
         )
-        return batch, self._sampling_batch(rows[draws], context_lens[draws])
+        drawn_at = self._send(context_lens[fixed.draws]) if chunks else lens
+        return batch, replace(fixed.sampling, positions=drawn_at)
 
-    def _sampling_batch(self, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:
-        temperature, top_k, top_p, min_p = self.sampling[:, rows]
+    def _gather(self, plan: StepPlan) -> "Steady":
+        """What follows from which rows take part and draw, and stays until that changes."""
+        chunks = plan.chunks
+        rows = np.array([*(c.row for c in chunks), *plan.decode_rows], np.int64)
+        query_lens = np.ones(len(rows), np.int64)
+        query_lens[: len(chunks)] = [len(c.token_ids) for c in chunks]
+        ends = np.cumsum(query_lens)
+        draws = np.ones(len(rows), bool)
+        draws[: len(chunks)] = [c.sample for c in chunks]
+        temperature, top_k, top_p, min_p = self.sampling[:, rows[draws]]
         random = temperature > 0
-        return SamplingBatch(
+        drawing = self._send(rows[draws])
+        sampling = SamplingBatch(
             temperature=self._send(temperature.astype(np.float32)),
             top_k=self._send(top_k.astype(np.int64)),
             top_p=self._send(top_p.astype(np.float32)),
             min_p=self._send(min_p.astype(np.float32)),
-            seeds=self._send(self.seeds[rows]),
-            positions=self._send(positions),
+            seeds=self._send(self.seeds[rows[draws]]),
+            positions=drawing,  # differs in each step: see build
             all_greedy=not random.any(),
             any_top_k=bool((random & (top_k > 0)).any()),
             any_top_p=bool((random & (top_p < 1)).any()),
             any_min_p=bool((random & (min_p > 0)).any()),
         )
+        return Steady(
+            decode_rows=plan.decode_rows,
+            rows=rows,
+            query_lens=query_lens,
+            draws=draws,
+            drawing=drawing,
+            query_start=self._send(np.concatenate(([0], ends)).astype(np.int32)),
+            logit_rows=self._send(ends[draws] - 1),
+            sampling=sampling,
+        )
 
-    def drawn(self, plan: StepPlan, tokens: Tensor) -> None:
-        """Remember the drawn tokens [R]: they are the next step's input."""
-        rows = [c.row for c in plan.chunks if c.sample] + plan.decode_rows
-        self.last_tokens[self._send(np.array(rows, np.int64))] = tokens
+    def drawn(self, tokens: Tensor) -> None:
+        """Remember the tokens [R] that the batch built last drew: they are the next step's input."""
+        assert self.steady is not None
+        self.last_tokens[self.steady.drawing] = tokens
 
     def _send(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

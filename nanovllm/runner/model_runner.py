@@ -59,12 +59,12 @@ class ModelRunner:
         return hidden[batch.logit_rows], sampling
 
     @torch.inference_mode()
-    def sample(self, hidden: Tensor, sampling: SamplingBatch, plan: StepPlan) -> Tensor:
+    def sample(self, hidden: Tensor, sampling: SamplingBatch) -> Tensor:
         """Draw a token for each row of `hidden`: [R] int64, still on the device."""
         if not hidden.shape[0]:
             return torch.empty(0, dtype=torch.int64)
         tokens = sample(self.model.logits(hidden), sampling)
-        self.rows.drawn(plan, tokens)
+        self.rows.drawn(tokens)
         return tokens
 
     # ---- memory ----

@@ -1,0 +1,1 @@
+"""What bench.py needs beyond a screenful."""
