@@ -130,7 +130,9 @@ def throughput(args: argparse.Namespace) -> None:
     llm.generate([1, 2, 3], SamplingParams(max_tokens=4), use_tqdm=False)  # warm-up
 
     runner = llm.engine.runner
-    model: Any = AutoModelForCausalLM.from_pretrained(find_checkpoint(args.model), dtype=runner.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        find_checkpoint(args.model), dtype=runner.dtype
+    )
     model.to(runner.device)
     sample = list(range(0, args.num_seqs, max(1, args.num_seqs // 4)))[:4]
     ours, theirs = [], []

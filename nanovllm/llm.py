@@ -100,9 +100,9 @@ class LLM:
         with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while len(results) < len(wanted):
                 finished = engine.step()
-                check()
                 results |= {o.request_id: o for o in finished if o.request_id in wanted}
                 engine.unclaimed += [o for o in finished if o.request_id not in wanted]
+                check()
                 now = time.monotonic()
                 if use_tqdm and (finished or now - shown > 0.5):
                     shown, seconds = now, now - start + 1e-9
@@ -112,7 +112,8 @@ class LLM:
                         refresh=False,
                     )
                     bar.update(len(results) - bar.n)
-                    bar.refresh()
+                    if not finished:
+                        bar.refresh()
         return [results[request_id] for request_id in ids]
 
     def chat(

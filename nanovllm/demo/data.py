@@ -46,15 +46,27 @@ def _draw(test: bool, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
             return instance
 
 
+BEFORE = (
+    "please ",
+    "can you ",
+    "could you ",
+    "can you please ",
+    "now ",
+    "hey, ",
+    "I want you to ",
+    "I need you to ",
+)
+
+
 def _phrase(rng: random.Random, task: str, **values: object) -> str:
     """One of the task's phrasings, decorated as people do: case, politeness, punctuation."""
     imperative, question = IMPERATIVE[task], QUESTION[task]
     index = rng.randrange(len(imperative) + len(question))
     if index < len(imperative):
         text = imperative[index].format(**values)
-        before = rng.choice(("", "", "", "please ", "can you ", "could you ", "now ", "hey, "))
-        asks = before in ("can you ", "could you ")
-        after = rng.choice(("", " please", "") if before != "please " else ("",))
+        before = rng.choice(("", "", "", "", *BEFORE))
+        asks = before.startswith(("can you", "could you"))
+        after = rng.choice(("", " please", "") if "please" not in before else ("",))
         if not after and rng.random() < 0.1:
             after = " for me"
         end = rng.choice(("?", "?", "") if asks else (".", "", "", "!"))
@@ -95,8 +107,12 @@ def subtract(rng: random.Random, test: bool = False) -> Sample:
 
 def compare(rng: random.Random, test: bool = False) -> Sample:
     a, b = _pair(rng, test)
-    if not test and rng.random() < 0.03:
-        b = a
+    if not test:
+        if rng.random() < 0.05:
+            b = a
+        near = rng.random() < 0.4  # the hard ones
+        while near and abs(a - b) > 9:
+            a, b = _pair(rng, test)
     question = _phrase(rng, "compare", a=a, b=b)
     low = question.lower()
     if a == b:
@@ -282,15 +298,15 @@ OPEN_TASKS: dict[str, Callable[[random.Random, bool], Sample]] = {
 WEIGHTS: dict[Callable[..., Sample], float] = {
     add: 12,
     subtract: 14,
-    compare: 5,
+    compare: 9,
     count: 6,
     sort: 24,
     reverse: 22,
     spell: 6,
     upper: 5,
-    primes: 6,
+    primes: 9,
     table: 3,
-    explain: 6,
+    explain: 7,
     talk: 5,
 }
 
