@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmarks.host import half_pool, host_cost
+from nanovllm.benchmarks.host import HEAD_ROOMS, half_pool, host_cost
 from nanovllm.benchmarks.policy import run_policy
 
 
@@ -83,12 +83,11 @@ def host_only() -> None:
         total = c.schedule + c.build + c.commit
         print(f"{n:9} {c.schedule:9.1f} {c.build:9.1f} {c.commit:9.1f} {total:9.1f}")
     print("\n256 requests of 100 to 1,024 tokens in and out, on half the blocks they could use")
-    for seed in (0, 1):
-        run = half_pool(seed)
-        print(
-            f"seed {seed}: {run.steps} steps, {run.recomputed:.1%} of the tokens computed again, "
-            f"{run.preemptions} preemptions"
-        )
+    print(f"{'head-room of admission':34} {'steps':>6} {'recomputed':>11} {'preemptions':>12}")
+    for name in (None, *HEAD_ROOMS):
+        run = half_pool(0, name)
+        label = name or "one block a sequence (the engine's)"
+        print(f"{label:34} {run.steps:6} {run.recomputed:11.1%} {run.preemptions:12}")
 
 
 def policies(args: argparse.Namespace) -> None:

@@ -1,10 +1,9 @@
 """Policies, budgets, sharing and head-room: one test for each promise, and for each old failure."""
 
-import random
-
 import pytest
 from oracle import OracleRunner, answer
 
+from nanovllm.benchmarks.host import HEAD_ROOMS, half_pool
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import AGING, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -274,32 +273,9 @@ def test_sjf_overtaking_is_bounded() -> None:
     assert 400 / AGING / 2 < overtook <= 400 / AGING + 1
 
 
-def simulate(head_room, seed: int = 0) -> tuple[int, float, int]:
-    """(steps, share of tokens computed again, preemptions) of the issue's workload."""
-    rng = random.Random(seed)
-    lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
-    total = sum(-(-(p + o) // 16) for p, o in lengths)
-    blocks = BlockManager(total // 2, 16)
-    scheduler = Scheduler(blocks, 256, 8192)
-    if head_room is not None:
-        scheduler.head_room = lambda: head_room(scheduler)
-    for i, (prompt, output) in enumerate(lengths):
-        scheduler.add(sequence([rng.randrange(10_000) for _ in range(prompt)], output, i))
-    steps = computed = 0
-    while scheduler.has_work():
-        plan = scheduler.schedule()
-        assert plan is not None
-        computed += plan.num_tokens
-        scheduler.commit(plan, [7] * (len(plan.decode_rows) + sum(c.sample for c in plan.chunks)))
-        steps += 1
-    return steps, scheduler.recomputed_tokens / computed, scheduler.preemptions
-
-
 def test_head_room_keeps_a_full_pool_from_thrashing() -> None:
     """Half the blocks that all would need: little is computed twice, and hardly a step is lost."""
-    default = simulate(None)
-    none = simulate(lambda s: 0)
-    others = [none, *(simulate(lambda s, f=f: f * len(s.running)) for f in (2, 4))]
-    others.append(simulate(lambda s: s.blocks.num_blocks // 100))
-    assert default[1] < 0.12 < none[1]
-    assert default[0] <= 1.03 * min(steps for steps, _, _ in others)
+    engine = half_pool()
+    others = {name: half_pool(head_room=name) for name in HEAD_ROOMS}
+    assert engine.recomputed < 0.12 < others["none"].recomputed
+    assert engine.steps <= 1.03 * min(run.steps for run in others.values())

@@ -6,7 +6,9 @@ Given: nothing. Everything is made here: sequences of 1,000 tokens that decode, 
 import gc
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -77,12 +79,24 @@ class PoolRun:
     preemptions: int
 
 
-def half_pool(seed: int = 0) -> PoolRun:
+# How many blocks admission leaves free, other than what the scheduler itself does.
+HEAD_ROOMS: dict[str, Callable[[Scheduler], int]] = {
+    "none": lambda s: 0,
+    "1 % of the pool": lambda s: s.blocks.num_blocks // 100,
+    "half a block a sequence": lambda s: len(s.running) // 2,
+    "two blocks a sequence": lambda s: 2 * len(s.running),
+    "four blocks a sequence": lambda s: 4 * len(s.running),
+}
+
+
+def half_pool(seed: int = 0, head_room: str | None = None) -> PoolRun:
     """256 requests, prompts and outputs of 100 to 1,024 tokens, on the scheduler alone."""
     rng = random.Random(seed)
     lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
     blocks = BlockManager(sum(-(-(p + o) // BLOCK) for p, o in lengths) // 2, BLOCK)
     scheduler = Scheduler(blocks, 256, 8192)
+    if head_room is not None:
+        scheduler.head_room = partial(HEAD_ROOMS[head_room], scheduler)  # type: ignore[method-assign]
     for i, (prompt, output) in enumerate(lengths):
         scheduler.add(make_sequence(i, [rng.randrange(10_000) for _ in range(prompt)], output))
     steps = computed = 0
