@@ -180,7 +180,7 @@ def main() -> None:
     default = Path(__file__).parent / "qwen3-nano"
     parser.add_argument("--out", type=Path, default=default, help="checkpoint folder (%(default)s)")
     parser.add_argument(
-        "--pools", type=int, default=100, help=f"pools of {POOL} conversations (%(default)s)"
+        "--pools", type=int, default=80, help=f"pools of {POOL} conversations (%(default)s)"
     )
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
