@@ -12,19 +12,35 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
-    from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from nanovllm.outputs import (
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+        StreamOutput,
+    )
     from nanovllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "nanovllm.llm",
     "SamplingParams": "nanovllm.sampling_params",
     "CompletionOutput": "nanovllm.outputs",
+    "Logprob": "nanovllm.outputs",
     "RequestMetrics": "nanovllm.outputs",
     "RequestOutput": "nanovllm.outputs",
+    "StreamOutput": "nanovllm.outputs",
 }
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamOutput",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from nanovllm.checkpoint import EMBEDDED
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.llm_engine import LLMEngine, Prompt
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,6 +33,17 @@ class LLM:
         work, TypeError for an option that does not exist.
         """
         self.engine = LLMEngine(model, EngineConfig.from_options(options))
+
+    def shutdown(self) -> None:
+        """Abort what is under way. The memory is freed with the last reference to this object."""
+        for request_id in list(self.engine.requests):
+            self.engine.abort_request(request_id)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.engine.tokenizer is None:
@@ -67,15 +78,7 @@ class LLM:
         All prompts are checked before anything runs: if one is refused, none is started. Ctrl-C
         stops after the step that is running, a second one at once; neither leaves a request behind.
         """
-        items = as_list(prompts)
-        if isinstance(sampling_params, list | tuple):
-            params: list[SamplingParams | None] = list(sampling_params)
-        else:
-            params = [cast("SamplingParams | None", sampling_params)] * len(items)
-        if len(params) != len(items):
-            raise ValueError(
-                f"{len(items)} prompts but {len(params)} sampling_params; give one for all, or one each"
-            )
+        items, params = paired(prompts, sampling_params)
         ids: list[str] = []
         try:
             with interruptible() as check:
@@ -116,6 +119,40 @@ class LLM:
                         bar.refresh()
         return [results[request_id] for request_id in ids]
 
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamOutput]:
+        """Complete the prompts as `generate` does, and yield what is new as it comes.
+
+        The texts of one (request_index, index) put together are what `generate` would return; a
+        character that spans tokens comes when it is whole, and what may become a stop string is held
+        back until it is clear. Leaving the loop early aborts the rest and frees its blocks.
+        """
+        items, params = paired(prompts, sampling_params)
+        engine = self.engine
+        ids: list[str] = []
+        try:
+            for prompt, p in zip(items, params, strict=True):
+                ids.append(engine.add_request(prompt, p, stream=True))
+            wanted = {request_id: i for i, request_id in enumerate(ids)}
+            live = [s for s in engine.samples.values() if s.seq.request_id in wanted]
+            while live:
+                with interruptible():
+                    finished = engine.step()
+                engine.unclaimed += [o for o in finished if o.request_id not in wanted]
+                for sample in live:
+                    text, token_ids = sample.news()
+                    reason = sample.seq.finish_reason
+                    if token_ids or reason:
+                        i = wanted[sample.seq.request_id]
+                        yield StreamOutput(i, sample.seq.index, text, token_ids, reason)
+                live = [s for s in live if s.seq.finish_reason is None]
+        finally:
+            for request_id in ids:
+                engine.abort_request(request_id)
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -152,6 +189,23 @@ class LLM:
             ids = tokenizer.encode(cast(str, text), add_special_tokens=False)
             prompts.append({"prompt_token_ids": list(ids)})
         return self.generate(prompts, sampling_params, use_tqdm)
+
+
+def paired(
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+) -> tuple[list[Prompt], list[SamplingParams | None]]:
+    """As many parameters as prompts; one for all is repeated."""
+    items = as_list(prompts)
+    if isinstance(sampling_params, list | tuple):
+        params: list[SamplingParams | None] = list(sampling_params)
+    else:
+        params = [cast("SamplingParams | None", sampling_params)] * len(items)
+    if len(params) != len(items):
+        raise ValueError(
+            f"{len(items)} prompts but {len(params)} sampling_params; give one for all, or one each"
+        )
+    return items, params
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -9,12 +9,34 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """Of one token at one place, in the distribution before temperature and every rule."""
+
+    logprob: float  # natural logarithm
+    rank: int  # 1 is the likeliest
+    decoded_token: str | None  # None where the engine has no tokenizer
+
+
+@dataclass(frozen=True)
 class CompletionOutput:
     index: int
-    text: str  # "" where the engine has no tokenizer
+    text: str  # "" where there is no tokenizer, or detokenize=False
     token_ids: list[int]  # with the stop token, if one ended it
     finish_reason: str | None  # "stop", "length" or "abort"
-    stop_reason: int | None = None  # the token id that ended it; None for an end of sequence
+    stop_reason: int | str | None = None  # the string or token id that ended it; None for an eos
+    logprobs: list[dict[int, Logprob]] | None = None  # one dict a token, if asked for
+    cumulative_logprob: float | None = None  # of all tokens, if logprobs were asked for
+
+
+@dataclass(frozen=True)
+class StreamOutput:
+    """What is new of one sample of one request."""
+
+    request_index: int  # among the prompts of the call
+    index: int  # among the samples of the prompt
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # None until the last
 
 
 @dataclass
@@ -42,6 +64,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # prompt tokens that the prefix cache held
+    prompt_logprobs: list[dict[int, Logprob] | None] | None  # None for the first token
     metrics: RequestMetrics = field(compare=False)
 
     def __getitem__(self, key: str) -> str | list[int]:

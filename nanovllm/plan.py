@@ -4,7 +4,33 @@ Owns: nothing; these are values. The scheduler fills them in, the runner reads t
 one afterwards. No torch here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+# (token id, log-probability, rank) of one place: the token that stands there, then likelier ones.
+TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
+
+
+@dataclass(slots=True, frozen=True)
+class LogitRules:
+    """What few requests ask of their logits; a row without any has none of these."""
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of each
+    min_tokens: int = 0  # before so many output tokens, none of `stops` is drawn
+    stops: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    processors: tuple[Callable[[list[int], Any], Any], ...] = ()
+
+    @property
+    def penalizes(self) -> bool:
+        return (self.presence, self.frequency, self.repetition) != (0, 0, 1)
 
 
 @dataclass(slots=True, frozen=True)
@@ -16,6 +42,7 @@ class RowSampling:
     top_p: float  # 1 is off
     min_p: float  # 0 is off
     seed: int  # 64 bits; the noise is a function of (seed, position) alone
+    rules: LogitRules | None = None
 
 
 @dataclass(slots=True)
@@ -25,6 +52,9 @@ class Join:
     row: int
     block_table: list[int]  # blocks found or shared; all others come as StepPlan.new_blocks
     sampling: RowSampling
+    # For rows with rules: the tokens known so far, which the rules look at.
+    prompt: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -35,6 +65,8 @@ class Chunk:
     start: int  # position of token_ids[0]; everything before it has its KV in the cache
     token_ids: list[int]
     sample: bool  # true if this chunk reaches the row's last token, so that a new one is drawn
+    # Where prompt log-probabilities are asked for: the prompt tokens that follow those of the chunk.
+    targets: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

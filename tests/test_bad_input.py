@@ -45,6 +45,33 @@ PARAMS = [
     ({"stop_token_ids": [-1]}, ValueError, "stop token"),
     ({"stop_token_ids": "12"}, TypeError, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, TypeError, "stop token"),
+    ({"n": 0}, ValueError, "n must be"),
+    ({"min_tokens": -1}, ValueError, "min_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, ValueError, "max_tokens=8"),
+    ({"stop": [""]}, ValueError, "empty string"),
+    ({"stop": ""}, ValueError, "empty string"),
+    ({"stop": 3}, TypeError, "stop"),
+    ({"stop": [3]}, TypeError, "strings"),
+    ({"stop": "a", "detokenize": False}, ValueError, "detokenize=True"),
+    ({"include_stop_str_in_output": "yes"}, TypeError, "include_stop_str_in_output"),
+    ({"presence_penalty": 3}, ValueError, "between -2 and 2"),
+    ({"frequency_penalty": NAN}, ValueError, "frequency_penalty"),
+    ({"repetition_penalty": 0}, ValueError, "repetition_penalty"),
+    ({"repetition_penalty": INF}, ValueError, "repetition_penalty"),
+    ({"logit_bias": [1, 2]}, TypeError, "logit_bias"),
+    ({"logit_bias": {1: NAN}}, ValueError, "logit_bias"),
+    ({"logit_bias": {"a": 1.0}}, TypeError, "logit_bias"),
+    ({"allowed_token_ids": []}, ValueError, "None allows every token"),
+    ({"allowed_token_ids": [1.5]}, TypeError, "allowed token"),
+    ({"bad_words": " "}, TypeError, "bad_words"),
+    ({"bad_words": [" "]}, ValueError, "empty string"),
+    ({"logprobs": -1}, ValueError, "logprobs"),
+    ({"prompt_logprobs": True}, TypeError, "prompt_logprobs"),
+    ({"skip_special_tokens": 0}, TypeError, "skip_special_tokens"),
+    ({"detokenize": None}, TypeError, "detokenize"),
+    ({"logits_processors": ["f"]}, TypeError, "functions"),
+    ({"best_of": 3}, TypeError, "cumulative_logprob"),
+    ({"guided_decoding": {}}, TypeError, "logits_processors"),
     ({"temprature": 1}, TypeError, "'temperature'"),
     ({"max_token": 1}, TypeError, "'max_tokens'"),
 ]
@@ -88,6 +115,43 @@ def still_serves(llm: LLM) -> None:
     assert not llm.engine.has_unfinished_requests()
     assert not llm.engine.scheduler.has_work()
     assert len(llm.generate([1, 2], SamplingParams(max_tokens=2), use_tqdm=False)) == 1
+
+
+REQUESTS = [
+    ({"logprobs": VOCAB + 1}, f"more than the {VOCAB} tokens"),
+    ({"prompt_logprobs": VOCAB + 1}, f"more than the {VOCAB} tokens"),
+    ({"allowed_token_ids": [VOCAB]}, f"token id {VOCAB}"),
+    ({"logit_bias": {VOCAB: 1.0}}, f"token id {VOCAB}"),
+    ({"stop": "x"}, "need a tokenizer"),
+    ({"bad_words": ["x"]}, "need a tokenizer"),
+]
+
+
+@pytest.mark.parametrize(("fields", "word"), REQUESTS, ids=str)
+def test_params_that_do_not_fit_the_model(llm: LLM, fields: dict, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        llm.generate([[1]], SamplingParams(**fields), use_tqdm=False)
+    still_serves(llm)
+
+
+def test_chats(embedded: LLM) -> None:
+    for messages, error, word in (
+        ([], ValueError, "empty"),
+        ([[]], ValueError, "empty"),
+        ([{"content": "hi"}], ValueError, "'role'"),
+        ([{"role": 3, "content": "hi"}], ValueError, "'role'"),
+        (["hi"], ValueError, "'role'"),
+        ("hi", ValueError, "'role'"),
+    ):
+        with pytest.raises(error, match=word):
+            embedded.chat(messages, use_tqdm=False)
+    with pytest.raises(Exception, match="no such role"):
+        embedded.chat(
+            [{"role": "user", "content": "hi"}],
+            chat_template="{{ raise_exception('no such role') }}",
+            use_tqdm=False,
+        )
+    still_serves(embedded)
 
 
 def test_lists_of_unequal_length(llm: LLM) -> None:

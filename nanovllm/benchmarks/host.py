@@ -43,7 +43,9 @@ class HostCost:
 def host_cost(sequences: int, length: int = 1000, steps: int = 200) -> HostCost:
     blocks = BlockManager(sequences * (-(-(length + steps) // BLOCK) + 1), BLOCK)
     scheduler = Scheduler(blocks, sequences, sequences * length)
-    rows = RowBuffers(sequences, -(-(length + steps) // BLOCK) + 1, BLOCK, torch.device("cpu"))
+    rows = RowBuffers(
+        sequences, -(-(length + steps) // BLOCK) + 1, BLOCK, 10_000, torch.device("cpu")
+    )
     rng = random.Random(0)
     for i in range(sequences):
         prompt = [rng.randrange(10_000) for _ in range(length)]

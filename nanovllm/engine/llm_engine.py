@@ -12,20 +12,19 @@ Owns: the requests, the scheduler and the runner. Given: prompts and SamplingPar
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from torch import Tensor
-
 from nanovllm.checkpoint import GenerationDefaults, config_file, find_checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import InFlight, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.plan import RowSampling, StepPlan
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.plan import LogitRules, RowSampling, StepPlan, TokenLogprobs
+from nanovllm.runner.model_runner import Drawn, ModelRunner
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -38,12 +37,38 @@ Prompt: TypeAlias = "str | list[int] | dict[str, str] | dict[str, list[int]]"
 
 
 @dataclass(slots=True)
+class Sample:
+    """A sequence and what it has said, for the requests that look at each token as it comes."""
+
+    seq: Sequence
+    request: "Request"
+    detokenizer: Detokenizer | None = None  # for stop strings and streams
+    text: str = ""
+    num_seen: int = 0  # output tokens that are in `text`
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    streamed: tuple[int, int] = (0, 0)  # characters and tokens that a stream has handed out
+
+    def news(self) -> tuple[str, list[int]]:
+        """Text and tokens since the last call, less what may yet turn out to begin a stop string."""
+        ids, end = self.seq.output_ids, len(self.text)
+        if self.seq.finish_reason is None:
+            longest = max((len(stop) for stop in self.request.params.stop), default=1)
+            end = max(self.streamed[0], end - longest + 1)
+        text = self.text[self.streamed[0] : end]
+        new = ids[self.streamed[1] :]
+        self.streamed = (end, len(ids))
+        return text, new
+
+
+@dataclass(slots=True)
 class Request:
     """What the engine keeps of a request beside its sequences, one for each of its n samples."""
 
     seqs: list[Sequence]
     prompt: str | None
+    params: SamplingParams
     metrics: RequestMetrics
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
 
 
 class LLMEngine:
@@ -83,7 +108,8 @@ class LLMEngine:
             overlap = self.runner.device.type == "cuda"
         self.depth = 1 if overlap else 0  # plans that a step leaves in flight
         self.requests: dict[str, Request] = {}
-        self.in_flight: deque[tuple[StepPlan, Tensor]] = deque()
+        self.samples: dict[Sequence, Sample] = {}  # of the requests that look at each token
+        self.in_flight: deque[tuple[StepPlan, Drawn]] = deque()
         self.unclaimed: list[RequestOutput] = []  # finished during somebody else's `generate`
         self.num_arrivals = 0
         self.num_prompt_tokens = 0  # of requests that got their first token
@@ -102,8 +128,12 @@ class LLMEngine:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        stream: bool = False,
     ) -> str:
-        """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
+        """Queue a request and return its id. Raises ValueError or TypeError if it can never run.
+
+        With `stream`, the text of its samples grows in `self.samples` as the tokens come.
+        """
         params = self.default_sampling_params if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, not {params!r}")
@@ -127,6 +157,7 @@ class LLMEngine:
                 f"{blocks.block_size}; the cache has {blocks.num_blocks}. Lower max_tokens, or raise "
                 "num_kvcache_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
             )
+        rules = self._rules(params)
         # Unseeded requests differ from one another, and a run repeats under the same engine seed.
         seed = params.seed if params.seed is not None else self.seed * 0x9E3779B1 + arrival
         stops = frozenset(params.stop_token_ids)
@@ -144,6 +175,8 @@ class LLMEngine:
                     params.top_p,
                     params.min_p,
                     signed64(seed + index * 0xD1B54A32D192ED03),
+                    # The prompt's log-probabilities are computed once, by the first sample.
+                    replace(rules, prompt_logprobs=None) if rules is not None and index else rules,
                 ),
                 index=index,
             )
@@ -152,10 +185,56 @@ class LLMEngine:
         seqs[0].forks = seqs[1:]
         for fork in seqs[1:]:
             fork.parent = seqs[0]
-        self.requests[request_id] = Request(seqs, text, RequestMetrics(time.monotonic()))
+        request = Request(seqs, text, params, RequestMetrics(time.monotonic()))
+        self.requests[request_id] = request
+        if stream or params.stop or params.logprobs is not None:
+            for seq in seqs:
+                self.samples[seq] = sample = Sample(seq, request)
+                if self.tokenizer is not None and params.detokenize and (stream or params.stop):
+                    sample.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
         self.num_arrivals += 1
         self.scheduler.add(seqs[0])
         return request_id
+
+    def _rules(self, params: SamplingParams) -> LogitRules | None:
+        """What the parameters ask of the logits, checked against the vocabulary; None for nothing."""
+        size = self.model_config.vocab_size
+        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+        for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
+            for token in ids:
+                if token >= size:
+                    raise ValueError(
+                        f"{name} has token id {token}; the vocabulary ends at {size - 1}"
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > size:
+                raise ValueError(
+                    f"{name}={getattr(params, name)} is more than the {size} tokens there are"
+                )
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise ValueError(
+                "stop strings and bad words need a tokenizer (skip_tokenizer_init is set)"
+            )
+        bad_words = set()
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):  # at the start of a line, and after a word
+                assert self.tokenizer is not None
+                bad_words.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
+        rules = LogitRules(
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            repetition=params.repetition_penalty,
+            bias=tuple(bias.items()),
+            allowed=None if allowed is None else tuple(allowed),
+            bad_words=tuple(sorted(bad_words)),
+            min_tokens=params.min_tokens,
+            stops=tuple(sorted(t for t in stops if t < size)) if params.min_tokens else (),
+            logprobs=params.logprobs,
+            prompt_logprobs=params.prompt_logprobs,
+            processors=tuple(params.logits_processors),
+        )
+        return None if rules == LogitRules() else rules
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids); refuses what is no prompt."""
@@ -198,6 +277,7 @@ class LLMEngine:
         if request is not None:
             for seq in request.seqs:
                 self.scheduler.abort(seq)
+                self.samples.pop(seq, None)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests or self.unclaimed)
@@ -216,17 +296,21 @@ class LLMEngine:
             if plan is not None:
                 if plan.joins:
                     self._note_scheduled(len(plan.joins))
-                hidden, sampling = runner.forward(plan)  # mutates: KV cache, row buffers
-                self.in_flight.append((plan, runner.sample(hidden, sampling)))
+                forward = runner.forward(plan)  # mutates: KV cache, row buffers
+                self.in_flight.append((plan, runner.sample(forward)))
             # With a plan just launched, the one before it is committed while the device works.
             finished: list[Sequence] = []
             while len(self.in_flight) > (self.depth if plan is not None else 0):
                 done, drawn = self.in_flight.popleft()
-                tokens = drawn.tolist()  # waits for the device
+                about = scheduler.in_flight[0]
+                tokens = drawn.tokens.tolist()  # waits for the device
                 progressed = scheduler.commit(done, tokens)  # mutates: sequences, prefix index
                 self.num_output_tokens += len(progressed)
                 if done.chunks:
                     self._note_first_tokens(progressed)
+                self._note_logprobs(about, drawn)
+                if self.samples:
+                    self._note_text(progressed)
                 finished += [s for s in progressed if s.status is Status.FINISHED]
         except BaseException:
             self.in_flight.clear()
@@ -253,6 +337,41 @@ class LLMEngine:
                 metrics.first_token_time = now
                 self.num_prompt_tokens += seq.num_prompt
 
+    def _note_logprobs(self, about: InFlight, drawn: Drawn) -> None:
+        for i, found in drawn.logprobs.items():
+            sample = self.samples.get(about.drawing[i])
+            if sample is not None and len(sample.logprobs) < len(sample.seq.output_ids):
+                sample.logprobs.append(found)
+        for i, targets in drawn.prompt_logprobs.items():
+            request = self.requests.get(about.chunked[i].request_id)
+            if request is not None:
+                start = about.plan.chunks[i].start + 1
+                request.prompt_logprobs |= {start + j: found for j, found in enumerate(targets)}
+
+    def _note_text(self, progressed: list[Sequence]) -> None:
+        """Detokenize what is new, and end a sequence whose text holds one of its stop strings."""
+        for seq in progressed:
+            sample = self.samples.get(seq)
+            if sample is None or sample.detokenizer is None:
+                continue
+            params, ids = sample.request.params, seq.output_ids
+            start = len(sample.text)
+            sample.text += sample.detokenizer.add(ids[sample.num_seen :])
+            sample.num_seen = len(ids)
+            if seq.status is Status.FINISHED:
+                sample.text += sample.detokenizer.flush()
+            if len(ids) <= params.min_tokens and params.min_tokens:
+                continue
+            found = [
+                (at, stop)
+                for stop in params.stop
+                if (at := sample.text.find(stop, max(0, start - len(stop) + 1))) >= 0
+            ]
+            if found:
+                at, stop = min(found)
+                sample.text = sample.text[: at + len(stop) * params.include_stop_str_in_output]
+                self.scheduler.stop(seq, stop)
+
     def _output(self, request: Request) -> RequestOutput:
         first = request.seqs[0]
         request.metrics.finished_time = time.monotonic()
@@ -261,18 +380,39 @@ class LLMEngine:
             request_id=first.request_id,
             prompt=request.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt],
-            outputs=[self._completion(seq) for seq in request.seqs],
+            outputs=[self._completion(request, seq) for seq in request.seqs],
             finished=True,
             num_cached_tokens=first.num_cached,
+            prompt_logprobs=self._prompt_logprobs(request),
             metrics=request.metrics,
         )
 
-    def _completion(self, seq: Sequence) -> CompletionOutput:
-        ids, text = seq.output_ids, ""
-        if self.tokenizer is not None:
-            text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+    def _completion(self, request: Request, seq: Sequence) -> CompletionOutput:
+        ids, text, params = seq.output_ids, "", request.params
+        sample = self.samples.pop(seq, None)
+        if sample is not None and sample.detokenizer is not None:
+            text = sample.text
+        elif self.tokenizer is not None and params.detokenize:
+            text = str(self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens))
         stop = None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
-        return CompletionOutput(seq.index, text, ids, seq.finish_reason, stop)
+        if sample is None or params.logprobs is None:
+            return CompletionOutput(seq.index, text, ids, seq.finish_reason, stop)
+        total = sum(found[0][1] for found in sample.logprobs)
+        logprobs = [self._named(found) for found in sample.logprobs]
+        return CompletionOutput(seq.index, text, ids, seq.finish_reason, stop, logprobs, total)
+
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None] | None:
+        if request.params.prompt_logprobs is None:
+            return None
+        found = request.prompt_logprobs
+        return [None, *(self._named(found[i]) for i in range(1, request.seqs[0].num_prompt))]
+
+    def _named(self, found: TokenLogprobs) -> dict[int, Logprob]:
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        return {
+            token: Logprob(logprob, rank, None if decode is None else str(decode([token])))
+            for token, logprob, rank in found
+        }
 
     def stats(self) -> dict[str, int | float]:
         """Counts as of now, and since the engine was made; token counts unless the name says else."""

@@ -51,7 +51,7 @@ class InFlight:
 
     plan: StepPlan
     drawing: list[Sequence] = field(default_factory=list)  # those that get a token, in plan order
-    partial: list[Sequence] = field(default_factory=list)  # those whose chunk ends before
+    chunked: list[Sequence] = field(default_factory=list)  # those with a chunk, in plan order
 
 
 class Scheduler:
@@ -149,7 +149,10 @@ class Scheduler:
             heapq.heappop(self.waiting)
             self.num_waiting -= 1
             tokens = min(seq.num_tokens - seq.num_computed, budget)
-            plan.joins.append(Join(seq.row, list(seq.block_table), seq.sampling))
+            join = Join(seq.row, list(seq.block_table), seq.sampling)
+            if seq.sampling.rules is not None:
+                join.prompt, join.output = seq.token_ids[: seq.num_prompt], seq.output_ids
+            plan.joins.append(join)
             self._provide(plan, seq, tokens)
             budget -= self._plan_chunk(step, seq, tokens)
 
@@ -164,14 +167,16 @@ class Scheduler:
     def _plan_chunk(self, step: InFlight, seq: Sequence, tokens: int) -> int:
         start, end = seq.num_computed, seq.num_computed + tokens
         last = end == seq.num_tokens
-        step.plan.chunks.append(Chunk(seq.row, start, seq.token_ids[start:end], sample=last))
+        chunk = Chunk(seq.row, start, seq.token_ids[start:end], sample=last)
+        if seq.wants_prompt_logprobs:
+            chunk.targets = seq.token_ids[start + 1 : min(end + 1, seq.num_prompt)]
+        step.plan.chunks.append(chunk)
+        step.chunked.append(seq)
         seq.num_computed, seq.last_chunk = end, self.num_plans
         if last:
             step.drawing.append(seq)
             seq.num_tokens += 1
             seq.decoding = True
-        else:
-            step.partial.append(seq)
         self.blocks.publish(seq)
         return tokens
 
@@ -221,7 +226,7 @@ class Scheduler:
         ):
             # One token is computed again, for its logits: the fork draws its own first token.
             blocks.fork(parent, seq, seq.num_prompt - 1)
-        else:
+        elif not seq.wants_prompt_logprobs:  # those need every position computed
             shared = blocks.match(seq)
         need = blocks.num_needed(seq, seq.num_tokens) - len(shared) + blocks.num_idle(shared)
         need += 0 if alone else self.head_room()
@@ -317,13 +322,20 @@ class Scheduler:
         that those plans published may hold anything, and may have passed through other hands
         since, so the whole index is forgotten: dear, simple and rare.
         """
-        touched = [seq for step in self.in_flight for seq in (*step.drawing, *step.partial)]
+        touched = [seq for step in self.in_flight for seq in (*step.drawing, *step.chunked)]
         self.in_flight.clear()
         for seq in touched:
             if seq.status is Status.RUNNING:
                 self._preempt(seq)
             seq.num_tokens = len(seq.token_ids)
         self.blocks.reset_prefix_cache()
+
+    def stop(self, seq: Sequence, reason: str) -> None:
+        """End a sequence for a reason that only its text shows: a stop string."""
+        if seq.status is Status.RUNNING:
+            self.running.remove(seq)
+        self._finish(seq, "stop")
+        seq.stop_reason = reason
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence wherever it is."""

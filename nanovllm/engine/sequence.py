@@ -48,7 +48,7 @@ class Sequence:
     preemptions: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     finish_reason: str | None = None
-    stop_reason: int | None = None  # the token id that ended it, if one did
+    stop_reason: int | str | None = None  # the token id or the string that ended it, if one did
 
     # Kept by the block manager.
     block_table: list[int] = field(default_factory=list)
@@ -56,6 +56,11 @@ class Sequence:
     block_hashes: list[int] = field(default_factory=list)  # of its full blocks, chained
     num_published: int = 0  # of its blocks, how many others can find; -1 if the chain is broken
     chain: int = 0  # identity of the last published block, the parent of the next
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        rules = self.sampling.rules
+        return rules is not None and rules.prompt_logprobs is not None
 
     @property
     def output_ids(self) -> list[int]:

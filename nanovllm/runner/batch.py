@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.plan import StepPlan
+from nanovllm.runner.logit_rules import RowRules
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class Steady:
     query_start: Tensor  # [S + 1] int32
     logit_rows: Tensor  # [R] int64
     sampling: SamplingBatch
+    ruled: list[tuple[int, RowRules]]  # which of the R have rules
 
 
 @dataclass
@@ -71,6 +73,7 @@ class RowBuffers:
     num_rows: int
     max_blocks: int  # of one sequence
     block_size: int
+    vocab_size: int
     device: torch.device
     block_tables: np.ndarray = field(init=False)  # [N, B] int32
     positions: np.ndarray = field(init=False)  # [N] int64, of the next token to compute
@@ -78,6 +81,7 @@ class RowBuffers:
     seeds: np.ndarray = field(init=False)  # [N] int64
     last_tokens: Tensor = field(init=False)  # [N] int64, drawn last
     steady: Steady | None = None  # of the batch built last
+    rules: dict[int, RowRules] = field(default_factory=dict)  # of the rows that have any
 
     def __post_init__(self) -> None:
         self.block_tables = np.zeros((self.num_rows, self.max_blocks), np.int32)
@@ -94,6 +98,11 @@ class RowBuffers:
             s = join.sampling
             self.sampling[:, join.row] = (s.temperature, s.top_k, s.top_p, s.min_p)
             self.seeds[join.row] = s.seed
+            self.rules.pop(join.row, None)
+            if s.rules is not None:
+                self.rules[join.row] = RowRules(
+                    s.rules, join.prompt, join.output, self.vocab_size, self.device
+                )
         for row, index, block in plan.new_blocks:
             self.block_tables[row, index] = block
 
@@ -144,6 +153,7 @@ class RowBuffers:
         temperature, top_k, top_p, min_p = self.sampling[:, rows[draws]]
         random = temperature > 0
         drawing = self._send(rows[draws])
+        ruled = [(i, self.rules[r]) for i, r in enumerate(rows[draws].tolist()) if r in self.rules]
         sampling = SamplingBatch(
             temperature=self._send(temperature.astype(np.float32)),
             top_k=self._send(top_k.astype(np.int64)),
@@ -165,7 +175,13 @@ class RowBuffers:
             query_start=self._send(np.concatenate(([0], ends)).astype(np.int32)),
             logit_rows=self._send(ends[draws] - 1),
             sampling=sampling,
+            ruled=ruled if self.rules else [],
         )
+
+    @property
+    def ruled(self) -> list[tuple[int, RowRules]]:
+        """Which of the rows that draw from the batch built last have rules."""
+        return self.steady.ruled if self.steady is not None else []
 
     def drawn(self, tokens: Tensor) -> None:
         """Remember the tokens [R] that the batch built last drew: they are the next step's input."""

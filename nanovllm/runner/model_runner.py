@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,13 +18,30 @@ from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.checkpoint import weight_files
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.plan import StepPlan
+from nanovllm.plan import StepPlan, TokenLogprobs
 from nanovllm.runner.batch import RowBuffers, SamplingBatch
+from nanovllm.runner.logit_rules import token_logprobs
 from nanovllm.runner.sampler import sample
 from nanovllm.runner.weights import load_weights, random_weights
 
 logger = logging.getLogger("nanovllm")
 CPU_CACHE_BYTES = 4 << 30  # what a CPU's KV cache takes at most, unless it is told a size
+
+
+@dataclass(slots=True)
+class Forward:
+    """What `forward` leaves for `sample`."""
+
+    hidden: Tensor  # [R, E], of the rows that draw a token
+    sampling: SamplingBatch
+    prompt_logprobs: dict[int, list[TokenLogprobs]]  # chunk -> one for each of its targets
+
+
+@dataclass(slots=True)
+class Drawn:
+    tokens: Tensor  # [R] int64, on the device
+    logprobs: dict[int, TokenLogprobs]  # of the R, those that asked
+    prompt_logprobs: dict[int, list[TokenLogprobs]]  # chunk -> one for each of its targets
 
 
 class ModelRunner:
@@ -45,27 +63,55 @@ class ModelRunner:
         self.attention = SdpaAttention(
             model_config, self.num_blocks + 1, size, self.dtype, self.device
         )
-        self.rows = RowBuffers(config.max_num_seqs, -(-max_model_len // size), size, self.device)
+        self.rows = RowBuffers(
+            config.max_num_seqs,
+            -(-max_model_len // size),
+            size,
+            model_config.vocab_size,
+            self.device,
+        )
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> tuple[Tensor, SamplingBatch]:
-        """Compute the plan's tokens. Returns the hidden states [R, E] of the rows that draw one."""
+    def forward(self, plan: StepPlan) -> "Forward":
+        """Compute the plan's tokens."""
         self.rows.apply(plan)
         if plan.block_copies:
             self.attention.copy_blocks(plan.block_copies)
         batch, sampling = self.rows.build(plan)
         self.attention.prepare(batch)
         hidden = self.model(batch, self.attention)
-        return hidden[batch.logit_rows], sampling
+        prompt_logprobs = {}
+        for i, chunk in enumerate(plan.chunks):
+            if chunk.targets:
+                start = int(batch.query_start[i])
+                logits = self.model.logits(hidden[start : start + len(chunk.targets)])
+                rules = self.rows.rules[chunk.row].rules
+                k = rules.prompt_logprobs or 0
+                found = [
+                    token_logprobs(x, t, k) for x, t in zip(logits, chunk.targets, strict=True)
+                ]
+                prompt_logprobs[i] = found
+        return Forward(hidden[batch.logit_rows], sampling, prompt_logprobs)
 
     @torch.inference_mode()
-    def sample(self, hidden: Tensor, sampling: SamplingBatch) -> Tensor:
-        """Draw a token for each row of `hidden`: [R] int64, still on the device."""
-        if not hidden.shape[0]:
-            return torch.empty(0, dtype=torch.int64)
-        tokens = sample(self.model.logits(hidden), sampling)
-        self.rows.drawn(tokens)
-        return tokens
+    def sample(self, forward: "Forward") -> "Drawn":
+        """Draw a token for each row that draws one."""
+        drawn = Drawn(torch.empty(0, dtype=torch.int64), {}, forward.prompt_logprobs)
+        if not forward.hidden.shape[0]:
+            return drawn
+        ruled = self.rows.ruled
+        logits = self.model.logits(forward.hidden)
+        raw = {i: logits[i].clone() for i, row in ruled if row.rules.logprobs is not None}
+        for i, row in ruled:
+            row.apply(logits[i])
+        drawn.tokens = sample(logits, forward.sampling)
+        self.rows.drawn(drawn.tokens)
+        for i, row in ruled:
+            token = int(drawn.tokens[i])
+            row.drew(token)
+            if row.rules.logprobs is not None:
+                drawn.logprobs[i] = token_logprobs(raw[i], token, row.rules.logprobs)
+        return drawn
 
     # ---- memory ----
 

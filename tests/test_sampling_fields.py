@@ -1,0 +1,318 @@
+"""Each field of SamplingParams beyond the filters: against transformers, and in mixed batches."""
+
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, make_checkpoint, random_llm
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.plan import LogitRules
+from nanovllm.runner.logit_rules import RowRules
+
+PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]
+
+
+def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT) -> torch.Tensor:
+    """The logits after the rules of a row that drew `output` one by one."""
+    row = RowRules(rules, PROMPT, output[:1], len(logits), torch.device("cpu"))
+    for token in output[1:]:
+        row.drew(token)
+    changed = logits.clone()
+    row.apply(changed)
+    return changed
+
+
+IDS = torch.tensor([PROMPT + OUTPUT])
+DETERMINISTIC = [
+    (LogitRules(repetition=1.3), RepetitionPenaltyLogitsProcessor(1.3)),
+    (LogitRules(repetition=0.8), RepetitionPenaltyLogitsProcessor(0.8)),
+    (LogitRules(bias=((4, 2.5), (9, -100.0))), SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -100.0]])),
+    (LogitRules(allowed=(1, 4, 19)), PrefixConstrainedLogitsProcessor(lambda *_: [1, 4, 19], 1)),
+    (LogitRules(min_tokens=5, stops=(2, 8)), MinNewTokensLengthLogitsProcessor(4, 5, [2, 8])),
+    (LogitRules(min_tokens=4, stops=(2, 8)), MinNewTokensLengthLogitsProcessor(4, 4, [2, 8])),
+    (LogitRules(bad_words=((6,), (9, 2, 11), (2, 12), (1, 2, 13))),
+     NoBadWordsLogitsProcessor([[6], [9, 2, 11], [2, 12], [1, 2, 13]])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rules", "theirs"), DETERMINISTIC)
+def test_same_logits_as_transformers(rules: LogitRules, theirs) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(20) * 3
+    want = theirs(IDS, logits[None].clone())[0]
+    assert not torch.equal(want, logits) or rules.min_tokens == 4
+    torch.testing.assert_close(applied(rules, logits), want)
+
+
+def test_presence_and_frequency_penalties() -> None:
+    """OpenAI's definition, over the output alone."""
+    logits = torch.randn(20)
+    want = logits.clone()
+    for token, count in ((5, 1), (9, 2), (2, 1)):
+        want[token] -= 0.7 + 0.4 * count
+    torch.testing.assert_close(applied(LogitRules(presence=0.7, frequency=0.4), logits), want)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    path = tmp_path_factory.mktemp("fields")
+    return path, make_checkpoint(path)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"async_scheduling": True}])
+def test_logprobs(checkpoint, options: dict) -> None:
+    """Of prompt and output, before temperature and rules, also in chunks and after a prefix hit."""
+    path, model = checkpoint
+    llm = random_llm(path, **options)
+    prompt = [1 + 7 * i % 150 for i in range(40)]
+    params = SamplingParams(
+        temperature=3.0, seed=1, max_tokens=9, ignore_eos=True, logprobs=4, prompt_logprobs=2,
+        top_k=20, repetition_penalty=1.2,
+    )  # fmt: skip
+    llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)  # the prefix is cached now
+    out = llm.generate(prompt, params, use_tqdm=False)[0]
+    ids = torch.tensor([prompt + out["token_ids"]])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    found = [*out.prompt_logprobs, *out.outputs[0].logprobs]
+    assert out.prompt_logprobs[0] is None
+    assert len(found) == len(prompt) + 9
+    total = 0.0
+    for position in range(1, len(found)):
+        token, want = ids[0, position].item(), logprobs[position - 1]
+        k = 2 if position < len(prompt) else 4
+        entry = found[position][token]
+        assert entry.logprob == pytest.approx(want[token].item(), abs=1e-3)
+        assert entry.rank == (want > want[token]).sum() + 1
+        top = set(want.topk(k).indices.tolist())
+        assert set(found[position]) == top | {token}
+        if position >= len(prompt):
+            total += entry.logprob
+    assert out.outputs[0].cumulative_logprob == pytest.approx(total)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    def maybe(value, other=None):
+        return value if rng.random() < 0.3 else other
+
+    return SamplingParams(
+        n=rng.choice((1, 1, 1, 2)),
+        temperature=rng.choice((0.0, 0.5, 1.0, 1.7)),
+        top_p=maybe(rng.uniform(0.2, 1), 1.0),
+        top_k=maybe(rng.randint(1, 300), 0),
+        min_p=maybe(rng.uniform(0, 0.3), 0.0),
+        seed=rng.randrange(1000),
+        max_tokens=rng.randint(4, 12),
+        min_tokens=maybe(rng.randint(0, 4), 0),
+        stop_token_ids=maybe([rng.randrange(VOCAB) for _ in range(20)], ()),
+        ignore_eos=rng.random() < 0.5,
+        presence_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        frequency_penalty=maybe(rng.uniform(-2, 2), 0.0),
+        repetition_penalty=maybe(rng.uniform(0.5, 2), 1.0),
+        logit_bias=maybe({rng.randrange(VOCAB): rng.uniform(-5, 5) for _ in range(3)}),
+        allowed_token_ids=maybe([rng.randrange(VOCAB) for _ in range(30)]),
+        logprobs=maybe(rng.randint(0, 3)),
+        prompt_logprobs=maybe(rng.randint(0, 2)),
+        logits_processors=maybe([lambda ids, logits: logits.roll(len(ids))], ()),
+    )
+
+
+def test_mixed_batch_equals_each_alone(checkpoint) -> None:
+    """300 random combinations of parameters in one batch give what each gives alone."""
+    rng = random.Random(4)
+    llm = random_llm(checkpoint[0], num_kvcache_blocks=400, max_num_batched_tokens=64)
+    params = [random_params(rng) for _ in range(300)]
+    prompts = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 20))] for _ in params]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    alone = random_llm(checkpoint[0], enable_prefix_caching=False)
+    for prompt, p, out in zip(prompts, params, together, strict=True):
+        want = alone.generate(prompt, p, use_tqdm=False)[0]
+        assert [c.token_ids for c in out.outputs] == [c.token_ids for c in want.outputs], p
+        for a, b in zip(out.outputs, want.outputs, strict=True):
+            assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
+            if p.logprobs is not None:
+                assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, abs=1e-2)
+        assert (out.prompt_logprobs is None) == (p.prompt_logprobs is None)
+
+
+def test_rules_survive_preemption(checkpoint) -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=2, max_tokens=40, ignore_eos=True, frequency_penalty=1.5,
+        repetition_penalty=1.4, min_tokens=30, logprobs=1,
+    )  # fmt: skip
+    prompts = [[i] * 20 for i in range(1, 5)]
+    want = random_llm(checkpoint[0]).generate(prompts, params, use_tqdm=False)
+    for asynchronous in (False, True):
+        llm = random_llm(
+            checkpoint[0],
+            kvcache_block_size=4,
+            num_kvcache_blocks=30,
+            async_scheduling=asynchronous,
+        )
+        got = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats()["preemptions"] > 0
+        assert [o["token_ids"] for o in got] == [o["token_ids"] for o in want]
+        assert all(len(o.outputs[0].logprobs) == 40 for o in got)
+
+
+# ---- text ----
+
+
+def test_stop_strings(embedded: LLM) -> None:
+    chat = [{"role": "user", "content": "Count from 10 to 30"}]
+    whole = embedded.chat(chat, use_tqdm=False)[0]["text"]
+    for stop, cut in (
+        ("15", "15"),
+        (", 2", ", 2"),
+        ("9, 20, ", "9, 20, "),
+        (["25", "17, 1"], "17, 1"),
+    ):
+        for include in (False, True):
+            params = SamplingParams(
+                temperature=0, max_tokens=99, stop=stop, include_stop_str_in_output=include
+            )
+            out = embedded.chat(chat, params, use_tqdm=False)[0].outputs[0]
+            assert out.text == whole[: whole.find(cut) + len(cut) * include]
+            assert (out.finish_reason, out.stop_reason) == ("stop", cut)
+    late = SamplingParams(temperature=0, max_tokens=99, stop="1", min_tokens=20)
+    assert len(embedded.chat(chat, late, use_tqdm=False)[0]["token_ids"]) > 20
+    never = SamplingParams(temperature=0, max_tokens=99, stop="zebra")
+    assert embedded.chat(chat, never, use_tqdm=False)[0]["text"] == whole
+    assert not embedded.engine.samples
+
+
+def test_bad_words_and_text_options(embedded: LLM) -> None:
+    chat = [{"role": "user", "content": "Spell cat"}]
+    plain = SamplingParams(temperature=0, max_tokens=20)
+    assert embedded.chat(chat, plain, use_tqdm=False)[0]["text"] == "c-a-t"
+    without = SamplingParams(temperature=0, max_tokens=20, bad_words=["a"])
+    assert "a" not in embedded.chat(chat, without, use_tqdm=False)[0]["text"]
+    special = SamplingParams(temperature=0, max_tokens=20, skip_special_tokens=False)
+    assert embedded.chat(chat, special, use_tqdm=False)[0]["text"] == "c-a-t<|im_end|>"
+    silent = SamplingParams(temperature=0, max_tokens=20, detokenize=False, logprobs=1)
+    out = embedded.chat(chat, silent, use_tqdm=False)[0].outputs[0]
+    assert out.text == ""
+    assert next(iter(out.logprobs[0].values())).decoded_token == "c"
+
+
+def test_stream_is_generate_in_pieces(embedded: LLM) -> None:
+    questions = ["Count from 5 to 20", "Reverse wolf", "What is a block?", "What is 3 + 4?"]
+    tokenizer = embedded.get_tokenizer()
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": q}], add_generation_prompt=True, tokenize=False
+        )
+        for q in questions
+    ]
+    params = [
+        SamplingParams(temperature=0, max_tokens=99),
+        SamplingParams(temperature=0.5, seed=2, max_tokens=20, n=3),
+        SamplingParams(temperature=0, max_tokens=99, stop=["the KV", "zebra"]),
+        SamplingParams(temperature=0, max_tokens=99),
+    ]
+    want = embedded.generate(prompts, params, use_tqdm=False)
+    texts: dict[tuple[int, int], str] = {}
+    tokens: dict[tuple[int, int], list[int]] = {}
+    ended: dict[tuple[int, int], str] = {}
+    pieces = 0
+    for new in embedded.stream(prompts, params):
+        key = (new.request_index, new.index)
+        assert key not in ended
+        texts[key] = texts.get(key, "") + new.text
+        tokens[key] = tokens.get(key, []) + new.token_ids
+        if new.finish_reason is not None:
+            ended[key] = new.finish_reason
+        pieces += 1
+    assert pieces > 40
+    for i, out in enumerate(want):
+        for c in out.outputs:
+            assert texts[i, c.index] == c.text
+            assert tokens[i, c.index] == c.token_ids
+            assert ended[i, c.index] == c.finish_reason
+
+
+def test_leaving_a_stream_frees_everything(embedded: LLM) -> None:
+    for new in embedded.stream(["Count from 1 to 50\n"] * 3, SamplingParams(max_tokens=200)):
+        if new.token_ids:
+            break
+    assert not embedded.engine.has_unfinished_requests()
+    stats = embedded.stats()
+    assert (stats["running"], stats["waiting"], stats["blocks_in_use"]) == (0, 0, 0)
+    with pytest.raises(ValueError, match="empty"):
+        next(embedded.stream(["fine", ""]))
+    assert not embedded.engine.has_unfinished_requests()
+
+
+def test_detokenizer_on_every_prefix(embedded: LLM) -> None:
+    """What is handed out is a prefix of the full decode at every token, and all of it at the end."""
+    from nanovllm.detokenizer import Detokenizer
+
+    tokenizer = embedded.get_tokenizer()
+    rng = random.Random(0)
+    pieces = [
+        "🙂",
+        "日本語",
+        "e\u0301",
+        "नि",
+        "ab c",
+        " the",
+        "\n",
+        "👩‍👩‍👧",
+        "ÿ",
+        "<|im_end|>",
+        "7",
+    ]
+    size = len(tokenizer)
+    for trial in range(150):
+        ids: list[int] = []
+        while len(ids) < 60:
+            if rng.random() < 0.5:
+                ids += tokenizer.encode(rng.choice(pieces))
+            else:  # broken bytes: any token
+                ids += [rng.randrange(256 if trial % 2 else size) for _ in range(rng.randint(1, 8))]
+        detokenizer, text = Detokenizer(tokenizer), ""
+        for i, token in enumerate(ids):
+            text += detokenizer.add([token])
+            full = tokenizer.decode(ids[: i + 1], skip_special_tokens=True)
+            assert full.startswith(text)
+            assert len(full) - len(text) <= 1
+        assert text + detokenizer.flush() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_detokenizing_broken_bytes_is_linear(embedded: LLM) -> None:
+    from nanovllm.detokenizer import WINDOW, Detokenizer
+
+    detokenizer = Detokenizer(embedded.get_tokenizer())
+    broken = embedded.get_tokenizer().encode("\u00e9")[:1]  # the first byte of two
+    longest = 0
+    for _ in range(2000):
+        detokenizer.add(broken)
+        longest = max(longest, len(detokenizer.window))
+    assert longest <= WINDOW + 1
+
+
+def test_logits_processor_sees_and_shapes(embedded: LLM) -> None:
+    seen: list[list[int]] = []
+
+    def only_sevens(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(list(ids))
+        masked = torch.full_like(logits, -math.inf)
+        masked[seven] = 0.0
+        return masked
+
+    seven = embedded.get_tokenizer().encode("7")[0]
+    params = SamplingParams(max_tokens=4, logits_processors=[only_sevens])
+    out = embedded.generate("hello", params, use_tqdm=False)[0]
+    assert out["text"] == "7777"
+    prompt = out.prompt_token_ids
+    assert seen == [prompt + [seven] * i for i in range(4)]
