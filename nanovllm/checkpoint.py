@@ -5,25 +5,29 @@ Owns: nothing. Given: a name. May write to the hub's cache (HF_HOME), as hugging
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nanovllm.config import read_json
 
 EMBEDDED = "qwen3-nano"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # never a pickle, never code
 
 
-def find_checkpoint(model: str, revision: str | None = None) -> Path:
-    """The directory that holds `model`. Raises ValueError that says what would help."""
+def find_checkpoint(model: str, revision: str | None = None, weights: bool = True) -> Path:
+    """The directory that holds `model`. Raises ValueError that says what would help.
+
+    From the hub the weights are fetched only if they are wanted.
+    """
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
     name = os.fspath(model)
     if name == EMBEDDED:
         return Path(__file__).parent / "demo" / EMBEDDED
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if path.exists():
@@ -33,15 +37,17 @@ def find_checkpoint(model: str, revision: str | None = None) -> Path:
             f"there is no directory {name!r}; give a local directory, a hub id like "
             f"'Qwen/Qwen3-0.6B', or {EMBEDDED!r} for the embedded model"
         )
-    return _download(name, revision)
+    return _download(
+        name, revision, WANTED if weights else [w for w in WANTED if "tensors" not in w]
+    )
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=WANTED))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:
         raise ValueError(f"{name!r} is no directory and no valid hub id: {error}") from None
     except RepositoryNotFoundError:
@@ -50,7 +56,7 @@ def _download(name: str, revision: str | None) -> Path:
         ) from None
     except Exception as error:  # offline, no such revision, proxies: huggingface_hub raises many
         raise ValueError(
-            f"{name!r} is no local directory, and the hub could not be reached for it "
+            f"{name!r} is no local directory, and could not be fetched from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). "
             "Give a local directory, set HF_ENDPOINT to a mirror, or set HF_HOME to a cache that "
             "has the model already (with HF_HUB_OFFLINE=1)"
@@ -70,7 +76,10 @@ def weight_files(directory: Path) -> list[Path]:
     """The safetensors files, by the index if there is one. Raises ValueError if there are none."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} has no 'weight_map'")
+        names = sorted(set(weight_map.values()))
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise ValueError(f"{index} names files that are not there: {', '.join(missing)}")
@@ -102,11 +111,15 @@ class GenerationDefaults:
     def from_directory(cls, directory: Path) -> GenerationDefaults:
         path = directory / "generation_config.json"
         has_file = path.is_file()
-        raw: dict[str, Any] = json.loads(path.read_text()) if has_file else {}
+        raw = read_json(path) if has_file else {}
         eos = raw.get("eos_token_id")
         if eos is None:
-            eos = json.loads((directory / "config.json").read_text()).get("eos_token_id")
-        eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+            eos = read_json(directory / "config.json").get("eos_token_id")
+        eos_ids = [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
+        if not all(isinstance(token, int) for token in eos_ids):
+            raise ValueError(
+                f"{directory} has the eos_token_id {eos!r}; it must be an int or a list"
+            )
         sampling: dict[str, Any] = {}
         if has_file:
             # transformers' default is greedy, so a file that does not mention sampling is greedy.
@@ -115,6 +128,11 @@ class GenerationDefaults:
                 sampling = {n: raw[n] for n in names if raw.get(n) is not None}
             else:
                 sampling = {"temperature": 0.0}
-            if raw.get("max_new_tokens"):
-                sampling["max_tokens"] = raw["max_new_tokens"]
+            for theirs, ours in (
+                ("max_new_tokens", "max_tokens"),
+                ("min_new_tokens", "min_tokens"),
+                ("repetition_penalty", "repetition_penalty"),
+            ):
+                if raw.get(theirs):
+                    sampling[ours] = raw[theirs]
         return cls(frozenset(eos_ids), sampling)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,8 +128,10 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {utilization}")
         if not isinstance(self.device, str):
             raise TypeError(f"device must be a string, not {self.device!r}")
-        if self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device must be 'auto', 'cpu' or 'cuda', not {self.device!r}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ValueError(
+                f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
+            )
         # Names may come as torch dtypes too: str(torch.float32) is "torch.float32".
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         check_choice("dtype", self.dtype, DTYPES)
@@ -161,16 +164,15 @@ class ModelConfig:
     max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool  # of the query, key and value projections
+    output_bias: bool  # of attention's output projection
     qk_norm: bool
+    sliding_window: int | None  # tokens that a layer looks back at most; None: all
     dtype: str | None  # the dtype that the weights are stored in, if config.json says
 
     @classmethod
     def from_file(cls, path: Path) -> ModelConfig:
         """Read config.json. Raises ValueError for what it does not hold or we do not support."""
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raw = read_json(path)
         architectures = raw.get("architectures") or []
         known = [a for a in architectures if a in ARCHITECTURES]
         if not known:
@@ -190,8 +192,8 @@ class ModelConfig:
             raise ValueError(f"{path}: hidden_act {act!r} is not supported, only 'silu'")
         if raw.get("quantization_config"):
             raise ValueError(f"{path}: quantized checkpoints are not supported; use the bf16 one")
-        _refuse_sliding_window(raw, path)
         theta, factor = _rope(raw, path)
+        dtype = raw.get("dtype") or raw.get("torch_dtype")
         heads, hidden = need("num_attention_heads"), need("hidden_size")
         head_dim = raw.get("head_dim") or traits.get("head_dim") or hidden // heads
         kv_heads = raw.get("num_key_value_heads") or heads
@@ -214,8 +216,10 @@ class ModelConfig:
             max_position_embeddings=need("max_position_embeddings"),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(traits.get("attention_bias", raw.get("attention_bias", False))),
+            output_bias=bool(traits["qk_norm"] and raw.get("attention_bias")),
             qk_norm=bool(traits["qk_norm"]),
-            dtype=raw.get("dtype") or raw.get("torch_dtype"),
+            sliding_window=_sliding_window(raw),
+            dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
         )
 
 
@@ -228,29 +232,45 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 def _rope(raw: dict[str, Any], path: Path) -> tuple[float, float]:
     """(theta, factor), from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
-    params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    if new and old and new != old:
+        raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep the one you mean")
+    params = new or old
     kind = params.get("rope_type", params.get("type", "default"))
-    theta = params.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     if kind == "default":
-        return float(theta), 1.0
+        return theta, 1.0
     if kind == "linear":
-        return float(theta), float(params["factor"])
+        factor = params.get("factor")
+        if not isinstance(factor, int | float) or factor < 1:
+            raise ValueError(
+                f"{path}: linear rope scaling needs a factor of 1 or more, not {factor!r}"
+            )
+        return theta, float(factor)
     raise ValueError(
         f"{path}: rope scaling {kind!r} is not supported, only 'default' and 'linear'; remove it "
         "from config.json to run the model at its original length"
     )
 
 
-def _refuse_sliding_window(raw: dict[str, Any], path: Path) -> None:
-    window = raw.get("sliding_window")
-    slides = "sliding_attention" in raw.get("layer_types", ()) if raw.get("layer_types") else True
-    if raw.get("use_sliding_window") and window and slides and window < need_length(raw):
-        raise ValueError(
-            f"{path}: sliding window attention ({window} tokens) is not supported; set "
-            f'"max_position_embeddings" to {window} or less to run the model within one window'
-        )
+def _sliding_window(raw: dict[str, Any]) -> int | None:
+    """The window, if any layer slides. The defaults are those of transformers' Qwen configs."""
+    if not raw.get("use_sliding_window"):
+        return None
+    layers = raw.get("layer_types")
+    if layers is None:
+        slides = raw.get("max_window_layers", 28) < raw["num_hidden_layers"]
+    else:
+        slides = "sliding_attention" in layers
+    return raw.get("sliding_window", 4096) if slides else None
 
 
-def need_length(raw: dict[str, Any]) -> int:
-    length: int = raw.get("max_position_embeddings") or 0
-    return length
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError that names the file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not even text
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} is not valid: it must hold an object, not {type(raw).__name__}")
+    return raw

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
 from nanovllm.checkpoint import EMBEDDED
 from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.engine.interrupt import interruptible
 from nanovllm.engine.llm_engine import LLMEngine, Prompt
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
@@ -52,7 +50,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json asks for."""
-        return self.engine.default_sampling_params
+        return dataclasses.replace(self.engine.default_sampling_params)
 
     def stats(self) -> dict[str, int | float]:
         """Running and waiting sequences, blocks in use, cached and free, hit rate, preemptions, ..."""
@@ -139,8 +137,7 @@ class LLM:
             wanted = {request_id: i for i, request_id in enumerate(ids)}
             live = [s for s in engine.samples.values() if s.seq.request_id in wanted]
             while live:
-                with interruptible():
-                    finished = engine.step()
+                finished = engine.step()
                 engine.unclaimed += [o for o in finished if o.request_id not in wanted]
                 for sample in live:
                     text, token_ids = sample.news()
@@ -187,7 +184,7 @@ class LLM:
                 **(chat_template_kwargs or {}),
             )
             ids = tokenizer.encode(cast(str, text), add_special_tokens=False)
-            prompts.append({"prompt_token_ids": list(ids)})
+            prompts.append({"prompt": cast(str, text), "prompt_token_ids": list(ids)})
         return self.generate(prompts, sampling_params, use_tqdm)
 
 
@@ -219,36 +216,3 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(p, int) for p in prompts):
         return [cast("list[int]", list(prompts))]
     return cast("list[Prompt]", list(prompts))
-
-
-@contextmanager
-def interruptible() -> Iterator[Any]:
-    """Hold back Ctrl-C to the calls of the function that this yields; a second one acts at once.
-
-    A step cut off in the middle of the scheduler would leave its accounts half-made.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # only the main thread sees signals
-        return
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:
-        yield lambda: None  # somebody has plans of his own for Ctrl-C
-        return
-    pressed = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-
-    def check() -> None:
-        if pressed:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-        check()
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -29,9 +29,12 @@ ELSEWHERE = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingParams:
-    """Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value."""
+    """Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
+
+    A field may be set afterwards; it is checked again when a request is made with it.
+    """
 
     n: int = 1  # samples of each prompt; the prompt is computed once
     temperature: float = 1.0  # divides the logits; 0 is greedy
@@ -39,7 +42,7 @@ class SamplingParams:
     top_k: int = 0  # keep the k likeliest tokens; 0 or -1 keeps all
     min_p: float = 0.0  # keep tokens at least this likely, relative to the likeliest
     seed: int | None = None  # same seed, same tokens, in whatever batch; None: the engine draws one
-    max_tokens: int = 64  # output tokens
+    max_tokens: int | None = 64  # output tokens; None: as many as max_model_len leaves
     min_tokens: int = 0  # output tokens before which nothing stops the output
     stop: str | Sequence[str] = ()  # end the output where one of these strings would appear
     stop_token_ids: Sequence[int] = ()  # end the output, beside the checkpoint's own
@@ -124,9 +127,10 @@ class SamplingParams:
                 raise ValueError(f"{name} must be more than 0")
         check_int("n", self.n, 1)
         check_int("top_k", self.top_k, -1)
-        check_int("max_tokens", self.max_tokens, 1)
         check_int("min_tokens", self.min_tokens, 0)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None:
+            check_int("max_tokens", self.max_tokens, 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
             )
@@ -143,7 +147,7 @@ class SamplingParams:
         return tuple(value)
 
     def _set(self, name: str, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        object.__setattr__(self, name, value)
+        setattr(self, name, value)
         return value
 
 
@@ -152,7 +156,7 @@ def check_number(
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not (low <= value <= high and math.isfinite(value)):
+    if not (low <= value <= high and abs(value) < 1e30):  # NaN fails too
         bound = f"between {low} and {high}" if math.isfinite(high) else "finite"
         if math.isfinite(low) and not math.isfinite(high):
             bound = f"{low} or more, and finite"

@@ -1,5 +1,6 @@
 """What a user sees: the forms of prompts and results, the progress bar, Ctrl-C, the manual loop."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,6 +14,14 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """A shell that starts us in the background has SIGINT ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +195,7 @@ def test_ctrl_c_from_outside(path: Path) -> None:
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        while True:
+        for _ in range(1000):
             llm.generate([[i] for i in range(1, 3)], params, use_tqdm=False)
     assert is_idle(llm.engine)
 
@@ -332,3 +341,48 @@ def test_results_do_not_leak_into_the_next_call(path: Path) -> None:
     assert engine.has_unfinished_requests()  # "mine" is done, and waits to be asked for
     assert [o.request_id for o in engine.step()] == ["mine"]
     assert is_idle(engine)
+
+
+def test_ids_of_a_user_and_of_generate_do_not_meet(path: Path) -> None:
+    llm = random_llm(path)
+    llm.engine.add_request([9, 9], GREEDY, request_id="1")
+    first = llm.generate([1], GREEDY, use_tqdm=False)[0]
+    second = llm.generate([2], GREEDY, use_tqdm=False)[0]  # "1" is done, and not asked for yet
+    assert (first.prompt_token_ids, second.prompt_token_ids) == ([1], [2])
+    with pytest.raises(ValueError, match="'1' is in use"):
+        llm.engine.add_request([1], GREEDY, request_id="1")
+    with pytest.raises(TypeError, match="request_id"):
+        llm.engine.add_request([1], GREEDY, request_id=["1"])
+    assert [o.prompt_token_ids for o in llm.engine.step()] == [[9, 9]]
+    assert is_idle(llm.engine)
+
+
+def test_ctrl_c_in_a_manual_loop_loses_nothing(path: Path) -> None:
+    """Pressed in the scheduler, in the runner, between commit and result: the step is finished first."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    want = [o["token_ids"] for o in random_llm(path).generate([[1], [2]], params, use_tqdm=False)]
+    for owner, name in (
+        ("blocks", "append"),
+        ("scheduler", "_plan_chunk"),
+        ("scheduler", "commit"),
+    ):
+        for press_at in range(1, 8):
+            engine = random_llm(path).engine
+            target = engine.scheduler if owner == "scheduler" else engine.scheduler.blocks
+            inner, calls = getattr(target, name), 0
+
+            def pressed(*args, inner=inner, press_at=press_at):
+                nonlocal calls
+                calls += 1
+                if calls == press_at:
+                    signal.raise_signal(signal.SIGINT)
+                return inner(*args)
+
+            setattr(target, name, pressed)
+            ids = [engine.add_request(p, params) for p in ([1], [2])]
+            outs = {}
+            for _ in range(40):
+                with contextlib.suppress(KeyboardInterrupt):
+                    outs |= {o.request_id: o["token_ids"] for o in engine.step()}
+            assert [outs[i] for i in ids] == want
+            assert is_idle(engine)

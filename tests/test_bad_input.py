@@ -38,7 +38,8 @@ PARAMS = [
     ({"min_p": NAN}, ValueError, "min_p"),
     ({"min_p": 2}, ValueError, "min_p"),
     ({"max_tokens": 0}, ValueError, "max_tokens"),
-    ({"max_tokens": None}, TypeError, "max_tokens"),
+    ({"max_tokens": "all"}, TypeError, "max_tokens"),
+    ({"temperature": 10**400}, ValueError, "temperature"),
     ({"seed": 1.0}, TypeError, "seed"),
     ({"seed": 2**64}, ValueError, "seed"),
     ({"ignore_eos": 1}, TypeError, "ignore_eos"),
@@ -93,9 +94,11 @@ PROMPTS = [
     ([[1, "a"]], TypeError, "'a'"),
     ([[1, 2.0]], TypeError, "2.0"),
     ([True], TypeError, "True"),
-    ({}, ValueError, "exactly one"),
-    ({"text": "x"}, ValueError, "exactly one"),
-    ({"prompt": "a", "prompt_token_ids": [1]}, ValueError, "exactly one"),
+    ({}, ValueError, "nothing else"),
+    ({"text": "x"}, ValueError, "nothing else"),
+    ({"prompt_token_ids": [1], "multi_modal_data": {}}, ValueError, "multi_modal_data"),
+    ({"prompt_token_ids": "abc"}, TypeError, "'abc'"),
+    ({"prompt": [1, 2]}, TypeError, "must be a string"),
     (5, TypeError, "prompts"),
     (None, TypeError, "prompts"),
     ([None], TypeError, "None"),
@@ -132,6 +135,42 @@ def test_params_that_do_not_fit_the_model(llm: LLM, fields: dict, word: str) -> 
     with pytest.raises(ValueError, match=word):
         llm.generate([[1]], SamplingParams(**fields), use_tqdm=False)
     still_serves(llm)
+
+
+def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="UTF-8"):
+        embedded.generate("\ud800", use_tqdm=False)
+    monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text: [])
+    with pytest.raises(ValueError, match="empty"):
+        embedded.generate(" ", use_tqdm=False)
+    monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text: [10**6])
+    with pytest.raises(ValueError, match="token id 1000000"):
+        embedded.generate("x", use_tqdm=False)
+    monkeypatch.undo()
+    still_serves(embedded)
+
+
+def test_changed_params_are_checked_again(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    params.max_tokens = 3
+    assert len(llm.generate([[1]], params, use_tqdm=False)[0]["token_ids"]) <= 3
+    assert llm.get_default_sampling_params().max_tokens != 3
+    params.top_p = 7
+    with pytest.raises(ValueError, match="top_p"):
+        llm.generate([[1]], params, use_tqdm=False)
+
+
+def test_extreme_but_valid_params(llm: LLM) -> None:
+    """What float32 cannot hold is still the right draw: the likeliest token."""
+    greedy = llm.generate([[5, 6]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+    for fields in (
+        {"temperature": 1e-40},
+        {"temperature": 1e-38, "top_k": 2**70},
+        {"top_p": 1e-60},
+    ):
+        params = SamplingParams(max_tokens=9, **fields)
+        out = llm.generate([[5, 6]], params, use_tqdm=False)
+        assert out[0]["token_ids"] == greedy[0]["token_ids"], fields
 
 
 def test_chats(embedded: LLM) -> None:
@@ -192,6 +231,7 @@ OPTIONS = [
     ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": "all"}, TypeError, "gpu_memory_utilization"),
     ({"device": "tpu"}, ValueError, "tpu"),
+    ({"device": "cuda:x"}, ValueError, "cuda:x"),
     ({"dtype": "int8"}, ValueError, "float32"),
     ({"scheduling_policy": "lifo"}, ValueError, "fcfs"),
     ({"attention_backend": "flash"}, ValueError, "sdpa"),
@@ -228,7 +268,17 @@ CONFIGS = [
     ({"head_dim": 33}, "odd"),
     ({"num_key_value_heads": 3}, "do not divide"),
     ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
-    ({"use_sliding_window": True, "sliding_window": 64, "layer_types": None}, "sliding window"),
+    (
+        {
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "layer_types": None,
+            "max_window_layers": 0,
+        },
+        "sliding window of 64",
+    ),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "both"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "yarn"),
     ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     ({"intermediate_size": 100}, "misshapen: .*gate_proj"),
@@ -244,9 +294,23 @@ def test_configs(path: Path, tmp_path: Path, changes: dict, word: str) -> None:
 
 
 def test_harmless_sliding_window(path: Path, tmp_path: Path) -> None:
-    random_llm(
-        edited(path, tmp_path, use_sliding_window=True, sliding_window=512, layer_types=None)
-    )
+    slides = {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1}
+    random_llm(edited(path, tmp_path, **slides, sliding_window=512))
+    random_llm(edited(path, tmp_path, **slides, sliding_window=64), max_model_len=64)
+    nowhere = {**slides, "max_window_layers": 2}  # of two layers, none slides
+    random_llm(edited(path, tmp_path, **nowhere, sliding_window=64))
+
+
+def test_broken_json(path: Path, tmp_path: Path) -> None:
+    edited(path, tmp_path)
+    for text, word in (
+        ("[1]", "must hold an object"),
+        ("{", "not valid JSON"),
+        ('{"eos_token_id": "a"}', "'a'"),
+    ):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=word):
+            random_llm(tmp_path)
 
 
 def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
-from oracle import ALPHABET, History, run_history
+from oracle import ALPHABET, History, OracleRunner, run_history
 
 from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import RowSampling
+from nanovllm.plan import RowSampling, StepPlan
 
 HISTORIES = 20_000
 MACHINE = settings(max_examples=400, stateful_step_count=40, deadline=None)
@@ -36,6 +36,53 @@ def test_random_histories(part: int) -> None:
         evictions += history.blocks.evictions
     assert preemptions > HISTORIES // 4  # else the pools were too large to prove anything
     assert evictions > HISTORIES // 4
+
+
+def test_row_buffers_build_what_the_plan_says() -> None:
+    """The runner's own batches beside the oracle's reading of the same plans, over 1,500 histories."""
+    import numpy as np
+    import torch
+
+    from nanovllm.runner.batch import RowBuffers
+
+    class Both(OracleRunner):
+        def run(self, plan: StepPlan) -> list[int]:
+            self.buffers.apply(plan)
+            batch, sampling = self.buffers.build(plan)
+            positions = list(self.positions)
+            drawn = super().run(plan)
+            work = [(c.row, c.start, c.token_ids, c.sample) for c in plan.chunks]
+            for row in plan.decode_rows:
+                work.append((row, positions[row], [self.before[row]], True))
+            ids = [t for _, _, tokens, _ in work for t in tokens]
+            assert batch.input_ids.tolist() == ids
+            at = [(row, start + i) for row, start, tokens, _ in work for i in range(len(tokens))]
+            assert batch.positions.tolist() == [p for _, p in at]
+            assert batch.slots.tolist() == [self.slot(row, p) for row, p in at]
+            ends = np.cumsum([len(tokens) for _, _, tokens, _ in work])
+            assert batch.query_start.tolist() == [0, *ends]
+            assert batch.context_lens.tolist() == [start + len(t) for _, start, t, _ in work]
+            draws = [
+                (e - 1, r, s + len(t)) for e, (r, s, t, d) in zip(ends, work, strict=True) if d
+            ]
+            assert batch.logit_rows.tolist() == [e for e, _, _ in draws]
+            assert sampling.seeds.tolist() == [self.seeds[row] for _, row, _ in draws]
+            assert sampling.positions.tolist() == [p for _, _, p in draws]
+            self.buffers.drawn(torch.tensor(drawn, dtype=torch.int64))
+            self.before = list(self.last)
+            return drawn
+
+    for seed in range(1500):
+        history = History(random.Random(seed))
+        runner = Both(history.num_blocks, history.size, history.max_num_seqs)
+        runner.before = [0] * history.max_num_seqs
+        runner.buffers = RowBuffers(
+            history.max_num_seqs, 40, history.size, ALPHABET, torch.device("cpu")
+        )
+        history.runner = runner
+        for _ in range(40):
+            history.rng.choice((History.step, History.step, History.add, History.abort))(history)
+        history.drain()
 
 
 # ---- mutants: one-line faults, each of which the histories must catch ----

@@ -57,17 +57,19 @@ class SdpaAttention:
             )
         )
         groups: list[list[tuple[int, int, int, int]]] = []
+        filled = 0
         for item in order:
             query, context, _, _ = item
             group = groups[-1] if groups else None
+            filled += context  # of the group, with this one
             whole = query == context  # a prompt without a past; such groups stay pure
-            if group and group[0][0] == query and (group[0][0] == group[0][1]) == whole:
-                # Sorted, so this is the longest yet: would it pad those before it too much?
-                filled = sum(g[1] for g in group) + context
-                if context * (len(group) + 1) <= MAX_PADDING * filled:
-                    group.append(item)
-                    continue
-            groups.append([item])
+            alike = group and group[0][0] == query and (query == group[0][1]) == whole
+            # Sorted, so this is the longest yet: would it pad those before it too much?
+            if group and alike and context * (len(group) + 1) <= MAX_PADDING * filled:
+                group.append(item)
+            else:
+                groups.append([item])
+                filled = context
         batch.attention = [self._group(batch, group) for group in groups]
 
     def _group(self, batch: ForwardBatch, group: list[tuple[int, int, int, int]]) -> Group:

@@ -115,27 +115,27 @@ class BlockManager:
         "Computed" counts the plan being made: a layer stores all K and V before any row attends.
         """
         full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
-        if not self.enable_prefix_caching or not 0 <= seq.num_published < full:
+        if not self.enable_prefix_caching or seq.num_published >= full:
             return
         self.hash_blocks(seq)
         while seq.num_published < full:
             i = seq.num_published
-            key, block = seq.block_hashes[i], self.blocks[seq.block_table[i]]
-            if key not in self.index:
+            key, twin = seq.block_hashes[i], self._find(seq, i, seq.chain)
+            block = twin or self.blocks[seq.block_table[i]]
+            if twin is None:
+                if key in self.index:  # a collision, or an orphan whose parent is forgotten
+                    self._unpublish(self.blocks[self.index[key]])
                 self._identities += 1
                 block.identity, block.parent, block.hash = self._identities, seq.chain, key
                 block.token_ids = self._tokens(seq, i)
                 self.index[key] = block.index
-            else:  # a twin is known already: go on from it, or, if it only collides, give up
-                twin = self._find(seq, i, seq.chain)
-                if twin is None:
-                    seq.num_published = -1
-                    return
-                block = twin
             seq.chain = block.identity
             seq.num_published += 1
 
     def _unpublish(self, block: Block) -> None:
+        if block.index in self.cached:
+            del self.cached[block.index]
+            self.free.append(block.index)
         del self.index[block.hash]
         block.identity, block.parent, block.hash, block.token_ids = 0, 0, 0, b""
 
@@ -143,8 +143,6 @@ class BlockManager:
         """Forget every published block. Sequences keep the blocks they own."""
         for index in list(self.index.values()):
             self._unpublish(self.blocks[index])
-        self.free.extend(self.cached)
-        self.cached.clear()
 
     # ---- ownership ----
 

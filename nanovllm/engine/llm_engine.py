@@ -9,17 +9,19 @@ Owns: the requests, the scheduler and the runner. Given: prompts and SamplingPar
     RequestOutput <------+  when a sequence finishes
 """
 
+import itertools
 import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.checkpoint import GenerationDefaults, config_file, find_checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.interrupt import interruptible
 from nanovllm.engine.scheduler import InFlight, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm")
 
-# A string, token ids, or a dict with one of "prompt" and "prompt_token_ids".
-Prompt: TypeAlias = "str | list[int] | dict[str, str] | dict[str, list[int]]"
+# A string, token ids, or a dict with "prompt" or "prompt_token_ids", or both: ids and their text.
+Prompt: TypeAlias = "str | list[int] | dict[str, Any]"
 
 
 @dataclass(slots=True)
@@ -68,14 +70,16 @@ class Request:
     prompt: str | None
     params: SamplingParams
     metrics: RequestMetrics
+    num_unfinished: int  # of the samples
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
 
 
 class LLMEngine:
     def __init__(self, model: str, config: EngineConfig) -> None:
-        directory = find_checkpoint(model, config.revision)
+        directory = find_checkpoint(model, config.revision, weights=config.load_format != "dummy")
         self.model_config = ModelConfig.from_file(config_file(directory))
         longest = self.model_config.max_position_embeddings
+        window = self.model_config.sliding_window
         self.max_model_len = config.max_model_len or longest
         if self.max_model_len > longest:
             raise ValueError(
@@ -85,9 +89,16 @@ class LLMEngine:
             None
             if config.skip_tokenizer_init
             else load_tokenizer(
-                directory if config.tokenizer is None else find_checkpoint(config.tokenizer)
+                directory
+                if config.tokenizer is None
+                else find_checkpoint(config.tokenizer, weights=False)
             )
         )
+        if window is not None and self.max_model_len > window:
+            raise ValueError(
+                f"{directory.name} attends over a sliding window of {window} tokens, which is not "
+                f"supported; set max_model_len={window} or less to run it within one window"
+            )
         defaults = GenerationDefaults.from_directory(directory)
         self.default_sampling_params = SamplingParams(**defaults.sampling)
         self.eos_token_ids = defaults.eos_token_ids
@@ -110,7 +121,7 @@ class LLMEngine:
         self.requests: dict[str, Request] = {}
         self.samples: dict[Sequence, Sample] = {}  # of the requests that look at each token
         self.in_flight: deque[tuple[StepPlan, Drawn]] = deque()
-        self.unclaimed: list[RequestOutput] = []  # finished during somebody else's `generate`
+        self.unclaimed: list[RequestOutput] = []  # finished and not handed out yet
         self.num_arrivals = 0
         self.num_prompt_tokens = 0  # of requests that got their first token
         self.num_output_tokens = 0
@@ -137,10 +148,15 @@ class LLMEngine:
         params = self.default_sampling_params if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, not {params!r}")
+        params = replace(params)  # checked once more, and ours: the caller may change his
         text, token_ids = self._tokenize(prompt)
         arrival = self.num_arrivals
-        request_id = str(arrival) if request_id is None else request_id
-        if request_id in self.requests:
+        taken = self.requests.keys() | {o.request_id for o in self.unclaimed}
+        if request_id is None:  # a number that nobody has given as an id of his own
+            request_id = next(i for i in map(str, itertools.count(arrival)) if i not in taken)
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, not {request_id!r}")
+        if request_id in taken:
             raise ValueError(f"request_id {request_id!r} is in use")
         room = self.max_model_len - len(token_ids)
         if room < 1:
@@ -148,18 +164,22 @@ class LLMEngine:
                 f"the prompt has {len(token_ids)} tokens, which leaves no room for an answer under "
                 f"max_model_len={self.max_model_len}; shorten it or raise max_model_len"
             )
-        max_length = len(token_ids) + min(params.max_tokens, room)
+        max_length = len(token_ids) + min(params.max_tokens or room, room)
         blocks = self.scheduler.blocks
         needed = -(-(max_length - 1) // blocks.block_size)  # the last token's KV is never needed
         if needed > blocks.num_blocks:
             raise ValueError(
                 f"the request may grow to {max_length} tokens, which takes {needed} KV blocks of "
                 f"{blocks.block_size}; the cache has {blocks.num_blocks}. Lower max_tokens, or raise "
-                "num_kvcache_blocks, kv_cache_memory_bytes or gpu_memory_utilization"
+                "num_kvcache_blocks or kv_cache_memory_bytes (on a GPU also gpu_memory_utilization)"
             )
         rules = self._rules(params)
         # Unseeded requests differ from one another, and a run repeats under the same engine seed.
-        seed = params.seed if params.seed is not None else self.seed * 0x9E3779B1 + arrival
+        seed = (
+            params.seed
+            if params.seed is not None
+            else (self.seed + 1) * 0x9E3779B97F4A7C15 + arrival
+        )
         stops = frozenset(params.stop_token_ids)
         seqs = [
             Sequence(
@@ -171,7 +191,7 @@ class LLMEngine:
                 stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
                 sampling=RowSampling(
                     params.temperature,
-                    max(params.top_k, 0),
+                    params.top_k if 0 < params.top_k < self.model_config.vocab_size else 0,
                     params.top_p,
                     params.min_p,
                     signed64(seed + index * 0xD1B54A32D192ED03),
@@ -185,7 +205,7 @@ class LLMEngine:
         seqs[0].forks = seqs[1:]
         for fork in seqs[1:]:
             fork.parent = seqs[0]
-        request = Request(seqs, text, params, RequestMetrics(time.monotonic()))
+        request = Request(seqs, text, params, RequestMetrics(time.monotonic()), params.n)
         self.requests[request_id] = request
         if stream or params.stop or params.logprobs is not None:
             for seq in seqs:
@@ -238,38 +258,46 @@ class LLMEngine:
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text or None, token ids); refuses what is no prompt."""
-        text: object = prompt
-        if isinstance(prompt, dict):
-            keys = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
-            if len(keys) != 1:
+        text: object = None
+        ids: object = prompt
+        if isinstance(prompt, str):
+            text, ids = prompt, None
+        elif isinstance(prompt, dict):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if (text is None and ids is None) or not prompt.keys() <= {
+                "prompt",
+                "prompt_token_ids",
+            }:
                 raise ValueError(
-                    "a dict prompt needs exactly one of 'prompt' and 'prompt_token_ids', not "
+                    "a dict prompt needs 'prompt' or 'prompt_token_ids', and nothing else, not "
                     f"{sorted(map(str, prompt))}"
                 )
-            text = prompt[keys[0]]
-        if isinstance(text, str):
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"the text of a prompt must be a string, not {text!r}")
+        if ids is None and text is not None:
             if self.tokenizer is None:
                 raise ValueError(
                     "the engine has no tokenizer (skip_tokenizer_init); give token ids"
                 )
-            if not text:
-                raise ValueError("the prompt is empty; give at least one token")
-            return text, list(self.tokenizer.encode(text))
-        if not isinstance(text, list | tuple):
+            try:
+                ids = self.tokenizer.encode(text)
+            except TypeError:  # tokenizers' word for text that is no Unicode
+                raise ValueError(f"the prompt cannot be encoded as UTF-8: {text!r:.80}") from None
+        if not isinstance(ids, list | tuple):
             raise TypeError(
-                f"a prompt must be a string, a list of token ids or a dict, not {text!r}"
+                f"a prompt must be a string, a list of token ids or a dict, not {ids!r}"
             )
-        if not text:
+        if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         size = self.model_config.vocab_size
-        for token in text:
+        for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise TypeError(f"a token id must be an int, not {token!r}")
             if not 0 <= token < size:
                 raise ValueError(
                     f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})"
                 )
-        return None, list(text)
+        return text, list(ids)
 
     def abort_request(self, request_id: str) -> None:
         """End a request, whatever it is doing, and free its blocks. Unknown ids are ignored."""
@@ -290,37 +318,40 @@ class LLMEngine:
         If it fails or is interrupted, its requests go back to the waiting queue and the error is
         raised: the engine can go on, or the caller can abort them.
         """
-        scheduler, runner = self.scheduler, self.runner
-        try:
-            plan = scheduler.schedule()  # mutates: blocks, queues (admission, preemption)
-            if plan is not None:
-                if plan.joins:
-                    self._note_scheduled(len(plan.joins))
-                forward = runner.forward(plan)  # mutates: KV cache, row buffers
-                self.in_flight.append((plan, runner.sample(forward)))
-            # With a plan just launched, the one before it is committed while the device works.
-            finished: list[Sequence] = []
-            while len(self.in_flight) > (self.depth if plan is not None else 0):
-                done, drawn = self.in_flight.popleft()
-                about = scheduler.in_flight[0]
-                tokens = drawn.tokens.tolist()  # waits for the device
-                progressed = scheduler.commit(done, tokens)  # mutates: sequences, prefix index
-                self.num_output_tokens += len(progressed)
-                if done.chunks:
-                    self._note_first_tokens(progressed)
-                self._note_logprobs(about, drawn)
-                if self.samples:
-                    self._note_text(progressed)
-                finished += [s for s in progressed if s.status is Status.FINISHED]
-        except BaseException:
-            self.in_flight.clear()
-            scheduler.abandon()  # takes back all that was promised
-            raise
+        with interruptible():  # an interrupt waits for the end of the step
+            try:
+                plan = self.scheduler.schedule()  # mutates: blocks, queues (admission, preemption)
+                if plan is not None:
+                    if plan.joins:
+                        self._note_scheduled(len(plan.joins))
+                    forward = self.runner.forward(plan)  # mutates: KV cache, row buffers
+                    self.in_flight.append((plan, self.runner.sample(forward)))
+                # With a plan just launched, the one before it is committed while the device works.
+                while len(self.in_flight) > (self.depth if plan is not None else 0):
+                    self._commit(*self.in_flight.popleft())
+            except BaseException:
+                self.in_flight.clear()
+                self.scheduler.abandon()  # takes back all that was promised
+                raise
         outputs, self.unclaimed = self.unclaimed, []
-        for request_id in dict.fromkeys(seq.request_id for seq in finished):
-            if all(s.status is Status.FINISHED for s in self.requests[request_id].seqs):
-                outputs.append(self._output(self.requests.pop(request_id)))
         return outputs
+
+    def _commit(self, plan: StepPlan, drawn: Drawn) -> None:
+        about = self.scheduler.in_flight[0]
+        tokens = drawn.tokens.tolist()  # waits for the device
+        progressed = self.scheduler.commit(plan, tokens)  # mutates: sequences, prefix index
+        self.num_output_tokens += len(progressed)
+        if plan.chunks:
+            self._note_first_tokens(progressed)
+        self._note_logprobs(about, drawn)
+        if self.samples:
+            self._note_text(progressed)
+        for seq in progressed:
+            if seq.status is Status.FINISHED:
+                request = self.requests[seq.request_id]
+                request.num_unfinished -= 1
+                if request.num_unfinished == 0:
+                    self.unclaimed.append(self._output(self.requests.pop(seq.request_id)))
 
     def _note_scheduled(self, joined: int) -> None:
         now = time.monotonic()

@@ -54,7 +54,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     shares_tail: bool = False  # the block that it writes next may be another's too: copy-on-write
     block_hashes: list[int] = field(default_factory=list)  # of its full blocks, chained
-    num_published: int = 0  # of its blocks, how many others can find; -1 if the chain is broken
+    num_published: int = 0  # of its blocks, how many others can find
     chain: int = 0  # identity of the last published block, the parent of the next
 
     @property

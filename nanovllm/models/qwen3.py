@@ -32,7 +32,7 @@ class Attention(nn.Module):
         )
         self.sizes = [self.heads * self.head_dim] + [self.kv_heads * self.head_dim] * 2
         self.qkv = Linear(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
-        self.out = Linear(self.sizes[0], config.hidden_size)
+        self.out = Linear(self.sizes[0], config.hidden_size, bias=config.output_bias)
         eps = config.rms_norm_eps
         self.q_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
@@ -124,6 +124,8 @@ class Qwen3(nn.Module):
                 for name, part in zip("qkv", attn.qkv.bias.split(attn.sizes), strict=True):
                     places[f"{at}self_attn.{name}_proj.bias"] = part
             places[at + "self_attn.o_proj.weight"] = attn.out.weight
+            if attn.out.bias is not None:
+                places[at + "self_attn.o_proj.bias"] = attn.out.bias
             if attn.q_norm is not None and attn.k_norm is not None:
                 places[at + "self_attn.q_norm.weight"] = attn.q_norm.weight
                 places[at + "self_attn.k_norm.weight"] = attn.k_norm.weight

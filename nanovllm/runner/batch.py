@@ -167,7 +167,8 @@ class RowBuffers:
             any_min_p=bool((random & (min_p > 0)).any()),
         )
         return Steady(
-            decode_rows=plan.decode_rows,
+            # With chunks this batch is like no other: an empty list, so that none finds it.
+            decode_rows=[] if chunks else plan.decode_rows,
             rows=rows,
             query_lens=query_lens,
             draws=draws,

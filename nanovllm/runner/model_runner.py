@@ -185,9 +185,14 @@ def available_host_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    group = Path("/sys/fs/cgroup")
+    limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(
+            stat["inactive_file"]
+        )  # page cache
+        available = min(available, int(limit.read_text()) - used)
     return max(0, available)
 
 

@@ -9,10 +9,12 @@ state to keep. Filters that no row asks for cost nothing; a mixed batch takes ev
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nanovllm.runner.batch import SamplingBatch
 
 NOTHING = float("-inf")
+GROUP = 256  # tokens summed at a time in a draw
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -21,6 +23,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.all_greedy:
         return greedy
     is_greedy = batch.temperature == 0
+    logits.sub_(logits.amax(dim=-1, keepdim=True))  # a tiny temperature must not overflow
     logits.div_(torch.where(is_greedy, 1.0, batch.temperature)[:, None])
     if batch.any_top_k:
         keep_top_k(logits, batch.top_k)
@@ -47,6 +50,7 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
     probs = descending.softmax(dim=-1)
     before = probs.cumsum(dim=-1) - probs  # probability of the likelier ones: 0 for the first
     hidden = torch.where(before < top_p[rows, None], descending, NOTHING)
+    hidden[:, 0] = descending[:, 0]  # whatever p rounds to
     logits[rows] = torch.empty_like(hidden).scatter_(1, order, hidden)
 
 
@@ -57,21 +61,35 @@ def keep_min_p(logits: Tensor, min_p: Tensor) -> None:
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:
-    """The token at which the cumulative probability passes u [R]; never a hidden one."""
-    cumulative = logits.softmax(dim=-1).cumsum(dim=-1)
-    # Rounding leaves the total near, not at, 1: scale u to it. `right` steps over hidden tokens.
-    target = u[:, None].float() * cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, target, right=True).flatten()
-    # u just below 1 may round up to the total: then the last token that can be drawn.
-    last = (cumulative < cumulative[:, -1:]).sum(dim=-1)
-    return torch.minimum(token, last)
+    """The token at which the cumulative probability passes u [R]; never a hidden one.
+
+    In two levels, a group of tokens and then one of the group: a float32 sum over the whole
+    vocabulary would round rare tokens away.
+    """
+    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()  # [R, V]
+    weights = F.pad(weights, (0, -weights.shape[1] % GROUP)).unflatten(
+        1, (-1, GROUP)
+    )  # [R, G, GROUP]
+    groups = weights.double().sum(dim=-1).cumsum(dim=-1)  # [R, G]
+    target = u[:, None] * groups[:, -1:]
+    group = _passes(groups, target)
+    before = (groups.gather(1, group) - weights.double().sum(dim=-1).gather(1, group)).clamp(min=0)
+    row = torch.arange(len(u), device=u.device)
+    inside = weights[row, group.flatten()].double().cumsum(dim=-1)  # [R, GROUP]
+    return (group * GROUP + _passes(inside, target - before)).flatten()
+
+
+def _passes(cumulative: Tensor, target: Tensor) -> Tensor:
+    """[R, 1]: the first entry of each row that is more than its target, and no entry of width 0."""
+    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)  # where the total is reached
+    return torch.searchsorted(cumulative, target, right=True).minimum(last)
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """[R] numbers in [0, 1): splitmix64 (Steele et al. 2014) of seed and position, 24 bits of it."""
+    """[R] numbers in [0, 1): splitmix64 (Steele et al. 2014) of seed and position, 53 bits of it."""
     z = _mix(seeds + positions * _signed(0x9E3779B97F4A7C15))
     z = _mix(z + _signed(0x9E3779B97F4A7C15))
-    return _shift(z, 40).double() * 2.0**-24
+    return _shift(z, 11).double() * 2.0**-53
 
 
 def _mix(z: Tensor) -> Tensor:

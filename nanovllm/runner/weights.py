@@ -15,12 +15,10 @@ from tqdm import tqdm
 IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
 
 
-def load_weights(places: dict[str, Tensor], files: list[Path], use_tqdm: bool = False) -> None:
+def load_weights(places: dict[str, Tensor], files: list[Path]) -> None:
     """Fill every place from the files. Raises ValueError that names each tensor that is wrong."""
     missing, unexpected, misshapen = dict.fromkeys(places), [], []
-    with tqdm(
-        total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm
-    ) as bar:
+    with tqdm(total=len(places), desc="Loading weights", unit="tensor", delay=1) as bar:
         for path in files:
             try:
                 opened = safe_open(path, framework="pt")
