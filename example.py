@@ -1,7 +1,6 @@
 """Asks a model a handful of questions: `python example.py`, or with `--model Qwen/Qwen3-0.6B`."""
 
 import argparse
-import logging
 
 from nanovllm import LLM
 
@@ -23,8 +22,6 @@ def main() -> None:
         help="a directory, a hub id, or the embedded model (%(default)s)",
     )
     args = parser.parse_args()
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("nanovllm").setLevel(logging.INFO)
 
     llm = LLM(args.model)
     # All questions are one batch; without sampling_params the checkpoint's own defaults hold.

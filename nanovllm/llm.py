@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +31,7 @@ class LLM:
         The options are EngineConfig's fields. Raises ValueError for a model or a value that cannot
         work, TypeError for an option that does not exist.
         """
+        show_log()
         self.engine = LLMEngine(model, EngineConfig.from_options(options))
 
     def shutdown(self) -> None:
@@ -186,6 +188,17 @@ class LLM:
             ids = tokenizer.encode(cast(str, text), add_special_tokens=False)
             prompts.append({"prompt": cast(str, text), "prompt_token_ids": list(ids)})
         return self.generate(prompts, sampling_params, use_tqdm)
+
+
+def show_log() -> None:
+    """Print this package's log (one line at start) to stderr, unless the program logs by itself."""
+    logger = logging.getLogger("nanovllm")
+    if logger.handlers or logger.level != logging.NOTSET:
+        return
+    handler = logging.StreamHandler()
+    handler.addFilter(lambda record: not logging.getLogger().handlers)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def paired(

@@ -158,6 +158,13 @@ def test_preemption(small) -> None:
         assert out["token_ids"] == reference(model, ids)[0]
 
 
+def test_qwen3_with_biases(tmp_path: Path) -> None:
+    """attention_bias: in Qwen3 it is a bias of all four projections."""
+    model = make_checkpoint(tmp_path, attention_bias=True)
+    assert model.model.layers[0].self_attn.o_proj.bias is not None
+    check(random_llm(tmp_path), model, prompt(20))
+
+
 ROPES = [
     {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},

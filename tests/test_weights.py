@@ -1,6 +1,7 @@
 """Loading: single and sharded files, random weights, and memory that is held once."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -172,3 +173,32 @@ def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
     ours = embedded.chat(chat, use_tqdm=False)[0]
     assert ours["token_ids"] == out
     assert ours["text"] == "7, 19, 42"
+
+
+def test_hub_id_from_a_cache(tmp_path: Path) -> None:
+    """A hub id, offline, from a cache laid out as huggingface_hub does: HF_HOME is honoured."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "hub" / "models--someone--tiny"
+    snapshot = repo / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    make_checkpoint(snapshot)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    code = (
+        "from nanovllm import LLM, SamplingParams\n"
+        "llm = LLM('someone/tiny', skip_tokenizer_init=True, dtype='float32', device='cpu')\n"
+        "print(llm.generate([1, 2], SamplingParams(temperature=0), use_tqdm=False)[0]['token_ids'])\n"
+        "try: LLM('someone/absent')\n"
+        "except ValueError as error: print(error)"
+    )
+    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    tokens, error = done.stdout.splitlines()
+    params = SamplingParams(temperature=0)
+    want = random_llm(snapshot).generate([1, 2], params, use_tqdm=False)[0]["token_ids"]
+    assert tokens == str(want)
+    assert "someone/absent" in error
+    assert "HF_HOME" in error
