@@ -13,7 +13,8 @@ from tqdm import tqdm
 from nanovllm.checkpoint import EMBEDDED
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.interrupt import interruptible
-from nanovllm.engine.llm_engine import LLMEngine, Prompt
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Prompt
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 

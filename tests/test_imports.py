@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 LINE = [
     "nanovllm.llm",
     "nanovllm.engine.llm_engine",
+    "nanovllm.engine.request",
     "nanovllm.engine.scheduler",
     "nanovllm.engine.block_manager",
     "nanovllm.engine.sequence",

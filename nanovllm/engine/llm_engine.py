@@ -13,19 +13,29 @@ import itertools
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 from nanovllm.checkpoint import GenerationDefaults, config_file, find_checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.interrupt import interruptible
+from nanovllm.engine.request import (
+    Prompt,
+    Request,
+    Sample,
+    fork_of,
+    logit_rules,
+    signed64,
+    stop_ids,
+    tokenize,
+)
 from nanovllm.engine.scheduler import InFlight, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from nanovllm.plan import LogitRules, RowSampling, StepPlan, TokenLogprobs
+from nanovllm.plan import RowSampling, StepPlan, TokenLogprobs
 from nanovllm.runner.model_runner import Drawn, ModelRunner
 from nanovllm.sampling_params import SamplingParams
 
@@ -33,45 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
-
-# A string, token ids, or a dict with "prompt" or "prompt_token_ids", or both: ids and their text.
-Prompt: TypeAlias = "str | list[int] | dict[str, Any]"
-
-
-@dataclass(slots=True)
-class Sample:
-    """A sequence and what it has said, for the requests that look at each token as it comes."""
-
-    seq: Sequence
-    request: "Request"
-    detokenizer: Detokenizer | None = None  # for stop strings and streams
-    text: str = ""
-    num_seen: int = 0  # output tokens that are in `text`
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    streamed: tuple[int, int] = (0, 0)  # characters and tokens that a stream has handed out
-
-    def news(self) -> tuple[str, list[int]]:
-        """Text and tokens since the last call, less what may yet turn out to begin a stop string."""
-        ids, end = self.seq.output_ids, len(self.text)
-        if self.seq.finish_reason is None:
-            longest = max((len(stop) for stop in self.request.params.stop), default=1)
-            end = max(self.streamed[0], end - longest + 1)
-        text = self.text[self.streamed[0] : end]
-        new = ids[self.streamed[1] :]
-        self.streamed = (end, len(ids))
-        return text, new
-
-
-@dataclass(slots=True)
-class Request:
-    """What the engine keeps of a request beside its sequences, one for each of its n samples."""
-
-    seqs: list[Sequence]
-    prompt: str | None
-    params: SamplingParams
-    metrics: RequestMetrics
-    num_unfinished: int  # of the samples
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
 
 
 class LLMEngine:
@@ -149,14 +120,14 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, not {params!r}")
         params = replace(params)  # checked once more, and ours: the caller may change his
-        text, token_ids = self._tokenize(prompt)
+        vocab_size = self.model_config.vocab_size
+        text, token_ids = tokenize(prompt, self.tokenizer, vocab_size)
         arrival = self.num_arrivals
-        taken = self.requests.keys() | {o.request_id for o in self.unclaimed}
         if request_id is None:  # a number that nobody has given as an id of his own
-            request_id = next(i for i in map(str, itertools.count(arrival)) if i not in taken)
+            request_id = next(i for i in map(str, itertools.count(arrival)) if not self._taken(i))
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {request_id!r}")
-        if request_id in taken:
+        if self._taken(request_id):
             raise ValueError(f"request_id {request_id!r} is in use")
         room = self.max_model_len - len(token_ids)
         if room < 1:
@@ -173,38 +144,28 @@ class LLMEngine:
                 f"{blocks.block_size}; the cache has {blocks.num_blocks}. Lower max_tokens, or raise "
                 "num_kvcache_blocks or kv_cache_memory_bytes (on a GPU also gpu_memory_utilization)"
             )
-        rules = self._rules(params)
         # Unseeded requests differ from one another, and a run repeats under the same engine seed.
         seed = (
-            params.seed
-            if params.seed is not None
-            else (self.seed + 1) * 0x9E3779B97F4A7C15 + arrival
+            (self.seed + 1) * 0x9E3779B97F4A7C15 + arrival if params.seed is None else params.seed
         )
-        stops = frozenset(params.stop_token_ids)
-        seqs = [
-            Sequence(
-                request_id=request_id,
-                arrival=arrival,
-                token_ids=list(token_ids),
-                num_prompt=len(token_ids),
-                max_length=max_length,
-                stop_token_ids=stops if params.ignore_eos else stops | self.eos_token_ids,
-                sampling=RowSampling(
-                    params.temperature,
-                    params.top_k if 0 < params.top_k < self.model_config.vocab_size else 0,
-                    params.top_p,
-                    params.min_p,
-                    signed64(seed + index * 0xD1B54A32D192ED03),
-                    # The prompt's log-probabilities are computed once, by the first sample.
-                    replace(rules, prompt_logprobs=None) if rules is not None and index else rules,
-                ),
-                index=index,
-            )
-            for index in range(params.n)
-        ]
-        seqs[0].forks = seqs[1:]
-        for fork in seqs[1:]:
-            fork.parent = seqs[0]
+        rules = logit_rules(params, self.tokenizer, vocab_size, self.eos_token_ids)
+        first = Sequence(
+            request_id=request_id,
+            arrival=arrival,
+            token_ids=token_ids,
+            num_prompt=len(token_ids),
+            max_length=max_length,
+            stop_token_ids=stop_ids(params, self.eos_token_ids),
+            sampling=RowSampling(
+                temperature=params.temperature,
+                top_k=params.top_k if 0 < params.top_k < vocab_size else 0,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=signed64(seed),
+                rules=rules,
+            ),
+        )
+        seqs = [first, *(fork_of(first, index) for index in range(1, params.n))]
         request = Request(seqs, text, params, RequestMetrics(time.monotonic()), params.n)
         self.requests[request_id] = request
         if stream or params.stop or params.logprobs is not None:
@@ -216,88 +177,10 @@ class LLMEngine:
         self.scheduler.add(seqs[0])
         return request_id
 
-    def _rules(self, params: SamplingParams) -> LogitRules | None:
-        """What the parameters ask of the logits, checked against the vocabulary; None for nothing."""
-        size = self.model_config.vocab_size
-        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
-        for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
-            for token in ids:
-                if token >= size:
-                    raise ValueError(
-                        f"{name} has token id {token}; the vocabulary ends at {size - 1}"
-                    )
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > size:
-                raise ValueError(
-                    f"{name}={getattr(params, name)} is more than the {size} tokens there are"
-                )
-        if (params.stop or params.bad_words) and self.tokenizer is None:
-            raise ValueError(
-                "stop strings and bad words need a tokenizer (skip_tokenizer_init is set)"
-            )
-        bad_words = set()
-        for word in params.bad_words:
-            for text in (word, " " + word.lstrip()):  # at the start of a line, and after a word
-                assert self.tokenizer is not None
-                bad_words.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self.eos_token_ids)
-        rules = LogitRules(
-            presence=params.presence_penalty,
-            frequency=params.frequency_penalty,
-            repetition=params.repetition_penalty,
-            bias=tuple(bias.items()),
-            allowed=None if allowed is None else tuple(allowed),
-            bad_words=tuple(sorted(bad_words)),
-            min_tokens=params.min_tokens,
-            stops=tuple(sorted(t for t in stops if t < size)) if params.min_tokens else (),
-            logprobs=params.logprobs,
-            prompt_logprobs=params.prompt_logprobs,
-            processors=tuple(params.logits_processors),
+    def _taken(self, request_id: str) -> bool:
+        return request_id in self.requests or any(
+            o.request_id == request_id for o in self.unclaimed
         )
-        return None if rules == LogitRules() else rules
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text or None, token ids); refuses what is no prompt."""
-        text: object = None
-        ids: object = prompt
-        if isinstance(prompt, str):
-            text, ids = prompt, None
-        elif isinstance(prompt, dict):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            if (text is None and ids is None) or not prompt.keys() <= {
-                "prompt",
-                "prompt_token_ids",
-            }:
-                raise ValueError(
-                    "a dict prompt needs 'prompt' or 'prompt_token_ids', and nothing else, not "
-                    f"{sorted(map(str, prompt))}"
-                )
-        if text is not None and not isinstance(text, str):
-            raise TypeError(f"the text of a prompt must be a string, not {text!r}")
-        if ids is None and text is not None:
-            if self.tokenizer is None:
-                raise ValueError(
-                    "the engine has no tokenizer (skip_tokenizer_init); give token ids"
-                )
-            try:
-                ids = self.tokenizer.encode(text)
-            except TypeError:  # tokenizers' word for text that is no Unicode
-                raise ValueError(f"the prompt cannot be encoded as UTF-8: {text!r:.80}") from None
-        if not isinstance(ids, list | tuple):
-            raise TypeError(
-                f"a prompt must be a string, a list of token ids or a dict, not {ids!r}"
-            )
-        if not ids:
-            raise ValueError("the prompt is empty; give at least one token")
-        size = self.model_config.vocab_size
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise TypeError(f"a token id must be an int, not {token!r}")
-            if not 0 <= token < size:
-                raise ValueError(
-                    f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})"
-                )
-        return text, list(ids)
 
     def abort_request(self, request_id: str) -> None:
         """End a request, whatever it is doing, and free its blocks. Unknown ids are ignored."""
@@ -315,8 +198,9 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step; return the requests that it finished.
 
-        If it fails or is interrupted, its requests go back to the waiting queue and the error is
-        raised: the engine can go on, or the caller can abort them.
+        If it fails, its requests go back to the waiting queue and the error is raised: the engine can
+        go on, or the caller can abort them. Ctrl-C is raised when the step is done; what it finished
+        comes with the next call.
         """
         with interruptible():  # an interrupt waits for the end of the step
             try:
@@ -371,7 +255,7 @@ class LLMEngine:
     def _note_logprobs(self, about: InFlight, drawn: Drawn) -> None:
         for i, found in drawn.logprobs.items():
             sample = self.samples.get(about.drawing[i])
-            if sample is not None and len(sample.logprobs) < len(sample.seq.output_ids):
+            if sample is not None and len(sample.logprobs) < sample.seq.num_output:
                 sample.logprobs.append(found)
         for i, targets in drawn.prompt_logprobs.items():
             request = self.requests.get(about.chunked[i].request_id)
@@ -385,13 +269,12 @@ class LLMEngine:
             sample = self.samples.get(seq)
             if sample is None or sample.detokenizer is None:
                 continue
-            params, ids = sample.request.params, seq.output_ids
-            start = len(sample.text)
-            sample.text += sample.detokenizer.add(ids[sample.num_seen :])
-            sample.num_seen = len(ids)
+            params, start = sample.request.params, len(sample.text)
+            sample.text += sample.detokenizer.add(seq.token_ids[seq.num_prompt + sample.num_seen :])
+            sample.num_seen = seq.num_output
             if seq.status is Status.FINISHED:
                 sample.text += sample.detokenizer.flush()
-            if len(ids) <= params.min_tokens and params.min_tokens:
+            if seq.num_output <= params.min_tokens and params.min_tokens:
                 continue
             found = [
                 (at, stop)
@@ -463,10 +346,6 @@ class LLMEngine:
             "evictions": blocks.evictions,
             "recomputed_tokens": scheduler.recomputed_tokens,
         }
-
-
-def signed64(value: int) -> int:
-    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":

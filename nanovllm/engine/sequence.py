@@ -63,5 +63,9 @@ class Sequence:
         return rules is not None and rules.prompt_logprobs is not None
 
     @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
