@@ -123,10 +123,11 @@ def compare(rng: random.Random, test: bool = False) -> Sample:
         answer = f"{min(a, b)} is smaller than {max(a, b)}."
     else:
         answer = f"{max(a, b)} is larger than {min(a, b)}."
+    # The verdict comes last: it is easy once the fact is written, and hard before.
     if f"is {a} larger" in low or f"is {a} bigger" in low or f"is {a} greater" in low:
-        answer = ("Yes, " if a > b else "No, ") + answer
+        answer = f"{answer[:-1]}, so {'yes' if a > b else 'no'}."
     elif f"is {a} smaller" in low or f"is {a} less" in low:
-        answer = ("Yes, " if a < b else "No, ") + answer
+        answer = f"{answer[:-1]}, so {'yes' if a < b else 'no'}."
     return Sample("compare", question, answer)
 
 
@@ -298,17 +299,17 @@ OPEN_TASKS: dict[str, Callable[[random.Random, bool], Sample]] = {
 
 # How often training draws each task: the harder it is to learn, the more of it.
 WEIGHTS: dict[Callable[..., Sample], float] = {
-    add: 12,
-    subtract: 14,
-    compare: 9,
-    count: 6,
-    sort: 24,
-    reverse: 22,
+    add: 14,
+    subtract: 18,
+    compare: 11,
+    count: 5,
+    sort: 20,
+    reverse: 20,
     spell: 6,
     upper: 5,
-    primes: 9,
-    table: 3,
-    explain: 7,
+    primes: 7,
+    table: 2,
+    explain: 5,
     talk: 5,
 }
 
