@@ -3,7 +3,7 @@
 Owns: the recipe. Writes: a Hugging Face checkpoint to --out, and beside it, while it runs,
 `--out`.resume, from which the same command goes on after an interruption (safetensors and JSON).
 
-Recipe: conversations of one to four turns drawn afresh from nanovllm/demo/data.py, loss on the
+Recipe: conversations of one to three turns drawn afresh from nanovllm/demo/data.py, loss on the
 answers only, batches of equal padded size, Muon for the matrices (Jordan et al. 2024) and AdamW
 for embeddings and norms, a linear warm-up and decay, bf16 arithmetic over fp32 master weights
 where the processor has it. Training runs in pools: pool i draws its conversations from seed i, so
@@ -173,6 +173,15 @@ def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
         pad_token_id=tokenizer.pad_token_id,
     ).save_pretrained(out)
     tokenizer.save_pretrained(out)
+    # Only what holds everywhere, and the class by the name that every transformers knows.
+    settings = {
+        "clean_up_tokenization_spaces": False,
+        "eos_token": tokenizer.eos_token,
+        "model_max_length": tokenizer.model_max_length,
+        "pad_token": tokenizer.pad_token,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def main() -> None:
