@@ -1,6 +1,7 @@
 """Benchmarks of nanovllm.
 
     python bench.py                      throughput of the embedded model, with transformers beside it
+                                         (under a minute on 2 cores)
     python bench.py --host-only          what a step costs the host, on a runner that computes nothing
     python bench.py --policy fcfs sjf    waiting time and time to first token under each policy
 
@@ -27,15 +28,33 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="qwen3-nano", help="directory, hub id (%(default)s)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument(
+        "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (%(default)s)"
+    )
     parser.add_argument("--num-seqs", type=int, default=64, help="requests (%(default)s)")
-    parser.add_argument("--input", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
-    parser.add_argument("--output", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
+    parser.add_argument(
+        "--input",
+        type=int,
+        nargs=2,
+        default=(16, 128),
+        metavar=("MIN", "MAX"),
+        help="prompt tokens, drawn uniformly (16 128)",
+    )
+    parser.add_argument(
+        "--output",
+        type=int,
+        nargs=2,
+        default=(16, 128),
+        metavar=("MIN", "MAX"),
+        help="output tokens of each request (16 128)",
+    )
     parser.add_argument(
         "--host-only", action="store_true", help="no model: scheduling and batching"
     )
     parser.add_argument("--policy", nargs="+", choices=("fcfs", "sjf"), help="compare policies")
     args = parser.parse_args()
+    if args.num_seqs < 1:
+        parser.error(f"--num-seqs {args.num_seqs}: give 1 or more")
     for name in ("input", "output"):
         low, high = getattr(args, name)
         if not 1 <= low <= high:
@@ -50,7 +69,10 @@ def main() -> None:
         elif args.policy:
             policies(args)
         else:
-            throughput(args)
+            try:
+                throughput(args)
+            except ValueError as error:
+                parser.error(str(error))
 
 
 class Neighbours:

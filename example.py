@@ -23,7 +23,10 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    llm = LLM(args.model)
+    try:
+        llm = LLM(args.model)
+    except ValueError as error:
+        parser.error(str(error))
     # All questions are one batch; without sampling_params the checkpoint's own defaults hold.
     outputs = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS])
     for question, output in zip(QUESTIONS, outputs, strict=True):

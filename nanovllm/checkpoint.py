@@ -27,6 +27,8 @@ def find_checkpoint(model: str, revision: str | None = None, weights: bool = Tru
     name = os.fspath(model)
     if name == EMBEDDED:
         return Path(__file__).parent / "demo" / EMBEDDED
+    if not name:
+        raise ValueError(f"model is empty; give a directory, a hub id, or {EMBEDDED!r}")
     path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
@@ -59,7 +61,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
             f"{name!r} is no local directory, and could not be fetched from the hub "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'}). "
             "Give a local directory, set HF_ENDPOINT to a mirror, or set HF_HOME to a cache that "
-            "has the model already (with HF_HUB_OFFLINE=1)"
+            f"has the model already; {EMBEDDED!r} needs no hub"
         ) from error
 
 

@@ -36,7 +36,7 @@ class LLM:
         self.engine = LLMEngine(model, EngineConfig.from_options(options))
 
     def shutdown(self) -> None:
-        """Abort what is under way. The memory is freed with the last reference to this object."""
+        """Abort what is under way. The engine stays usable; `del llm` frees its memory."""
         for request_id in list(self.engine.requests):
             self.engine.abort_request(request_id)
 
@@ -83,8 +83,12 @@ class LLM:
         ids: list[str] = []
         try:
             with interruptible() as check:
-                for prompt, p in zip(items, params, strict=True):
-                    ids.append(self.engine.add_request(prompt, p))
+                for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
+                    try:
+                        ids.append(self.engine.add_request(prompt, p))
+                    except (TypeError, ValueError) as error:
+                        where = f"prompts[{i}]: " if len(items) > 1 else ""
+                        raise type(error)(f"{where}{error}") from error
                     check()
                 return self._run(ids, use_tqdm, check)
         except BaseException:
@@ -140,15 +144,19 @@ class LLM:
             wanted = {request_id: i for i, request_id in enumerate(ids)}
             live = [s for s in engine.samples.values() if s.seq.request_id in wanted]
             while live:
-                finished = engine.step()
-                engine.unclaimed += [o for o in finished if o.request_id not in wanted]
+                going = []
                 for sample in live:
-                    text, token_ids = sample.news()
+                    # Whoever steps the engine meanwhile, this reads all that is new.
                     reason = sample.seq.finish_reason
-                    if token_ids or reason:
+                    text, token_ids = sample.news()
+                    if reason is None:
+                        going.append(sample)
+                    if token_ids or reason is not None:
                         i = wanted[sample.seq.request_id]
                         yield StreamOutput(i, sample.seq.index, text, token_ids, reason)
-                live = [s for s in live if s.seq.finish_reason is None]
+                live = going
+                if live:
+                    engine.unclaimed += engine.step()
         finally:
             for request_id in ids:
                 engine.abort_request(request_id)
@@ -166,7 +174,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...]."""
         tokenizer = self.get_tokenizer()
-        one = not messages or isinstance(messages[0], dict)
+        if not isinstance(messages, list | tuple):
+            raise TypeError(
+                'messages must be a list like [{"role": "user", "content": "..."}], or a list of '
+                f"such lists, not {messages!r}"
+            )
+        one = not messages or not isinstance(messages[0], list | tuple)
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         prompts: list[Prompt] = []
         for conversation in conversations:

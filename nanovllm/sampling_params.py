@@ -124,8 +124,8 @@ class SamplingParams:
             check_number(name, getattr(self, name), low, high, remark)
         for name in ("top_p", "repetition_penalty"):
             if getattr(self, name) == 0:
-                raise ValueError(f"{name} must be more than 0")
-        check_int("n", self.n, 1)
+                raise ValueError(f"{name} must be more than 0, not 0")
+        check_int("n", self.n, 1, 16_384)
         check_int("top_k", self.top_k, -1)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
@@ -143,7 +143,8 @@ class SamplingParams:
     def _tuple(self, name: str) -> tuple[Any, ...]:
         value = getattr(self, name)
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-            raise TypeError(f"{name} must be a list, not {value!r}")
+            kind = "a string or a list of strings" if name == "stop" else "a list"
+            raise TypeError(f"{name} must be {kind}, not {value!r}")
         return tuple(value)
 
     def _set(self, name: str, value: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -47,11 +47,12 @@ PARAMS = [
     ({"stop_token_ids": "12"}, TypeError, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, TypeError, "stop token"),
     ({"n": 0}, ValueError, "n must be"),
+    ({"n": 10**9}, ValueError, "16384"),
     ({"min_tokens": -1}, ValueError, "min_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, ValueError, "max_tokens=8"),
     ({"stop": [""]}, ValueError, "empty string"),
     ({"stop": ""}, ValueError, "empty string"),
-    ({"stop": 3}, TypeError, "stop"),
+    ({"stop": 3}, TypeError, "a string or a list"),
     ({"stop": [3]}, TypeError, "strings"),
     ({"stop": "a", "detokenize": False}, ValueError, "detokenize=True"),
     ({"include_stop_str_in_output": "yes"}, TypeError, "include_stop_str_in_output"),
@@ -87,7 +88,7 @@ def test_sampling_params(fields: dict, error: type[Exception], word: str) -> Non
 PROMPTS = [
     ("hello", ValueError, "token ids"),  # this engine has no tokenizer
     ([[]], ValueError, "empty"),
-    ([[1], []], ValueError, "empty"),
+    ([[1], []], ValueError, r"prompts\[1\]: .*empty"),
     ({"prompt_token_ids": []}, ValueError, "empty"),
     ([VOCAB], ValueError, f"token id {VOCAB}"),
     ([1, -1], ValueError, "token id -1"),
@@ -179,8 +180,10 @@ def test_chats(embedded: LLM) -> None:
         ([[]], ValueError, "empty"),
         ([{"content": "hi"}], ValueError, "'role'"),
         ([{"role": 3, "content": "hi"}], ValueError, "'role'"),
-        (["hi"], ValueError, "'role'"),
-        ("hi", ValueError, "'role'"),
+        (["hi"], ValueError, "not 'hi'"),
+        ("hi", TypeError, "messages must be a list"),
+        (None, TypeError, "messages must be a list"),
+        ({"role": "user", "content": "hi"}, TypeError, "messages must be a list"),
     ):
         with pytest.raises(error, match=word):
             embedded.chat(messages, use_tqdm=False)
@@ -226,6 +229,11 @@ OPTIONS = [
         {"kv_cache_memory_bytes": 100, "num_kvcache_blocks": None},
         ValueError,
         "no room for one block",
+    ),
+    (
+        {"kv_cache_memory_bytes": 10**16, "num_kvcache_blocks": None},
+        ValueError,
+        "lower num_kvcache",
     ),
     ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization"),
@@ -322,6 +330,8 @@ def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         LLM(str(path / "config.json"))
     with pytest.raises(TypeError, match="model"):
         LLM(3)
+    with pytest.raises(ValueError, match="empty"):
+        LLM("")
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(ValueError, match=r"no config\.json"):

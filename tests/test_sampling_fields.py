@@ -316,3 +316,29 @@ def test_logits_processor_sees_and_shapes(embedded: LLM) -> None:
     assert out["text"] == "7777"
     prompt = out.prompt_token_ids
     assert seen == [prompt + [seven] * i for i in range(4)]
+
+
+def test_streams_share_an_engine(embedded: LLM) -> None:
+    """Two streams read by turns, and a `generate` within a third: nothing is lost, nothing is left."""
+    params = SamplingParams(temperature=0, max_tokens=60)
+    prompts = ["Count from 1 to 9\n", "Reverse garden\n"]
+    want = [o["text"] for o in embedded.generate(prompts, params, use_tqdm=False)]
+    streams = [embedded.stream(p, params) for p in prompts]
+    texts, live = ["", ""], [0, 1]
+    while live:
+        for i in list(live):
+            new = next(streams[i], None)
+            if new is None:
+                live.remove(i)
+            else:
+                texts[i] += new.text
+    assert texts == want
+    stream = embedded.stream(prompts[0], params)
+    text = next(stream).text
+    embedded.generate(
+        "Count from 1 to 40\n", SamplingParams(temperature=0, max_tokens=200), use_tqdm=False
+    )
+    pieces = list(stream)
+    assert text + "".join(p.text for p in pieces) == want[0]
+    assert pieces[-1].finish_reason == "stop"
+    assert not embedded.engine.has_unfinished_requests()

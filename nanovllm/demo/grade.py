@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from nanovllm import LLM
 from nanovllm.demo.data import ALL_TASKS, Sample, graded_samples
 
+ABOUT = f"""Asks the embedded model, or another checkpoint, questions that its training never saw, and
+prints how many it gets right, task by task ({", ".join(ALL_TASKS)}). About 10 seconds on 2 cores."""
+
 
 def wrong_answers(
     llm: LLM, samples: list[Sample], use_tqdm: bool = False
@@ -35,9 +38,9 @@ def accuracy(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m nanovllm.demo.grade", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m nanovllm.demo.grade", description=ABOUT)
     parser.add_argument("--model", default="qwen3-nano", help="checkpoint to grade (%(default)s)")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (%(default)s)")
     parser.add_argument(
         "--number", type=int, default=200, help="prompts of an open task (%(default)s)"
     )
@@ -45,6 +48,8 @@ def main() -> None:
         "--show", type=int, default=3, help="wrong answers to show for a task (%(default)s)"
     )
     args = parser.parse_args()
+    if args.number < 1:
+        parser.error(f"--number {args.number}: give 1 or more")
     llm = LLM(args.model, dtype=args.dtype)
     for task, (right, total, failed) in accuracy(llm, number=args.number, use_tqdm=True).items():
         print(f"{task:10} {right:4} of {total:4}  {right / total:7.2%}")

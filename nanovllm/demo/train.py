@@ -29,6 +29,11 @@ BATCH_TOKENS = 8192  # padded tokens in a batch
 SAVE_EVERY = 10  # pools
 SYSTEM = ("You are a helpful assistant.", "You are qwen3-nano.", "Answer briefly.")
 
+ABOUT = """Makes qwen3-nano from nothing: its text, its tokenizer and its weights, in about an hour on
+2 cores, with a progress bar. It REPLACES the embedded model unless --out names another folder. Interrupt
+it whenever you like: the same command goes on from the last save, in a folder beside --out that ends in
+.resume (remove that folder to begin anew). Grade the result with python -m nanovllm.demo.grade --model."""
+
 Conversation = tuple[list[int], list[bool]]  # token ids; which of them the loss counts
 
 
@@ -185,14 +190,19 @@ def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m nanovllm.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m nanovllm.demo.train", description=ABOUT)
     default = Path(__file__).parent / "qwen3-nano"
-    parser.add_argument("--out", type=Path, default=default, help="checkpoint folder (%(default)s)")
+    where = "checkpoint folder; the default is the embedded model itself (%(default)s)"
+    parser.add_argument("--out", type=Path, default=default, help=where)
     parser.add_argument(
         "--pools", type=int, default=125, help=f"pools of {POOL} conversations (%(default)s)"
     )
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cuda or cpu (%(default)s)",
+    )
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile: 1.3 times the speed, needs g++"
     )

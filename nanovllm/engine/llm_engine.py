@@ -54,7 +54,8 @@ class LLMEngine:
         self.max_model_len = config.max_model_len or longest
         if self.max_model_len > longest:
             raise ValueError(
-                f"max_model_len={self.max_model_len} is more than the {longest} positions of the model"
+                f"max_model_len={self.max_model_len} is more than the {longest} positions of the "
+                f"model; use at most {longest}"
             )
         self.tokenizer = (
             None
@@ -166,7 +167,7 @@ class LLMEngine:
             ),
         )
         seqs = [first, *(fork_of(first, index) for index in range(1, params.n))]
-        request = Request(seqs, text, params, RequestMetrics(time.monotonic()), params.n)
+        request = Request(seqs, text, params, RequestMetrics(time.monotonic()), params.n, stream)
         self.requests[request_id] = request
         if stream or params.stop or params.logprobs is not None:
             for seq in seqs:
@@ -235,7 +236,9 @@ class LLMEngine:
                 request = self.requests[seq.request_id]
                 request.num_unfinished -= 1
                 if request.num_unfinished == 0:
-                    self.unclaimed.append(self._output(self.requests.pop(seq.request_id)))
+                    output = self._output(self.requests.pop(seq.request_id))
+                    if not request.stream:
+                        self.unclaimed.append(output)
 
     def _note_scheduled(self, joined: int) -> None:
         now = time.monotonic()

@@ -53,6 +53,7 @@ class Request:
     params: SamplingParams
     metrics: RequestMetrics
     num_unfinished: int  # of the samples
+    stream: bool  # its results are read from its samples, as they come
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
 
 

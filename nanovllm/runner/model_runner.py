@@ -60,9 +60,16 @@ class ModelRunner:
             load_weights(places, weight_files(directory))
         size = config.kvcache_block_size
         self.num_blocks = self._num_blocks(config, max_model_len)
-        self.attention = SdpaAttention(
-            model_config, self.num_blocks + 1, size, self.dtype, self.device
-        )
+        try:
+            self.attention = SdpaAttention(
+                model_config, self.num_blocks + 1, size, self.dtype, self.device
+            )
+        except RuntimeError as error:  # torch's out of memory, on either device
+            raise ValueError(
+                f"a KV cache of {self.num_blocks} blocks takes "
+                f"{(self.num_blocks + 1) * self.block_bytes(size):,} bytes, more than there are; "
+                "lower num_kvcache_blocks or kv_cache_memory_bytes"
+            ) from error
         self.rows = RowBuffers(
             config.max_num_seqs,
             -(-max_model_len // size),
