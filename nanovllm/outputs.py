@@ -22,7 +22,7 @@ class CompletionOutput:
     index: int
     text: str  # "" where there is no tokenizer, or detokenize=False
     token_ids: list[int]  # with the stop token, if one ended it
-    finish_reason: str | None  # "stop" or "length"
+    finish_reason: str | None  # "stop" or "length"; in a stream also "abort", by abort_request
     stop_reason: int | str | None = None  # the string or token id that ended it; None for an eos
     logprobs: list[dict[int, Logprob]] | None = None  # one dict a token, if asked for
     cumulative_logprob: float | None = None  # of all tokens, if logprobs were asked for

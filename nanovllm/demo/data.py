@@ -301,7 +301,7 @@ OPEN_TASKS: dict[str, Callable[[random.Random, bool], Sample]] = {
 WEIGHTS: dict[Callable[..., Sample], float] = {
     add: 14,
     subtract: 18,
-    compare: 11,
+    compare: 30,
     count: 5,
     sort: 20,
     reverse: 20,

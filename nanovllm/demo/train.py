@@ -60,7 +60,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 def conversation(rng: random.Random) -> list[tuple[str, bool]]:
     """Parts of one training text, and whether the loss counts them."""
-    if rng.random() < 0.12:  # no template: the answer follows on a line of its own
+    if rng.random() < 0.15:  # no template: the answer follows on a line of its own
         sample = draw(rng)
         return [(sample.question + "\n", False), (sample.answer + END_OF_TEXT, True)]
     parts = []
@@ -195,7 +195,7 @@ def main() -> None:
     where = "checkpoint folder; the default is the embedded model itself (%(default)s)"
     parser.add_argument("--out", type=Path, default=default, help=where)
     parser.add_argument(
-        "--pools", type=int, default=125, help=f"pools of {POOL} conversations (%(default)s)"
+        "--pools", type=int, default=133, help=f"pools of {POOL} conversations (%(default)s)"
     )
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
     parser.add_argument(
