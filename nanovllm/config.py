@@ -69,13 +69,11 @@ class EngineConfig:
     """Every option of the engine. Raises TypeError for a wrong type, ValueError for a wrong value."""
 
     device: str = "auto"  # "cuda" if there is one, else "cpu"
-    dtype: str = (
-        "auto"  # the checkpoint's on a GPU; bfloat16 on a CPU that is fast at it, else float32
-    )
+    # "auto": the checkpoint's on a GPU; bfloat16 on a CPU that is fast at it, else float32
+    dtype: str = "auto"
     seed: int = 0  # of requests that name none, and of load_format="dummy"
-    max_model_len: int | None = (
-        None  # tokens of prompt and output; None: what the checkpoint allows
-    )
+    # tokens of prompt and output; None: what the checkpoint allows
+    max_model_len: int | None = None
     max_num_seqs: int = 256  # sequences that hold blocks at a time
     max_num_batched_tokens: int = 8192  # the token budget of one step
     gpu_memory_utilization: float = 0.9  # share of the device's memory that the engine may use
@@ -83,7 +81,7 @@ class EngineConfig:
     kvcache_block_size: int = 16  # tokens in a block
     num_kvcache_blocks: int | None = None  # blocks for requests; the null block comes on top
     enable_prefix_caching: bool = True
-    enforce_eager: bool = False  # no CUDA graphs
+    enforce_eager: bool = False  # no CUDA graphs; there are none yet, so it changes nothing
     # Plan and launch step N+1 before step N's tokens are read. None: where the device works beside
     # the host, on CUDA; on a CPU it would only cost each sequence a token computed for nothing.
     async_scheduling: bool | None = None

@@ -88,7 +88,8 @@ class LLM:
                         ids.append(self.engine.add_request(prompt, p))
                     except (TypeError, ValueError) as error:
                         where = f"prompts[{i}]: " if len(items) > 1 else ""
-                        raise type(error)(f"{where}{error}") from error
+                        kind = TypeError if isinstance(error, TypeError) else ValueError
+                        raise kind(f"{where}{error}") from error
                     check()
                 return self._run(ids, use_tqdm, check)
         except BaseException:

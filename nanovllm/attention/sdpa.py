@@ -29,7 +29,9 @@ class Group:
     tokens: Tensor  # [N * Q] int64: their queries among the step's tokens
     queries: int  # Q
     slots: Tensor | None  # [N * L] int64; None: no context but the step's own tokens, in order
-    mask: Tensor | None  # [N, 1, Q, L] bool, true where a query may look; None: see `slots`
+    mask: (
+        Tensor | None
+    )  # [N, 1, Q, L] bool, true where a query may look; None: causal, or all equal
 
 
 class SdpaAttention:

@@ -82,7 +82,7 @@ def tokenize(
             raise ValueError("the engine has no tokenizer (skip_tokenizer_init); give token ids")
         try:
             ids = tokenizer.encode(text)
-        except TypeError:  # tokenizers' word for text that is no Unicode
+        except (TypeError, UnicodeError):  # tokenizers' word for text that is no Unicode
             raise ValueError(f"the prompt cannot be encoded as UTF-8: {text!r:.80}") from None
     if not isinstance(ids, list | tuple):
         raise TypeError(f"a prompt must be a string, a list of token ids or a dict, not {ids!r}")

@@ -300,9 +300,8 @@ class Scheduler:
                     self._enqueue(fork, at_head=True)
                 seq.forks = []
             if len(ids) % size == 0 and seq.num_computed >= len(ids):
-                self.blocks.publish(
-                    seq
-                )  # with a plan in flight, the token's KV is computed already
+                # With a plan in flight, the KV of the token just learnt is computed already.
+                self.blocks.publish(seq)
             if token in seq.stop_token_ids:
                 seq.stop_reason = token
                 self._finish(seq, "stop")

@@ -3,8 +3,8 @@
 Owns: nothing. Given: logits and a SamplingBatch. Mutates: the logits.
 
 The draw inverts the cumulative distribution at u, a number that is a function of (seed, position)
-alone. So a seeded request gets the same tokens in whatever batch it runs, and no generator has a
-state to keep. Filters that no row asks for cost nothing; a mixed batch takes every path once.
+alone. So a seeded request that gets the same logits gets the same tokens in whatever batch it runs, and
+no generator has a state to keep. Filters that no row asks for cost nothing; a mixed batch takes every path once.
 """
 
 import torch
