@@ -1,9 +1,15 @@
 """Shared by the tests: random checkpoints, and LLMs that are made once."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+# Kernels run in Triton's interpreter where there is no GPU. It is chosen when they are imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM

@@ -109,6 +109,7 @@ MEMORY = """
 import sys, torch
 from pathlib import Path
 from nanovllm.config import ModelConfig
+from nanovllm.layers.ops import PLAIN
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.runner.model_runner import torch_defaults
 from nanovllm.runner.weights import load_weights
@@ -122,7 +123,7 @@ torch.ones(8, 8) @ torch.ones(8, 8)
 config = ModelConfig.from_file(path / "config.json")
 before = private()
 with torch_defaults(torch.device("cpu"), dtype):
-    model = Qwen3(config, 512)
+    model = Qwen3(config, 512, PLAIN)
 load_weights(model.checkpoint_tensors(), weight_files(path))
 size = sum(p.nbytes for p in model.parameters())
 assert size > 100e6, size

@@ -13,8 +13,21 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: ForwardBatch) -> None:
         """Once a step, before any layer: derive what all layers share."""
 
-    def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        """Write k and v [T, K, D] to the slots of the step's tokens."""
+    def turn_and_store(
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The packed projection [T, (H + 2K) D] -> what `attend` takes: q [T, H, D], k, v [T, K, D].
+
+        q and k are normalised per head (where there are weights [D]) and turned by the angles of
+        their positions, cos and sin [T, 1, D/2]; k and v are written to the slots of the tokens.
+        """
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy K and V of blocks, (from, to), in all layers; every read comes before any write."""
@@ -22,5 +35,5 @@ class AttentionBackend(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         """Causal attention [T, H, D] of q over each row's whole context, by absolute position.
 
-        k and v are what `store` was just given: a backend may use them instead of reading back.
+        q, k and v are what `turn_and_store` gave: a backend may use k and v instead of the cache.
         """

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.config import ModelConfig
+from nanovllm.layers.rotary import norm_and_rotate
 from nanovllm.runner.batch import ForwardBatch
 
 MAX_PADDING = 1.15  # a group's contexts are padded by at most this factor
@@ -48,6 +49,8 @@ class SdpaAttention:
         self.k_cache = torch.empty(shape, dtype=dtype, device=device)
         self.v_cache = torch.empty(shape, dtype=dtype, device=device)
         self.block_size = block_size
+        self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.eps = config.rms_norm_eps
 
     def prepare(self, batch: ForwardBatch) -> None:
         starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
@@ -94,6 +97,22 @@ class SdpaAttention:
         mask = at[:, None, :] <= query_at[:, :, None]  # [N, Q, L]
         blind = queries == 1 and equal  # nothing to hide from anyone
         return Group(tokens, queries, slots.flatten(), None if blind else mask[:, None])
+
+    def turn_and_store(
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = norm_and_rotate(
+            qkv, self.kv_heads, self.head_dim, q_norm, k_norm, self.eps, cos, sin
+        )
+        self.store(layer, k, v, batch)
+        return q, k, v
 
     def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         self.k_cache[layer].index_copy_(0, batch.slots, k)

@@ -223,7 +223,7 @@ class LLMEngine:
 
     def _commit(self, plan: StepPlan, drawn: Drawn) -> None:
         about = self.scheduler.in_flight[0]
-        tokens = drawn.tokens.tolist()  # waits for the device
+        tokens = drawn.read()  # waits for the device
         progressed = self.scheduler.commit(plan, tokens)  # mutates: sequences, prefix index
         self.num_output_tokens += len(progressed)
         if plan.chunks:

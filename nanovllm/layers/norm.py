@@ -1,17 +1,19 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), alone and with the residual add before it."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., size] / rms(x) * weight [size]. The mean square is taken in float32."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] / rms(x) * weight. The mean square is taken in float32."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm(x + residual) * weight, x + residual); without a residual x itself. x [T, E]."""
+    total = x if residual is None else residual + x
+    return rms_norm(total, weight, eps), total

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from nanovllm.layers.norm import rms_norm
+
 
 class RotaryEmbedding:
     """Owns a table of cosines and sines [max_position, head_dim], made once.
@@ -28,3 +30,24 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D]: turn the pair (x[i], x[i + D/2]) by the angle of its position."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def norm_and_rotate(
+    qkv: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The packed projection [T, (H + 2K) D] -> q [T, H, D], k and v [T, K, D].
+
+    q and k are normalised per head if there are weights [D], and turned; v stays as it is.
+    """
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v

@@ -14,81 +14,88 @@ from torch.nn import functional as F
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.config import ModelConfig
-from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import RotaryEmbedding, rotate
+from nanovllm.layers.ops import Ops
+from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.runner.batch import ForwardBatch
+
+
+def norm_weight(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size), requires_grad=False)
 
 
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.heads, self.kv_heads, self.head_dim = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
-        self.sizes = [self.heads * self.head_dim] + [self.kv_heads * self.head_dim] * 2
+        kv_size = config.num_kv_heads * config.head_dim
+        self.sizes = [config.num_heads * config.head_dim, kv_size, kv_size]
         self.qkv = Linear(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
         self.out = Linear(self.sizes[0], config.hidden_size, bias=config.output_bias)
-        eps = config.rms_norm_eps
-        self.q_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else None
+        self.q_norm = norm_weight(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm_weight(config.head_dim) if config.qk_norm else None
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> Tensor:
-        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
-        q = q.view(-1, self.heads, self.head_dim)  # [T, H, D]
-        k = k.view(-1, self.kv_heads, self.head_dim)  # [T, K, D]
-        v = v.view(-1, self.kv_heads, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        attention.store(self.layer, k, v, batch)  # all K and V first: rows may share blocks
+        # Three steps, on a GPU three launches. All K and V are stored first: rows may share blocks.
+        qkv = self.qkv(x)
+        q, k, v = attention.turn_and_store(
+            self.layer, qkv, self.q_norm, self.k_norm, cos, sin, batch
+        )
         return self.out(attention.attend(self.layer, q, k, v, batch).reshape(-1, self.sizes[0]))
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, ops: Ops) -> None:
         super().__init__()
+        self.ops = ops
         self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size)
         self.down = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ops, self.eps = ops, config.rms_norm_eps
+        self.attention_norm = norm_weight(config.hidden_size)
         self.attention = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp_norm = norm_weight(config.hidden_size)
+        self.mlp = MLP(config, ops)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, attention: AttentionBackend
-    ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, batch, attention)
-        return x + self.mlp(self.mlp_norm(x))
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+        attention: AttentionBackend,
+    ) -> tuple[Tensor, Tensor]:
+        """(x, residual) -> (x, residual); their sum is the hidden state. Adding is left to the next
+        norm, which reads both anyway."""
+        x, residual = self.ops.add_rms_norm(x, residual, self.attention_norm, self.eps)
+        x = self.attention(x, cos, sin, batch, attention)
+        x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        return self.mlp(x), residual
 
 
 class Qwen3(nn.Module):
     """Built with torch's default dtype and device; parameters are uninitialised until loaded."""
 
-    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+    def __init__(self, config: ModelConfig, max_model_len: int, ops: Ops) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ops = config, ops
         weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embedding = nn.Parameter(weight, requires_grad=False)
         self.rotary = RotaryEmbedding(
             config.head_dim, max_model_len, config.rope_theta, config.rope_factor
         )
-        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config, i, ops) for i in range(config.num_layers))
+        self.norm = norm_weight(config.hidden_size)
         self.head = self.embedding
         if not config.tie_word_embeddings:
             self.head = nn.Parameter(torch.empty_like(weight), requires_grad=False)
@@ -97,27 +104,28 @@ class Qwen3(nn.Module):
         """Hidden states of the step's tokens, normalised: [T, E]."""
         x = F.embedding(batch.input_ids, self.embedding)
         cos, sin = self.rotary.at(batch.positions)
+        residual = None
         for layer in self.layers:
-            x = layer(x, cos, sin, batch, attention)
-        return self.norm(x)
+            x, residual = layer(x, residual, cos, sin, batch, attention)
+        return self.ops.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> float32 logits [R, V]."""
-        return F.linear(hidden, self.head).float()
+        """hidden [R, E] -> logits [R, V]."""
+        return F.linear(hidden, self.head)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint goes: its name there -> the (slice of a) parameter."""
         places: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.embedding,
-            "model.norm.weight": self.norm.weight,
+            "model.norm.weight": self.norm,
         }
         if not self.config.tie_word_embeddings:
             places["lm_head.weight"] = self.head
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
             at, attn, mlp = f"model.layers.{i}.", layer.attention, layer.mlp
-            places[at + "input_layernorm.weight"] = layer.attention_norm.weight
-            places[at + "post_attention_layernorm.weight"] = layer.mlp_norm.weight
+            places[at + "input_layernorm.weight"] = layer.attention_norm
+            places[at + "post_attention_layernorm.weight"] = layer.mlp_norm
             for name, part in zip("qkv", attn.qkv.weight.split(attn.sizes), strict=True):
                 places[f"{at}self_attn.{name}_proj.weight"] = part
             if attn.qkv.bias is not None:
@@ -127,8 +135,8 @@ class Qwen3(nn.Module):
             if attn.out.bias is not None:
                 places[at + "self_attn.o_proj.bias"] = attn.out.bias
             if attn.q_norm is not None and attn.k_norm is not None:
-                places[at + "self_attn.q_norm.weight"] = attn.q_norm.weight
-                places[at + "self_attn.k_norm.weight"] = attn.k_norm.weight
+                places[at + "self_attn.q_norm.weight"] = attn.q_norm
+                places[at + "self_attn.k_norm.weight"] = attn.k_norm
             gate, up = mlp.gate_up.weight.chunk(2)
             places[at + "mlp.gate_proj.weight"], places[at + "mlp.up_proj.weight"] = gate, up
             places[at + "mlp.down_proj.weight"] = mlp.down.weight

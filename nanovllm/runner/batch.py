@@ -79,7 +79,7 @@ class RowBuffers:
     positions: np.ndarray = field(init=False)  # [N] int64, of the next token to compute
     sampling: np.ndarray = field(init=False)  # [4, N] float64: temperature, top_k, top_p, min_p
     seeds: np.ndarray = field(init=False)  # [N] int64
-    last_tokens: Tensor = field(init=False)  # [N] int64, drawn last
+    last_tokens: Tensor = field(init=False)  # [N + 1] int64, drawn last; row N is nobody's
     steady: Steady | None = None  # of the batch built last
     rules: dict[int, RowRules] = field(default_factory=dict)  # of the rows that have any
 
@@ -88,7 +88,7 @@ class RowBuffers:
         self.positions = np.zeros(self.num_rows, np.int64)
         self.sampling = np.zeros((4, self.num_rows))
         self.seeds = np.zeros(self.num_rows, np.int64)
-        self.last_tokens = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
+        self.last_tokens = torch.zeros(self.num_rows + 1, dtype=torch.int64, device=self.device)
 
     def apply(self, plan: StepPlan) -> None:
         """Take over what the plan says has changed."""
@@ -141,6 +141,11 @@ class RowBuffers:
         drawn_at = self._send(context_lens[fixed.draws]) if chunks else lens
         return batch, replace(fixed.sampling, positions=drawn_at)
 
+    def advance(self, decode_rows: list[int]) -> None:
+        """A graph computes the next token of these rows: what `build` keeps must stay true."""
+        self.positions[decode_rows] += 1
+        self.steady = None
+
     def _gather(self, plan: StepPlan) -> "Steady":
         """What follows from which rows take part and draw, and stays until that changes."""
         chunks = plan.chunks
@@ -190,4 +195,11 @@ class RowBuffers:
         self.last_tokens[self.steady.drawing] = tokens
 
     def _send(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return send(array, self.device)
+
+
+def send(array: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device, without waiting for it. On a CPU it may share memory with `array`."""
+    tensor = torch.from_numpy(array)
+    # From pinned memory a copy runs beside the host; pinning copies, so `array` may change at once.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

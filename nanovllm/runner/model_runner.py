@@ -1,31 +1,39 @@
 """ModelRunner: runs the model over what a plan says.
 
-Owns: the model, the KV cache (through the attention backend) and the row buffers. Given: plans.
-Mutates: the KV cache and its own row buffers. It never sees a sequence.
+Owns: the model, the KV cache (through the attention backend), the row buffers and the decode graphs.
+Given: plans. Mutates: the KV cache and its own row buffers. It never sees a sequence.
 """
 
-import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.sdpa import SdpaAttention
 from nanovllm.checkpoint import weight_files
 from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.layers.ops import PLAIN, Ops
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import StepPlan, TokenLogprobs
-from nanovllm.runner.batch import RowBuffers, SamplingBatch
+from nanovllm.runner import memory
+from nanovllm.runner.batch import ForwardBatch, RowBuffers, SamplingBatch, send
+from nanovllm.runner.cuda_graph import Capture, CudaCapture, DecodeGraphs
 from nanovllm.runner.logit_rules import token_logprobs
 from nanovllm.runner.sampler import sample
 from nanovllm.runner.weights import load_weights, random_weights
 
-logger = logging.getLogger("nanovllm")
-CPU_CACHE_BYTES = 4 << 30  # what a CPU's KV cache takes at most, unless it is told a size
+# (model config, blocks, block size, dtype, device) -> backend
+MakeAttention: TypeAlias = Callable[
+    [ModelConfig, int, int, torch.dtype, torch.device], AttentionBackend
+]
+Draw: TypeAlias = Callable[[Tensor, SamplingBatch], Tensor]  # logits [R, V] -> tokens [R]
 
 
 @dataclass(slots=True)
@@ -33,65 +41,111 @@ class Forward:
     """What `forward` leaves for `sample`."""
 
     hidden: Tensor  # [R, E], of the rows that draw a token
-    sampling: SamplingBatch
+    sampling: SamplingBatch | None  # None: nothing is left to draw
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # chunk -> one for each of its targets
+    tokens: Tensor | None = None  # [R], if a graph drew them already
 
 
 @dataclass(slots=True)
 class Drawn:
-    tokens: Tensor  # [R] int64, on the device
+    tokens: Tensor  # [R] int64, on the host, but perhaps not there yet
     logprobs: dict[int, TokenLogprobs]  # of the R, those that asked
     prompt_logprobs: dict[int, list[TokenLogprobs]]  # chunk -> one for each of its targets
+    arrived: torch.cuda.Event | None = None
+
+    def read(self) -> list[int]:
+        """The tokens; waits for the device."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.tokens.tolist()
 
 
 class ModelRunner:
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, directory: Path, max_model_len: int
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        max_model_len: int,
+        capture: Capture | None = None,
     ) -> None:
+        """`capture` records decode; None: CUDA's own where the device has it."""
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(config.dtype, self.device, model_config.dtype)
         self.model_config = model_config
+        before = memory.Snapshot.of(self.device)
+        backend, ops, self.draw = pick_kernels(config.attention_backend, self.device)
         with torch_defaults(self.device, self.dtype):
-            self.model = Qwen3(model_config, max_model_len)
+            self.model = Qwen3(model_config, max_model_len, ops)
         places = self.model.checkpoint_tensors()
         if config.load_format == "dummy":
             random_weights(places, config.seed)
         else:
             load_weights(places, weight_files(directory))
-        size = config.kvcache_block_size
-        self.num_blocks = self._num_blocks(config, max_model_len)
-        try:
-            self.attention = SdpaAttention(
-                model_config, self.num_blocks + 1, size, self.dtype, self.device
-            )
-        except RuntimeError as error:  # torch's out of memory, on either device
-            raise ValueError(
-                f"a KV cache of {self.num_blocks} blocks takes "
-                f"{(self.num_blocks + 1) * self.block_bytes(size):,} bytes, more than there are; "
-                "lower num_kvcache_blocks or kv_cache_memory_bytes"
-            ) from error
+        if capture is None and self.device.type == "cuda" and not config.enforce_eager:
+            capture = CudaCapture()
+
+        def make_attention(num_blocks: int) -> AttentionBackend:
+            size = config.kvcache_block_size
+            return backend(model_config, num_blocks, size, self.dtype, self.device)
+
+        def largest_step(num_tokens: int) -> None:
+            self._largest_step(make_attention(1), num_tokens, config, max_model_len)
+
+        steps = [config.max_num_batched_tokens]  # a graph's memory is not shared with the others'
+        steps += [config.max_num_seqs] if capture is not None else []
+        self.num_blocks = memory.num_kv_blocks(
+            config, max_model_len, self.block_bytes(config.kvcache_block_size), before,
+            [lambda tokens=tokens: largest_step(tokens) for tokens in steps],  # type: ignore[misc]
+        )  # fmt: skip
+        with memory.needed(
+            f"a KV cache of {self.num_blocks} blocks takes "
+            f"{(self.num_blocks + 1) * self.block_bytes(config.kvcache_block_size):,} bytes, more "
+            "than there are; lower num_kvcache_blocks or kv_cache_memory_bytes"
+        ):
+            self.attention = make_attention(self.num_blocks + 1)
         self.rows = RowBuffers(
             config.max_num_seqs,
-            -(-max_model_len // size),
-            size,
+            -(-max_model_len // config.kvcache_block_size),
+            config.kvcache_block_size,
             model_config.vocab_size,
             self.device,
         )
+        self.graphs: DecodeGraphs | None = None
+        if capture is not None:
+            hidden = torch.empty(
+                (config.max_num_seqs, model_config.hidden_size),
+                dtype=self.dtype, device=self.device,
+            )  # fmt: skip
+            with (
+                torch.inference_mode(),
+                memory.needed(
+                    "the memory left does not hold the CUDA graphs; lower gpu_memory_utilization, "
+                    "kv_cache_memory_bytes or max_num_seqs, or set enforce_eager=True"
+                ),
+            ):
+                self.graphs = DecodeGraphs(self.rows, hidden, self._decode, capture)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> "Forward":
         """Compute the plan's tokens."""
         self.rows.apply(plan)
+        if self.graphs is not None:
+            self.graphs.apply(plan, self.rows)
         if plan.block_copies:
             self.attention.copy_blocks(plan.block_copies)
+        if self.graphs is not None and not plan.chunks:
+            return self._replay(self.graphs, plan)
         batch, sampling = self.rows.build(plan)
+        if self.graphs is not None:
+            self.graphs.moved(plan, self.rows)
         self.attention.prepare(batch)
         hidden = self.model(batch, self.attention)
         prompt_logprobs = {}
         for i, chunk in enumerate(plan.chunks):
             if chunk.targets:
                 start = int(batch.query_start[i])
-                logits = self.model.logits(hidden[start : start + len(chunk.targets)])
+                logits = self.model.logits(hidden[start : start + len(chunk.targets)]).float()
                 rules = self.rows.rules[chunk.row].rules
                 k = rules.prompt_logprobs or 0
                 found = [
@@ -100,61 +154,115 @@ class ModelRunner:
                 prompt_logprobs[i] = found
         return Forward(hidden[batch.logit_rows], sampling, prompt_logprobs)
 
+    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> "Forward":
+        """A decode by its graph, the sampler included; rows with rules are sampled again, by `sample`."""
+        if not self.rows.rules:
+            self.rows.advance(plan.decode_rows)
+            hidden, tokens = graphs.replay(plan.decode_rows)
+            return Forward(hidden, None, {}, tokens)
+        _, sampling = self.rows.build(plan)
+        hidden, tokens = graphs.replay(plan.decode_rows)
+        return Forward(hidden, sampling, {}, None if self.rows.ruled else tokens)
+
+    def _decode(self, batch: ForwardBatch, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
+        """What a graph holds: hidden states [S, E] and tokens [S] of a batch without chunks."""
+        self.attention.prepare(batch)
+        hidden = self.model(batch, self.attention)
+        return hidden, self.draw(self.model.logits(hidden), sampling)
+
     @torch.inference_mode()
     def sample(self, forward: "Forward") -> "Drawn":
         """Draw a token for each row that draws one."""
         drawn = Drawn(torch.empty(0, dtype=torch.int64), {}, forward.prompt_logprobs)
         if not forward.hidden.shape[0]:
             return drawn
+        if forward.tokens is not None:
+            return to_host(forward.tokens, drawn)
+        assert forward.sampling is not None
         ruled = self.rows.ruled
         logits = self.model.logits(forward.hidden)
+        if ruled:
+            logits = logits.float()
         raw = {i: logits[i].clone() for i, row in ruled if row.rules.logprobs is not None}
         for i, row in ruled:
             row.apply(logits[i])
-        drawn.tokens = sample(logits, forward.sampling)
-        self.rows.drawn(drawn.tokens)
+        tokens = self.draw(logits, forward.sampling)
+        self.rows.drawn(tokens)
+        to_host(tokens, drawn)
+        known = drawn.read() if ruled else []
         for i, row in ruled:
-            token = int(drawn.tokens[i])
-            row.drew(token)
+            row.drew(known[i])
             if row.rules.logprobs is not None:
-                drawn.logprobs[i] = token_logprobs(raw[i], token, row.rules.logprobs)
+                drawn.logprobs[i] = token_logprobs(raw[i], known[i], row.rules.logprobs)
         return drawn
-
-    # ---- memory ----
 
     def block_bytes(self, block_size: int) -> int:
         c = self.model_config
         return 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * self.dtype.itemsize
 
-    def _num_blocks(self, config: EngineConfig, max_model_len: int) -> int:
-        """Blocks for requests, from what the config asks for or the memory that is left."""
-        block = self.block_bytes(config.kvcache_block_size)
-        if config.num_kvcache_blocks is not None:
-            return config.num_kvcache_blocks
-        if config.kv_cache_memory_bytes is not None:
-            num = config.kv_cache_memory_bytes // block - 1
-            source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes:,}"
-        else:
-            memory = self._free_memory(config.gpu_memory_utilization)
-            per_sequence = -(-max_model_len // config.kvcache_block_size)
-            num = min(memory // block - 1, per_sequence * config.max_num_seqs)
-            source = f"{memory / 2**20:,.0f} MiB of memory for it"
-        if num < 1:
-            raise ValueError(
-                f"the KV cache has no room for one block: {source}, one block of "
-                f"{config.kvcache_block_size} tokens needs {block:,} bytes, and so does the null "
-                "block; raise gpu_memory_utilization or kv_cache_memory_bytes, or lower "
-                "kvcache_block_size"
-            )
-        return num
+    @torch.inference_mode()
+    def _largest_step(
+        self, attention: AttentionBackend, num_tokens: int, config: EngineConfig, longest: int
+    ) -> None:
+        """A step of `num_tokens` in as many sequences as there can be, all in the null block."""
+        seqs = min(config.max_num_seqs, num_tokens)
+        lens = np.full(seqs, min(num_tokens // seqs, longest), np.int64)
+        positions = np.concatenate([np.arange(n) for n in lens])
+        ends = np.cumsum(lens)
+        zeros = send(np.zeros(len(positions), np.int64), self.device)
+        batch = ForwardBatch(
+            input_ids=zeros,
+            positions=send(positions, self.device),
+            slots=send(positions % config.kvcache_block_size, self.device),
+            query_start=send(np.concatenate(([0], ends)).astype(np.int32), self.device),
+            context_lens=send(lens, self.device),
+            block_tables=torch.zeros(
+                (seqs, -(-int(lens[0]) // config.kvcache_block_size)),
+                dtype=torch.int32, device=self.device,
+            ),
+            logit_rows=send(ends - 1, self.device),
+        )  # fmt: skip
+        row = torch.ones(seqs, device=self.device)
+        sampling = SamplingBatch(
+            row, zeros[:seqs] + 1, row / 2, row / 2, zeros[:seqs], zeros[:seqs],
+            all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True,
+        )  # fmt: skip
+        attention.prepare(batch)
+        hidden = self.model(batch, attention)[batch.logit_rows]
+        self.draw(self.model.logits(hidden), sampling)
 
-    def _free_memory(self, utilization: float) -> int:
-        """Bytes that the KV cache may take, now that the weights are loaded."""
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            return max(0, int(free - (1 - utilization) * total))
-        # Half of what is left: activations, and whatever else the machine is used for.
-        return min(CPU_CACHE_BYTES, available_host_memory() // 2)
+
+def to_host(tokens: Tensor, drawn: Drawn) -> Drawn:
+    """Start copying the tokens to the host; `drawn` knows when they are there."""
+    if tokens.device.type != "cuda":
+        drawn.tokens = tokens.clone()  # a replay overwrites its own
+        return drawn
+    drawn.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    drawn.tokens.copy_(tokens, non_blocking=True)
+    drawn.arrived = torch.cuda.Event()
+    drawn.arrived.record()
+    return drawn
+
+
+def pick_kernels(name: str, device: torch.device) -> tuple[MakeAttention, Ops, Draw]:
+    """(attention backend, what runs between the matrix products, the sampler) of a backend's name."""
+    if name == "sdpa" or (name == "auto" and device.type != "cuda"):
+        return SdpaAttention, PLAIN, lambda logits, batch: sample(logits.float(), batch)
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"attention_backend='triton' needs a GPU, and the device is {device.type!r}; use "
+            "attention_backend='sdpa', or set TRITON_INTERPRET=1 to run the kernels in Triton's "
+            "interpreter (very slowly)"
+        )
+    try:
+        from nanovllm.attention.triton import TritonAttention
+        from nanovllm.kernels import pointwise, sampling
+    except ImportError as error:
+        raise ValueError(
+            f"attention_backend='triton' needs Triton ({error}); pip install triton, or use "
+            "attention_backend='sdpa'"
+        ) from error
+    return TritonAttention, Ops(pointwise.add_rms_norm, pointwise.silu_and_mul), sampling.sample
 
 
 def pick_device(name: str) -> torch.device:
@@ -184,23 +292,6 @@ def cpu_has_fast_bf16() -> bool:
     except OSError:
         return False
     return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-def available_host_memory() -> int:
-    """Bytes that can be allocated without swapping, within the container's limit."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit = group / "memory.max"
-    if limit.is_file() and limit.read_text().strip() != "max":
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(
-            stat["inactive_file"]
-        )  # page cache
-        available = min(available, int(limit.read_text()) - used)
-    return max(0, available)
 
 
 @contextmanager

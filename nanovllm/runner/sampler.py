@@ -36,9 +36,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def keep_top_k(logits: Tensor, top_k: Tensor) -> None:
     """Hide all but the k largest of each row; 0 keeps all."""
+    most = int(top_k.max().clamp(max=logits.shape[1]))
+    if most == 0:
+        return
     k = torch.where(top_k == 0, logits.shape[1], top_k.clamp(max=logits.shape[1]))
-    asked = top_k[top_k > 0]
-    largest = logits.topk(int(asked.max().clamp(max=logits.shape[1])), dim=-1).values
+    largest = logits.topk(most, dim=-1).values
     kth = largest.gather(1, (k - 1).clamp(max=largest.shape[1] - 1)[:, None])
     logits.masked_fill_((logits < kth) & (top_k > 0)[:, None], NOTHING)
 

@@ -53,11 +53,15 @@ def load_weights(places: dict[str, Tensor], files: list[Path]) -> None:
 
 def random_weights(places: dict[str, Tensor], seed: int) -> None:
     """load_format="dummy": normal weights of a small scale, unit norms, zero biases."""
-    generator = torch.Generator().manual_seed(seed % 2**63)
+    device = next(iter(places.values())).device
+    generator = torch.Generator(device).manual_seed(seed % 2**63)
     for name, place in places.items():
         if name.endswith("norm.weight"):
             place.fill_(1.0)
         elif name.endswith(".bias"):
             place.zero_()
         else:
-            place.copy_(torch.randn(place.shape, generator=generator, dtype=torch.float32) * 0.02)
+            noise = torch.randn(
+                place.shape, generator=generator, device=device, dtype=torch.float32
+            )
+            place.copy_(noise * 0.02)

@@ -1,0 +1,77 @@
+"""Paged attention by the Triton kernels: the GPU's backend.
+
+Owns: the KV cache, [2, layers, blocks, K, block size, D]: K and V. Given: batches. Mutates: the slots
+of the tokens it is told to store, nothing else. The kernels, and why they are as they are, stand in
+nanovllm.kernels.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm.config import ModelConfig
+from nanovllm.kernels import attention, blocks, store
+from nanovllm.kernels.configs import Card, decode_tile, prefill_tile
+from nanovllm.runner.batch import ForwardBatch
+
+
+class TritonAttention:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`num_blocks` counts the null block. The cache is allocated, not cleared."""
+        shape = (config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        self.cache = torch.empty((2, *shape), dtype=dtype, device=device)
+        self.card = Card.of(device)
+        self.decode = decode_tile(self.card, config.head_dim, dtype)
+        self.prefill = prefill_tile(self.card, config.head_dim, dtype)
+        self.group = config.num_heads // config.num_kv_heads
+        if self.group > self.decode.rows:
+            raise ValueError(
+                f"attention_backend='triton' takes at most {self.decode.rows} query heads to a KV "
+                f"head, the model has {self.group}; use attention_backend='sdpa'"
+            )
+        self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.eps = config.rms_norm_eps
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """The tiles of queries; None where every sequence has but one query."""
+        tokens = batch.input_ids.shape[0]
+        if tokens > batch.context_lens.shape[0]:
+            queries = self.prefill.rows // self.group
+            batch.attention = attention.query_tiles(batch.query_start, tokens, queries)
+
+    def turn_and_store(
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """k and v come back as they were: attention reads them from the cache."""
+        k_cache, v_cache = self.cache[:, layer]
+        q = store.rope_store(qkv, q_norm, k_norm, self.eps, cos, sin, batch.slots, k_cache, v_cache)
+        k, v = qkv[:, q[0].numel() :].unflatten(1, (2, self.kv_heads, self.head_dim)).unbind(1)
+        return q, k, v
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        k_cache, v_cache = self.cache[:, layer]
+        lens, tables = batch.context_lens, batch.block_tables
+        if batch.attention is not None:
+            return attention.attend(
+                q, k_cache, v_cache, batch.attention, batch.query_start, lens, tables, self.prefill
+            )
+        programs = self.decode.resident * self.card.processors
+        splits = attention.num_splits(len(lens), self.kv_heads, programs)
+        return attention.attend_decode(q, k_cache, v_cache, lens, tables, self.decode, splits)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        source, target = torch.tensor(copies, device=self.cache.device).T.contiguous()
+        blocks.copy_blocks(self.cache.flatten(0, 1), source, target)

@@ -1,0 +1,22 @@
+"""Ops: the functions between the matrix products, which a GPU runs as one kernel each.
+
+The model is given one of two sets: `PLAIN`, torch functions, or `nanovllm.kernels.FUSED`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.norm import add_rms_norm
+
+
+@dataclass(frozen=True)
+class Ops:
+    # (x, residual or None, weight, eps) -> (RMSNorm(x + residual) * weight, x + residual)
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+    silu_and_mul: Callable[[Tensor], Tensor]  # (gate, up) side by side -> silu(gate) * up
+
+
+PLAIN = Ops(add_rms_norm, silu_and_mul)

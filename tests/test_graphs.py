@@ -1,0 +1,200 @@
+"""Capture and replay of decode, on a CPU: a stand-in for a graph re-runs what was captured.
+
+What a CUDA graph adds to this is recording; what can go wrong above it can go wrong here: padding,
+rows that advance on the device, rows that the host changed in between.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, make_checkpoint
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.runner import model_runner
+from nanovllm.runner.cuda_graph import batch_sizes
+
+
+def stand_in(function: Callable[[], None]) -> Callable[[], None]:
+    function()  # as CUDA's capture does, to warm up
+    return function
+
+
+def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
+    """An LLM, with the stand-in for graphs if asked for; async, as on a GPU."""
+    settings = dict(
+        dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64,
+        num_kvcache_blocks=400, async_scheduling=True,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        if graphs:
+            made = model_runner.ModelRunner.__init__
+
+            def init(self: object, *args: object) -> None:
+                made(self, *args, capture=stand_in)
+
+            patch.setattr(model_runner.ModelRunner, "__init__", init)
+        llm = LLM(str(path), **(settings | options))
+    assert (llm.engine.runner.graphs is not None) == graphs
+    return llm
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("graphs")
+    make_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize("maximum", [1, 3, 10, 17, 100, 256, 600])
+def test_batch_sizes(maximum: int) -> None:
+    sizes = batch_sizes(maximum)
+    assert sizes[-1] == maximum
+    assert sizes == sorted(set(sizes))
+    for num in range(1, maximum + 1):  # padding stays a small share
+        size = next(s for s in sizes if s >= num)
+        assert size - num < max(16, num / 8), (num, size)
+
+
+@pytest.mark.parametrize("maximum", [1, 3, 10, 17, 100])
+def test_padded_equals_unpadded(checkpoint: Path, maximum: int) -> None:
+    """Every batch size from the maximum down to 1: the requests end one after the other."""
+    prompts = [[(7 * i + j) % VOCAB for j in range(1 + i % 5)] for i in range(maximum)]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, top_k=5 * (i % 3), max_tokens=3 + i,
+                       ignore_eos=True)
+        for i in range(maximum)
+    ]  # fmt: skip
+    sizes = set()
+    outputs = []
+    for graphs in (False, True):
+        length = 8 + maximum
+        llm = make_llm(checkpoint, graphs, max_num_seqs=maximum, max_model_len=length,
+                       num_kvcache_blocks=maximum * (length // 16 + 3))  # fmt: skip
+        if graphs:
+            runner = llm.engine.runner
+
+            def watched(rows: list[int], replay: Callable = runner.graphs.replay) -> object:
+                sizes.add(len(rows))
+                return replay(rows)
+
+            runner.graphs.replay = watched
+        found = llm.generate(prompts, params, use_tqdm=False)
+        outputs.append([o.outputs[0].token_ids for o in found])
+    assert outputs[1] == outputs[0]
+    assert sizes == set(range(1, maximum + 1))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_rows_come_and_go(checkpoint: Path, asynchronous: bool) -> None:
+    """More requests than rows, chunked prompts, a pool that runs out: the tokens stay the same."""
+    generator = torch.Generator().manual_seed(0)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    prompts = [[number(0, VOCAB) for _ in range(number(1, 20))] for _ in range(30)]
+    params = [
+        SamplingParams(temperature=0.7, seed=i, max_tokens=number(1, 44), ignore_eos=True)
+        for i in range(30)
+    ]
+    options = dict(max_num_seqs=6, max_num_batched_tokens=16, async_scheduling=asynchronous)
+    wanted, found = (
+        make_llm(checkpoint, graphs, num_kvcache_blocks=blocks, **options)
+        for graphs, blocks in ((False, 400), (True, 6))
+    )
+    want = [o.outputs[0].token_ids for o in wanted.generate(prompts, params, use_tqdm=False)]
+    assert [o.outputs[0].token_ids for o in found.generate(prompts, params, use_tqdm=False)] == want
+    assert found.stats()["preemptions"] > 0
+
+
+def test_a_replay_writes_one_slot_a_row_and_the_null_block(checkpoint: Path) -> None:
+    """Padding must not write through the stale table of a row that is free."""
+    llm = make_llm(checkpoint, graphs=True, max_num_seqs=4, async_scheduling=False)
+    runner = llm.engine.runner
+    rows, graphs, cache = runner.rows, runner.graphs, runner.attention.k_cache
+    cache.zero_()
+    replay, batches = graphs.replay, []
+
+    def watched(decode_rows: list[int]) -> object:
+        before = cache.clone()
+        result = replay(decode_rows)
+        written = set((cache != before).any(-1).any(-1).any(0).nonzero().flatten().tolist())
+        at = rows.positions[decode_rows] - 1
+        own = set((rows.block_tables[decode_rows, at // 16] * 16 + at % 16).tolist())
+        assert own <= written <= own | {0}, (decode_rows, written, own)
+        batches.append(decode_rows)
+        return result
+
+    graphs.replay = watched
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 20, 20, 20)]
+    llm.generate([[i + 1, i + 2] for i in range(4)], params, use_tqdm=False)
+    assert batches.count([1, 2, 3]) > 10  # in the graph of 4, and row 0 is free
+
+
+def test_rows_with_rules_take_their_states_from_the_graph(checkpoint: Path) -> None:
+    """Penalties and log-probabilities beside rows that want neither, in one batch and after one."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, repetition_penalty=1.3),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=5, ignore_eos=True, logprobs=2),
+    ]
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    answers = []
+    for graphs in (False, True):
+        llm = make_llm(checkpoint, graphs, max_num_seqs=4)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([o.outputs[0].token_ids for o in outputs])
+        logprobs = outputs[2].outputs[0].logprobs
+        assert logprobs is not None
+        answers[-1].append([round(entry.logprob, 4) for d in logprobs for entry in d.values()])
+    assert answers[1] == answers[0]
+
+
+def test_a_failed_replay_leaves_the_engine_usable(checkpoint: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    llm = make_llm(checkpoint, graphs=True, max_num_seqs=4)
+    want = [o.outputs[0].token_ids for o in llm.generate([[1, 2], [3, 4]], params, use_tqdm=False)]
+    llm.reset_prefix_cache()
+    graphs = llm.engine.runner.graphs
+    assert graphs is not None
+    replay, calls = graphs.replay, []
+
+    def fail_once(rows: list[int]) -> object:
+        calls.append(rows)
+        if len(calls) == 3:
+            raise RuntimeError("lost")
+        return replay(rows)
+
+    graphs.replay = fail_once  # type: ignore[method-assign]
+    for prompt in ([1, 2], [3, 4]):
+        llm.engine.add_request(prompt, params)
+    found: dict[str, list[int]] = {}
+    failures = 0
+    while llm.engine.has_unfinished_requests():
+        try:
+            found |= {o.request_id: o.outputs[0].token_ids for o in llm.engine.step()}
+        except RuntimeError:
+            failures += 1
+    assert failures == 1
+    assert [found[key] for key in sorted(found, key=int)] == want
+
+
+def test_profile_step_is_the_largest_that_can_occur(checkpoint: Path) -> None:
+    """The step that sizes the cache on a GPU runs, and takes the tokens it was asked for."""
+    config = EngineConfig(
+        dtype="float32", device="cpu", max_num_seqs=5, max_num_batched_tokens=64, max_model_len=32,
+        num_kvcache_blocks=4,
+    )  # fmt: skip
+    model_config = ModelConfig.from_file(checkpoint / "config.json")
+    runner = model_runner.ModelRunner(config, model_config, checkpoint, 32)
+    seen = []
+    forward = runner.model.forward
+    runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
+        seen.append((len(batch.input_ids), len(batch.context_lens))) or forward(batch, attention)
+    )
+    for tokens in (64, 5):
+        runner._largest_step(runner.attention, tokens, config, 32)
+    assert seen == [(60, 5), (5, 5)]
