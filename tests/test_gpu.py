@@ -1,26 +1,294 @@
 """What needs a CUDA device: `pytest -m gpu`. Skipped without one."""
 
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
+from conftest import make_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from nanovllm.demo import data
+from nanovllm.demo.grade import accuracy
+from nanovllm.runner import sampler
+from nanovllm.runner.batch import SamplingBatch
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+DEVICE = "cuda"
+# ||found - wanted|| / ||wanted||, against a float32 reference on the same inputs.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def exact_and_empty() -> Iterator[None]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    assert found.shape == wanted.shape
+    difference = float((found.float() - wanted.float()).norm() / wanted.float().norm())
+    assert difference == difference, "NaN"
+    return difference
+
+
+def paged(contexts: list[int], kv_heads: int, dim: int, size: int, dtype: torch.dtype) -> tuple:
+    """(k, v, block tables, contexts): blocks in random order, NaN in every slot that nobody wrote."""
+    counts = [-(-n // size) for n in contexts]
+    order = (torch.randperm(sum(counts)) + 1).int()
+    tables = torch.zeros((len(contexts), max(counts)), dtype=torch.int32)
+    shape = (sum(counts) + 1, kv_heads, size, dim)
+    k, v = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
+    k[0], v[0] = float("nan"), float("nan")
+    for seq, count in enumerate(counts):
+        start = sum(counts[:seq])
+        tables[seq, :count] = order[start : start + count]
+        last, used = int(tables[seq, count - 1]), contexts[seq] - (count - 1) * size
+        k[last, :, used:], v[last, :, used:] = float("nan"), float("nan")
+    return k, v, tables.to(DEVICE), torch.tensor(contexts, device=DEVICE)
+
+
+SHAPES = [
+    (16, 8, 128),
+    (32, 8, 128),
+    (28, 4, 128),
+    (4, 2, 64),
+    (5, 5, 80),
+    (8, 1, 96),
+    (16, 1, 256),
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("size", [16, 256])
+def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype) -> None:
+    from nanovllm.kernels import attention
+    from nanovllm.kernels.configs import Card, decode_tile, prefill_tile
+
+    heads, kv_heads, dim = shape
+    torch.manual_seed(0)
+    card = Card.of(torch.device(DEVICE))
+    contexts = [1, 15, 16, 17, 255, 256, 257, 1000, 3001]
+    kv = paged(contexts, kv_heads, dim, size, dtype)
+    k, v, tables, lens = kv
+    narrow, wide = decode_tile(card, dim, dtype), prefill_tile(card, dim, dtype)
+    for queries in ([1] * 9, [1, 15, 1, 17, 200, 1, 257, 129, 500]):
+        starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32).to(DEVICE)
+        q = torch.randn(sum(queries), heads, dim, device=DEVICE).to(dtype)
+        wanted = attention.reference(q.float(), k, v, starts, lens, tables)
+        tiles = attention.query_tiles(starts, len(q), wide.rows // (heads // kv_heads))
+        found = attention.attend(q, k, v, tiles, starts, lens, tables, wide)
+        assert error(found, wanted) < TOLERANCE[dtype]
+        if queries[-1] == 1:
+            for splits in (1, 2, 7, 64):
+                found = attention.attend_decode(q, k, v, lens, tables, narrow, splits)
+                assert error(found, wanted) < TOLERANCE[dtype], splits
+
+
+def test_a_cache_of_more_than_2_31_elements() -> None:
+    from nanovllm.kernels import attention
+    from nanovllm.kernels.configs import Card, decode_tile
+
+    blocks, kv_heads, size, dim = 140_000, 8, 16, 128  # 2.3e9 elements, 4.6 GB each
+    k, v = (
+        torch.empty((blocks, kv_heads, size, dim), dtype=torch.bfloat16, device=DEVICE)
+        for _ in "kv"
+    )
+    last = torch.arange(blocks - 4, blocks, dtype=torch.int32, device=DEVICE)[None]
+    k[-4:], v[-4:] = torch.randn_like(k[-4:]), torch.randn_like(v[-4:])
+    q = torch.randn(1, 16, dim, device=DEVICE).bfloat16()
+    lens = torch.tensor([64], device=DEVICE)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    tile = decode_tile(Card.of(torch.device(DEVICE)), dim, torch.bfloat16)
+    found = attention.attend_decode(q, k, v, lens, last, tile, 2)
+    assert error(found, attention.reference(q.float(), k, v, starts, lens, last)) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_pointwise_and_store(dtype: torch.dtype) -> None:
+    from nanovllm.kernels import pointwise, store
+
+    torch.manual_seed(0)
+    x, residual = (torch.randn(300, 4096, device=DEVICE).to(dtype) for _ in range(2))
+    weight = torch.rand(4096, device=DEVICE).to(dtype)
+    for given in (None, residual):
+        found = pointwise.add_rms_norm(x, given, weight, 1e-6)
+        wanted = pointwise.add_rms_norm_reference(x, given, weight, 1e-6)
+        assert error(found[0], wanted[0]) < TOLERANCE[dtype]
+        assert torch.equal(found[1], wanted[1])
+    assert error(pointwise.silu_and_mul(x), pointwise.silu_and_mul_reference(x)) < TOLERANCE[dtype]
+
+    heads, kv_heads, dim = 16, 8, 128
+    qkv = torch.randn(300, (heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
+    q_weight, k_weight = (torch.rand(dim, device=DEVICE).to(dtype) for _ in range(2))
+    angle = torch.rand(300, 1, dim // 2, device=DEVICE) * 6
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    slots = torch.randperm(40 * 16, device=DEVICE)[:300]
+    caches = [torch.zeros(40, kv_heads, 16, dim, dtype=dtype, device=DEVICE) for _ in range(4)]
+    q = store.rope_store(qkv, q_weight, k_weight, 1e-6, cos, sin, slots, *caches[:2])
+    wanted_q = store.reference(qkv, q_weight, k_weight, 1e-6, cos, sin, slots, *caches[2:])
+    assert error(q, wanted_q) < TOLERANCE[dtype]
+    assert error(caches[0], caches[2]) < TOLERANCE[dtype]
+    assert torch.equal(caches[1], caches[3])
+
+
+def test_copy_blocks() -> None:
+    from nanovllm.kernels import blocks
+
+    cache = torch.randn(56, 50, 8, 16, 128, device=DEVICE).bfloat16()
+    wanted = cache.clone()
+    source, target = (torch.tensor(x, device=DEVICE) for x in ([1, 2, 3], [2, 3, 49]))
+    blocks.copy_blocks(cache, source, target)
+    blocks.reference(wanted, source, target)
+    assert torch.equal(cache, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sampler(dtype: torch.dtype) -> None:
+    """The reference's tokens, but where sums in another order fall on the other side of an edge."""
+    from nanovllm.kernels import sampling
+
+    torch.manual_seed(0)
+    rows, size = 256, 151_936
+    logits = (4 * torch.randn(rows, size, device=DEVICE)).to(dtype)
+
+    def pick(*values: float) -> Tensor:
+        return torch.tensor(values, device=DEVICE)[torch.randint(len(values), (rows,))]
+
+    batch = SamplingBatch(
+        temperature=pick(0.0, 0.6, 1.0),
+        # bf16 logits have ties: which of equal ones a filter keeps is not defined.
+        top_k=pick(0, 1, 50).long() if dtype == torch.float32 else pick(0).long(),
+        top_p=pick(1.0, 0.9) if dtype == torch.float32 else pick(1.0),
+        min_p=pick(0.0, 0.05),
+        seeds=torch.randint(2**62, (rows,), device=DEVICE),
+        positions=torch.randint(10_000, (rows,), device=DEVICE),
+        all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True,
+    )  # fmt: skip
+    found = sampling.sample(logits, batch)
+    wanted = sampler.sample(logits.float(), batch)
+    assert float((found == wanted).float().mean()) > 0.98
+
+
+CHATS = [
+    [{"role": "user", "content": s.question}]
+    for task in data.ALL_TASKS
+    for s in data.graded_samples(task, 6)[:6]
+]
+
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_cuda_equals_cpu(embedded: LLM, asynchronous: bool) -> None:
+@pytest.mark.parametrize("eager", [False, True])
+def test_cuda_equals_cpu(embedded: LLM, eager: bool, asynchronous: bool) -> None:
     """In float32 the answers of the embedded model are the CPU's, token by token."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    chats = [
-        [{"role": "user", "content": s.question}]
-        for task in data.ALL_TASKS
-        for s in data.graded_samples(task, 6)[:6]
+    llm = LLM(dtype="float32", device=DEVICE, async_scheduling=asynchronous, enforce_eager=eager)
+    want = [o.outputs[0].token_ids for o in embedded.chat(CHATS, use_tqdm=False)]
+    assert [o.outputs[0].token_ids for o in llm.chat(CHATS, use_tqdm=False)] == want
+
+
+def test_bf16_is_right_too() -> None:
+    for task, (right, total, failed) in accuracy(LLM(dtype="bfloat16", device=DEVICE)).items():
+        assert right / total >= 0.98, (task, failed[:3])
+
+
+QWEN3_06B = dict(
+    vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+    num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    max_position_embeddings=4096,
+)  # fmt: skip
+# Of the 8B model a few layers: what a layer does does not change with their number.
+QWEN3_8B = QWEN3_06B | dict(
+    hidden_size=4096, intermediate_size=12_288, num_hidden_layers=4, num_attention_heads=32,
+    tie_word_embeddings=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [QWEN3_06B, QWEN3_8B], ids=["0.6b", "8b"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_shapes_against_transformers(tmp_path: Path, shape: dict, dtype: str) -> None:
+    """Log-probabilities of prompts, by transformers on the same card."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        Qwen3ForCausalLM(Qwen3Config(**shape)).to(getattr(torch, dtype)).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).to(DEVICE).eval()
+    prompts = [torch.randint(150_000, (n,)).tolist() for n in (7, 64, 129, 700)]
+    llm = LLM(str(tmp_path), dtype=dtype, device=DEVICE, skip_tokenizer_init=True,
+              max_num_batched_tokens=512, gpu_memory_utilization=0.6)  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
+        tokens = output.outputs[0].token_ids
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + tokens], device=DEVICE)
+            logprobs = theirs(ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        wanted = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        entries = zip(tokens, output.outputs[0].logprobs, strict=True)
+        found = torch.tensor([at[token].logprob for token, at in entries], device=DEVICE)
+        limit = 2e-3 if dtype == "float32" else 0.15
+        assert float((found - wanted).abs().max()) < limit
+        if dtype == "float32":
+            assert tokens == logprobs.argmax(-1).tolist()
+
+
+def test_steady_decode_never_waits(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, max_position_embeddings=1024)
+    llm = LLM(str(tmp_path), device=DEVICE, skip_tokenizer_init=True, max_num_seqs=8)
+    params = SamplingParams(temperature=0.7, top_k=20, top_p=0.9, ignore_eos=True, max_tokens=400)
+    for i in range(8):
+        llm.engine.add_request([i + 1] * 5, params)
+    for _ in range(5):
+        llm.engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(200):
+            llm.engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("num", [1, 2, 7, 8, 64, 100, 256, 512])
+def test_capture_sizes(tmp_path: Path, num: int) -> None:
+    """A batch as large as can be, its rows in every combination as they end."""
+    make_checkpoint(tmp_path)
+    prompts = [[i % 190 + 1, 2, 3] for i in range(num)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=1 + i % 60, ignore_eos=True) for i in range(num)
     ]
-    llm = LLM(dtype="float32", device="cuda", async_scheduling=asynchronous)
-    want = [o["token_ids"] for o in embedded.chat(chats, use_tqdm=False)]
-    assert [o["token_ids"] for o in llm.chat(chats, use_tqdm=False)] == want
+    answers = []
+    for eager in (True, False):
+        llm = LLM(str(tmp_path), dtype="float32", device=DEVICE, skip_tokenizer_init=True,
+                  max_num_seqs=num, enforce_eager=eager, gpu_memory_utilization=0.3)  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([o.outputs[0].token_ids for o in outputs])
+        del llm
+    assert answers[1] == answers[0]
+
+
+def test_a_full_pool(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    prompts = [[i + 1] * 20 for i in range(40)]
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, ignore_eos=True)
+    answers = []
+    for blocks in (400, 30):
+        llm = LLM(str(tmp_path), dtype="float32", device=DEVICE, skip_tokenizer_init=True,
+                  max_num_seqs=16, num_kvcache_blocks=blocks)  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        answers.append([o.outputs[0].token_ids for o in outputs])
+    assert llm.stats()["preemptions"] > 0
+    assert answers[1] == answers[0]
+
+
+def test_too_little_memory_is_a_clear_error() -> None:
+    with pytest.raises(ValueError, match=r"GiB.*one request of max_model_len.*gpu_memory_util"):
+        LLM(device=DEVICE, gpu_memory_utilization=0.001)
+    answer = LLM(device=DEVICE, gpu_memory_utilization=0.3).chat(CHATS[0], use_tqdm=False)
+    assert answer[0].outputs[0].text

@@ -115,6 +115,26 @@ def test_attend_decode(case: dict, splits: int) -> None:
     close(found, attention.reference(q, kv.k, kv.v, starts, kv.contexts, kv.tables))
 
 
+def test_a_cache_of_more_than_2_31_elements() -> None:
+    """Of 4.6 GB each that are never touched, only the last blocks are: offsets must be 64-bit."""
+    torch.manual_seed(0)
+    shape = (140_000, 8, 16, 128)
+    k, v = torch.empty(shape, dtype=torch.float16), torch.empty(shape, dtype=torch.float16)
+    assert k.numel() > 2**31
+    last = torch.arange(shape[0] - 2, shape[0], dtype=torch.int32)[None]
+    turn = torch.ones(32, 1, 64, dtype=torch.float16)
+    slots = torch.arange((shape[0] - 2) * 16, shape[0] * 16)
+    q = store.rope_store(
+        torch.randn(32, 24 * 128).half(), None, None, 0.0, turn, turn, slots, k, v
+    )[-1:]
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([32])
+    wanted = attention.reference(q, k, v, starts, lens, last)
+    tile = Tile(16, 16, 4, 1)
+    close(attention.attend_decode(q, k, v, lens, last, tile, 1), wanted)
+    tiles = attention.query_tiles(starts, 1, 8)
+    close(attention.attend(q, k, v, tiles, starts, lens, last, tile), wanted)
+
+
 def test_reference_is_torchs_attention() -> None:
     torch.manual_seed(0)
     kv = Paged([33], 2, 32, 16, torch.float32)

@@ -111,7 +111,8 @@ def _scan(
     return acc, row_max, row_sum
 
 
-@triton.jit
+# Numbers that differ from step to step are not compiled in: a compilation stops the engine for a second.
+@triton.jit(do_not_specialize=["table_stride", "num_seqs"])
 def _attend(
     q, k_cache, v_cache, out, tiles, query_start, context_lens, block_tables,
     table_stride, num_seqs, scale,
@@ -160,7 +161,7 @@ def _share(context, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_POSITIONS: tl.
     return positions, tl.cdiv(context, positions)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _attend_decode(
     q, k_cache, v_cache, out, parts, part_lse, context_lens, block_tables, table_stride, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
