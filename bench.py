@@ -1,190 +1,229 @@
-"""Benchmarks of nanovllm.
+"""Benchmarks of nanovllm: how fast, against whom, and how near to what the machine can do.
 
-    python bench.py                      throughput of the embedded model, with transformers beside it
-                                         (under a minute on 2 cores)
+    python bench.py                      the embedded model, with transformers beside it (2 minutes on 2 cores)
+    python bench.py --workload nano      nano-vllm's standard workload, at Qwen3-0.6B's shape
+    python bench.py --shape qwen3-8b --workload latency
+                                         a real architecture on random weights, nothing downloaded
+    python bench.py --model Qwen/Qwen3-0.6B --workload prefix --json run.json --plot run.png
+    python bench.py --workload cpu-mixed --baseline hf-batch vllm --peer-python ~/vllm/bin/python
     python bench.py --host-only          what a step costs the host, on a runner that computes nothing
     python bench.py --policy fcfs sjf    waiting time and time to first token under each policy
+    python bench.py --startup --memory   what starting costs, and host memory over 10,000 requests
+    python bench.py --kernels            the kernels, one by one
 
+All engines get the same weights, token ids, output lengths and temperature, and none stops early. They
+run in turns (A B A B); a ratio is the median over the turns, with the least and the most beside it.
 The figures depend on how busy the machine is: the CPU time that other processes took meanwhile is
-printed with them, and marked where it passes 3 % of the machine.
+measured, and a figure taken beside more than 3 % of the machine is marked noisy.
 """
 
 import argparse
-import os
-import random
-import time
+import ast
+import importlib.util
+import shlex
+import sys
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
+from nanovllm.benchmarks import modes, report
+from nanovllm.benchmarks.baselines import BASELINES, peer_version
+from nanovllm.benchmarks.noise import Neighbours, verdict
+from nanovllm.benchmarks.shapes import SHAPES
+from nanovllm.benchmarks.throughput import Asked, throughput
+from nanovllm.benchmarks.workloads import WORKLOADS, settings
+from nanovllm.checkpoint import EMBEDDED
+from nanovllm.config import DTYPES
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.benchmarks.host import HEAD_ROOMS, half_pool, host_cost
-from nanovllm.benchmarks.policy import run_policy
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, and no usage before it: --help has the room to explain."""
+        self.exit(2, f"bench.py: {message}\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
+    named = "\n".join(f"  {name:14} {spec.about}" for name, spec in WORKLOADS.items())
+    named += "\n\nbaselines:\n" + "\n".join(f"  {n:14} {text}" for n, text in BASELINES.items())
+    parser = Parser(
+        description=__doc__,
+        epilog=f"workloads (their numbers can be set with the options above):\n{named}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="python bench.py [options]",
     )
-    parser.add_argument("--model", default="qwen3-nano", help="directory, hub id (%(default)s)")
-    parser.add_argument(
-        "--dtype", default="auto", help="auto, float32, bfloat16 or float16 (%(default)s)"
+    what = parser.add_argument_group("what runs")
+    what.add_argument(
+        "--workload",
+        choices=WORKLOADS,
+        default="short",
+        metavar="NAME",
+        help="see below (%(default)s)",
     )
-    parser.add_argument("--num-seqs", type=int, default=64, help="requests (%(default)s)")
-    parser.add_argument(
-        "--input",
-        type=int,
-        nargs=2,
-        default=(16, 128),
-        metavar=("MIN", "MAX"),
-        help="prompt tokens, drawn uniformly (16 128)",
+    which = what.add_mutually_exclusive_group()
+    which.add_argument("--model", help=f"directory or hub id (the workload's shape, or {EMBEDDED})")
+    which.add_argument(
+        "--shape", choices=SHAPES, metavar="NAME", help=f"random weights: {', '.join(SHAPES)}"
     )
-    parser.add_argument(
-        "--output",
-        type=int,
-        nargs=2,
-        default=(16, 128),
-        metavar=("MIN", "MAX"),
-        help="output tokens of each request (16 128)",
+    what.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="of all engines (%(default)s)"
     )
-    parser.add_argument(
-        "--host-only", action="store_true", help="no model: scheduling and batching"
+    what.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="an option of LLM(), like max_num_seqs=16",
     )
-    parser.add_argument("--policy", nargs="+", choices=("fcfs", "sjf"), help="compare policies")
-    args = parser.parse_args()
-    if args.num_seqs < 1:
-        parser.error(f"--num-seqs {args.num_seqs}: give 1 or more")
-    for name in ("input", "output"):
-        low, high = getattr(args, name)
-        if not 1 <= low <= high:
-            parser.error(f"--{name} {low} {high}: give 1 <= MIN <= MAX")
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
-        f"{'CUDA ' + torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}"
-    )
-    with Neighbours():
-        if args.host_only:
-            host_only()
-        elif args.policy:
-            policies(args)
-        else:
-            try:
-                throughput(args)
-            except ValueError as error:
-                parser.error(str(error))
-
-
-class Neighbours:
-    """Measures the CPU time that other processes take while its block runs, and prints it."""
-
-    def __enter__(self) -> None:
-        self.start = self._read()
-
-    def __exit__(self, *_: object) -> None:
-        (busy, total), own = self._read()
-        (busy0, total0), own0 = self.start
-        share = max(0.0, (busy - busy0) - (own - own0)) / max(1e-9, total - total0)
-        print(f"other processes: {share:.1%} of the machine{', noisy' if share > 0.03 else ''}")
-
-    def _read(self) -> tuple[tuple[float, float], float]:
-        """((busy, all) CPU seconds of the machine, CPU seconds of this process)."""
-        fields = [int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-        tick = os.sysconf("SC_CLK_TCK")
-        idle = fields[3] + fields[4]
-        times = os.times()
-        return ((sum(fields) - idle) / tick, sum(fields) / tick), times.user + times.system
-
-
-def host_only() -> None:
-    torch.set_num_threads(1)
-    print("\ndecode step on the host, microseconds (sequences of 1,000 tokens, median of 200)")
-    print(f"{'sequences':>9} {'schedule':>9} {'build':>9} {'commit':>9} {'sum':>9}")
-    for n in (1, 64, 256, 1024):
-        c = host_cost(n)
-        total = c.schedule + c.build + c.commit
-        print(f"{n:9} {c.schedule:9.1f} {c.build:9.1f} {c.commit:9.1f} {total:9.1f}")
-    print("\n256 requests of 100 to 1,024 tokens in and out, on half the blocks they could use")
-    print(f"{'head-room of admission':34} {'steps':>6} {'recomputed':>11} {'preemptions':>12}")
-    for name in (None, *HEAD_ROOMS):
-        run = half_pool(0, name)
-        label = name or "one block a sequence (the engine's)"
-        print(f"{label:34} {run.steps:6} {run.recomputed:11.1%} {run.preemptions:12}")
-
-
-def policies(args: argparse.Namespace) -> None:
-    def make_llm(policy: str) -> LLM:
-        return LLM(
-            args.model,
-            dtype=args.dtype,
-            scheduling_policy=policy,
-            max_num_seqs=16,
-            max_num_batched_tokens=256,
-        )
-
-    run_policy(make_llm, args.policy[0])  # warm-up
-    print("\n6 prompts of 800 tokens, then 90 of 16 to 64; 16 sequences, budget 256; milliseconds")
-    print(f"{'':6} {'':12} {'mean':>8} {'p50':>8} {'p99':>8} {'max':>8} {'output tok/s':>13}")
-    for policy in args.policy:
-        run = run_policy(make_llm, policy)
-        for what, f in (("waiting", run.waiting), ("first token", run.first_token)):
-            rate = f"{run.tokens_per_second:13,.0f}" if what == "waiting" else ""
-            print(
-                f"{policy:6} {what:12} {f.mean:8.0f} {f.p50:8.0f} {f.p99:8.0f} {f.maximum:8.0f} {rate}"
-            )
-
-
-def throughput(args: argparse.Namespace) -> None:
-    """The engine, and transformers' generate one request at a time on a sample of the requests."""
-    from transformers import AutoModelForCausalLM
-
-    from nanovllm.checkpoint import find_checkpoint
-
-    rng = random.Random(0)
-    llm = LLM(args.model, dtype=args.dtype)
-    size = llm.engine.model_config.vocab_size
-    prompts = [
-        [rng.randrange(size) for _ in range(rng.randint(*args.input))] for _ in range(args.num_seqs)
-    ]
-    lengths = [rng.randint(*args.output) for _ in prompts]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in lengths]
-    llm.generate([1, 2, 3], SamplingParams(max_tokens=4), use_tqdm=False)  # warm-up
-
-    runner = llm.engine.runner
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        find_checkpoint(args.model), dtype=runner.dtype
-    )
-    model.to(runner.device)
-    sample = list(range(0, args.num_seqs, max(1, args.num_seqs // 4)))[:4]
-    ours, theirs = [], []
-    for _ in range(3):  # A B A B A B
-        llm.reset_prefix_cache()
-        start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        ours.append(sum(lengths) / (time.perf_counter() - start))
-        start = time.perf_counter()
-        for i in sample:
-            ids = torch.tensor([prompts[i]], device=runner.device)
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                temperature=0.6,
-                min_new_tokens=lengths[i],
-                max_new_tokens=lengths[i],
-            )
-        theirs.append(sum(lengths[i] for i in sample) / (time.perf_counter() - start))
-    print(
-        f"\n{args.num_seqs} requests, {sum(map(len, prompts))} tokens in, {sum(lengths)} out, {runner.dtype}"
-    )
-    print(f"{'output tok/s':30} {'median':>9} {'min':>9} {'max':>9}")
-    for name, rates in (
-        ("nanovllm", ours),
-        (f"transformers, {len(sample)} of them, one by one", theirs),
+    numbers = parser.add_argument_group("numbers of the workload")
+    numbers.add_argument("--num-seqs", type=int, metavar="N", help="requests, or conversations")
+    for name, text in (
+        ("--input", "prompt tokens, drawn uniformly"),
+        ("--output", "output tokens of each request"),
     ):
-        print(f"{name:30} {sorted(rates)[1]:9,.0f} {min(rates):9,.0f} {max(rates):9,.0f}")
-    print(f"ratio {sorted(a / b for a, b in zip(ours, theirs, strict=True))[1]:.1f}")
+        numbers.add_argument(name, type=int, nargs=2, metavar=("MIN", "MAX"), help=text)
+    numbers.add_argument(
+        "--prefix", type=int, metavar="N", help="tokens that all prompts begin with"
+    )
+    numbers.add_argument("--turns", type=int, metavar="N", help="of each conversation")
+    beside = parser.add_argument_group("what runs beside it")
+    beside.add_argument(
+        "--baseline",
+        nargs="*",
+        choices=BASELINES,
+        metavar="NAME",
+        help="see below; with no name none (hf and hf-batch beside the embedded model, else none)",
+    )
+    beside.add_argument(
+        "--peer-python",
+        metavar="PATH",
+        help="an interpreter that has vLLM, for the baselines vllm and vllm-eager",
+    )
+    beside.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="turns of each engine (%(default)s)"
+    )
+    beside.add_argument(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="requests that hf (4) and hf-batch (all; in whole batches) run",
+    )
+    beside.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="of hf-batch (%(default)s)"
+    )
+    kept = parser.add_argument_group("what is kept")
+    kept.add_argument(
+        "--json", type=Path, metavar="FILE", help="everything, with machine, versions and commit"
+    )
+    kept.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="throughput against the floor, batch size over time",
+    )
+    other = parser.add_argument_group("other measurements, instead")
+    other.add_argument("--host-only", action="store_true", help="no model: scheduling and batching")
+    other.add_argument("--policy", nargs="+", choices=("fcfs", "sjf"), help="compare policies")
+    other.add_argument("--startup", action="store_true", help="seconds until LLM() is ready")
+    other.add_argument("--memory", action="store_true", help="host memory over 10,000 requests")
+    other.add_argument("--kernels", action="store_true", help="the kernels, one by one")
+    return parser, parser.parse_args(argv)  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise ValueError for what cannot work, before anything long is run."""
+    for name in ("num_seqs", "turns", "repeats", "sample", "batch_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
+    if args.prefix is not None and args.prefix < 0:
+        raise ValueError(f"--prefix {args.prefix}: give 0 or more")
+    for name in ("input", "output"):
+        low, high = getattr(args, name) or (1, 1)
+        if not 1 <= low <= high:
+            raise ValueError(f"--{name} {low} {high}: give 1 <= MIN <= MAX")
+    for path in filter(None, (args.json, args.plot)):
+        if not path.resolve().parent.is_dir():
+            raise ValueError(
+                f"there is no directory {path.resolve().parent}; make it, or write elsewhere"
+            )
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install -e '.[bench]'")
+    if any(name.startswith("vllm") for name in args.baseline or ()):
+        if args.peer_python is None:
+            raise ValueError(
+                "--baseline vllm needs --peer-python, the python of an environment with vLLM"
+            )
+        peer_version(args.peer_python)
+
+
+def engine_options(settings: list[str]) -> dict[str, Any]:
+    options = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set {setting}: give OPTION=VALUE, like max_num_seqs=16")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser, args = parse(argv)
+    if args.kernels:
+        return int(importlib.import_module("nanovllm.benchmarks.kernels").main() or 0)
+    try:
+        check(args)
+        instead = [m for m in ("host_only", "policy", "startup", "memory") if getattr(args, m)]
+        if not instead:
+            return compare(
+                args, shlex.join(["bench.py", *(sys.argv[1:] if argv is None else argv)])
+            )
+        neighbours = Neighbours()
+        for mode in instead:
+            if mode == "policy":
+                modes.policies(args.policy, args.model or EMBEDDED, args.dtype)
+            else:
+                getattr(modes, mode)()
+        print(f"other processes: {verdict(neighbours.share())}")
+    except (TypeError, ValueError) as error:
+        parser.error(" ".join(str(error).split()))
+    return 0
+
+
+def compare(args: argparse.Namespace, command: str) -> int:
+    """The engine and its baselines; the exit status is 1 if one of these failed."""
+    spec = settings(args.workload, args.num_seqs, args.input, args.output, args.prefix, args.turns)
+    shape = args.shape or (None if args.model else spec.model)
+    embedded = not shape and args.model in (None, EMBEDDED)
+    names = ["hf", "hf-batch"] if args.baseline is None and embedded else args.baseline or []
+    with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as temporary:
+        found, failed = throughput(
+            Asked(
+                command=command,
+                workload=args.workload,
+                spec=spec,
+                shape=shape,
+                model=shape or args.model or EMBEDDED,
+                dtype=args.dtype,
+                options=engine_options(args.set),
+                baselines=names,
+                peer_python=args.peer_python,
+                repeats=args.repeats,
+                sample=args.sample,
+                batch_size=args.batch_size,
+                temporary=Path(temporary),
+            )
+        )
+    print(f"\n{report.table(found)}")
+    if args.json is not None:
+        report.save_json(found, args.json)
+    if args.plot is not None:
+        report.plot(found, args.plot)
+    if args.workload == "nano":
+        print(report.nano_line(found))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
