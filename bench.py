@@ -1,6 +1,6 @@
 """Benchmarks of nanovllm: how fast, against whom, and how near to what the machine can do.
 
-    python bench.py                      the embedded model, with transformers beside it (2 minutes on 2 cores)
+    python bench.py                      the embedded model, with transformers beside it
     python bench.py --workload nano      nano-vllm's standard workload, at Qwen3-0.6B's shape
     python bench.py --shape qwen3-8b --workload latency
                                          a real architecture on random weights, nothing downloaded
@@ -19,10 +19,10 @@ measured, and a figure taken beside more than 3 % of the machine is marked noisy
 
 import argparse
 import ast
+import importlib
 import importlib.util
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,103 +30,65 @@ from nanovllm.benchmarks import modes, report
 from nanovllm.benchmarks.baselines import BASELINES, peer_version
 from nanovllm.benchmarks.noise import Neighbours, verdict
 from nanovllm.benchmarks.shapes import SHAPES
-from nanovllm.benchmarks.throughput import Asked, throughput
-from nanovllm.benchmarks.workloads import WORKLOADS, settings
+from nanovllm.benchmarks.throughput import throughput
+from nanovllm.benchmarks.workloads import WORKLOADS
 from nanovllm.checkpoint import EMBEDDED
 from nanovllm.config import DTYPES
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, and no usage before it: --help has the room to explain."""
+        """One line, without the usage: --help has the room to explain."""
         self.exit(2, f"bench.py: {message}\n")
 
 
-def parse(argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
-    named = "\n".join(f"  {name:14} {spec.about}" for name, spec in WORKLOADS.items())
-    named += "\n\nbaselines:\n" + "\n".join(f"  {n:14} {text}" for n, text in BASELINES.items())
+def make_parser() -> Parser:
+    tables = {
+        "workloads; their numbers can be set with the options above": {n: s.help for n, s in WORKLOADS.items()},
+        "baselines": BASELINES,
+    }  # fmt: skip
+    epilog = "\n\n".join(
+        f"{title}:\n" + "\n".join(f"  {name:14} {text}" for name, text in table.items())
+        for title, table in tables.items()
+    )
     parser = Parser(
         description=__doc__,
-        epilog=f"workloads (their numbers can be set with the options above):\n{named}",
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="python bench.py [options]",
     )
+    # fmt: off
     what = parser.add_argument_group("what runs")
-    what.add_argument(
-        "--workload",
-        choices=WORKLOADS,
-        default="short",
-        metavar="NAME",
-        help="see below (%(default)s)",
-    )
+    what.add_argument("--workload", choices=WORKLOADS, default="short", metavar="NAME", help="see below (%(default)s)")
     which = what.add_mutually_exclusive_group()
     which.add_argument("--model", help=f"directory or hub id (the workload's shape, or {EMBEDDED})")
-    which.add_argument(
-        "--shape", choices=SHAPES, metavar="NAME", help=f"random weights: {', '.join(SHAPES)}"
-    )
-    what.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of all engines (%(default)s)"
-    )
-    what.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="OPTION=VALUE",
-        help="an option of LLM(), like max_num_seqs=16",
-    )
+    which.add_argument("--shape", choices=SHAPES, metavar="NAME", help=f"random weights: {', '.join(SHAPES)}")
+    what.add_argument("--dtype", choices=DTYPES, default="auto", help="of all engines (%(default)s)")
+    what.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=16")
     numbers = parser.add_argument_group("numbers of the workload")
-    numbers.add_argument("--num-seqs", type=int, metavar="N", help="requests, or conversations")
-    for name, text in (
-        ("--input", "prompt tokens, drawn uniformly"),
-        ("--output", "output tokens of each request"),
-    ):
-        numbers.add_argument(name, type=int, nargs=2, metavar=("MIN", "MAX"), help=text)
-    numbers.add_argument(
-        "--prefix", type=int, metavar="N", help="tokens that all prompts begin with"
-    )
+    numbers.add_argument("--num-seqs", type=int, metavar="N", help="requests; of chat, conversations")
+    numbers.add_argument("--input", type=int, nargs=2, metavar=("MIN", "MAX"), help="prompt tokens, drawn uniformly")
+    numbers.add_argument("--output", type=int, nargs=2, metavar=("MIN", "MAX"), help="output tokens, likewise")
+    numbers.add_argument("--prefix", type=int, metavar="N", help="tokens that all prompts begin with")
     numbers.add_argument("--turns", type=int, metavar="N", help="of each conversation")
     beside = parser.add_argument_group("what runs beside it")
-    beside.add_argument(
-        "--baseline",
-        nargs="*",
-        choices=BASELINES,
-        metavar="NAME",
-        help="see below; with no name none (hf and hf-batch beside the embedded model, else none)",
-    )
-    beside.add_argument(
-        "--peer-python",
-        metavar="PATH",
-        help="an interpreter that has vLLM, for the baselines vllm and vllm-eager",
-    )
-    beside.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="turns of each engine (%(default)s)"
-    )
-    beside.add_argument(
-        "--sample",
-        type=int,
-        metavar="N",
-        help="requests that hf (4) and hf-batch (all; in whole batches) run",
-    )
-    beside.add_argument(
-        "--batch-size", type=int, default=64, metavar="N", help="of hf-batch (%(default)s)"
-    )
+    beside.add_argument("--baseline", nargs="*", choices=BASELINES, metavar="NAME",
+                        help="see below (hf and hf-batch beside the embedded model, else none)")
+    beside.add_argument("--peer-python", metavar="PATH", help="an interpreter that has vLLM, for vllm and vllm-eager")
+    beside.add_argument("--repeats", type=int, default=3, metavar="N", help="turns of each engine (%(default)s)")
+    beside.add_argument("--sample", type=int, metavar="N", help="requests that hf (4) and hf-batch (all; in whole batches) run")
+    beside.add_argument("--batch-size", type=int, default=64, metavar="N", help="of hf-batch (%(default)s)")
     kept = parser.add_argument_group("what is kept")
-    kept.add_argument(
-        "--json", type=Path, metavar="FILE", help="everything, with machine, versions and commit"
-    )
-    kept.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="throughput against the floor, batch size over time",
-    )
+    kept.add_argument("--json", type=Path, metavar="FILE", help="everything, with machine, versions and commit")
+    kept.add_argument("--plot", type=Path, metavar="FILE.png", help="throughput against the floor; batch size over time")
     other = parser.add_argument_group("other measurements, instead")
     other.add_argument("--host-only", action="store_true", help="no model: scheduling and batching")
     other.add_argument("--policy", nargs="+", choices=("fcfs", "sjf"), help="compare policies")
     other.add_argument("--startup", action="store_true", help="seconds until LLM() is ready")
     other.add_argument("--memory", action="store_true", help="host memory over 10,000 requests")
     other.add_argument("--kernels", action="store_true", help="the kernels, one by one")
-    return parser, parser.parse_args(argv)  # fmt: skip
+    # fmt: on
+    return parser
 
 
 def check(args: argparse.Namespace) -> None:
@@ -141,22 +103,20 @@ def check(args: argparse.Namespace) -> None:
         if not 1 <= low <= high:
             raise ValueError(f"--{name} {low} {high}: give 1 <= MIN <= MAX")
     for path in filter(None, (args.json, args.plot)):
-        if not path.resolve().parent.is_dir():
-            raise ValueError(
-                f"there is no directory {path.resolve().parent}; make it, or write elsewhere"
-            )
+        if path.is_dir() or not path.resolve().parent.is_dir():
+            raise ValueError(f"{path} cannot be written; name a file in a directory that exists")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install -e '.[bench]'")
     if any(name.startswith("vllm") for name in args.baseline or ()):
         if args.peer_python is None:
             raise ValueError(
-                "--baseline vllm needs --peer-python, the python of an environment with vLLM"
+                "--baseline vllm needs --peer-python, the python of an environment that has vLLM"
             )
         peer_version(args.peer_python)
 
 
 def engine_options(settings: list[str]) -> dict[str, Any]:
-    options = {}
+    options: dict[str, Any] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals:
@@ -164,57 +124,24 @@ def engine_options(settings: list[str]) -> dict[str, Any]:
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            options[name] = value
+            options[name] = value  # a word
     return options
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser, args = parse(argv)
-    if args.kernels:
-        return int(importlib.import_module("nanovllm.benchmarks.kernels").main() or 0)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = make_parser()
+    args = parser.parse_args(argv)
     try:
         check(args)
-        instead = [m for m in ("host_only", "policy", "startup", "memory") if getattr(args, m)]
-        if not instead:
-            return compare(
-                args, shlex.join(["bench.py", *(sys.argv[1:] if argv is None else argv)])
-            )
-        neighbours = Neighbours()
-        for mode in instead:
-            if mode == "policy":
-                modes.policies(args.policy, args.model or EMBEDDED, args.dtype)
-            else:
-                getattr(modes, mode)()
-        print(f"other processes: {verdict(neighbours.share())}")
+        options = engine_options(args.set)
+        if args.kernels:
+            return int(importlib.import_module("nanovllm.benchmarks.kernels").main() or 0)
+        if args.host_only or args.policy or args.startup or args.memory:
+            return instead(args)
+        found = throughput(args, options, shlex.join(["bench.py", *argv]))
     except (TypeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
-    return 0
-
-
-def compare(args: argparse.Namespace, command: str) -> int:
-    """The engine and its baselines; the exit status is 1 if one of these failed."""
-    spec = settings(args.workload, args.num_seqs, args.input, args.output, args.prefix, args.turns)
-    shape = args.shape or (None if args.model else spec.model)
-    embedded = not shape and args.model in (None, EMBEDDED)
-    names = ["hf", "hf-batch"] if args.baseline is None and embedded else args.baseline or []
-    with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as temporary:
-        found, failed = throughput(
-            Asked(
-                command=command,
-                workload=args.workload,
-                spec=spec,
-                shape=shape,
-                model=shape or args.model or EMBEDDED,
-                dtype=args.dtype,
-                options=engine_options(args.set),
-                baselines=names,
-                peer_python=args.peer_python,
-                repeats=args.repeats,
-                sample=args.sample,
-                batch_size=args.batch_size,
-                temporary=Path(temporary),
-            )
-        )
     print(f"\n{report.table(found)}")
     if args.json is not None:
         report.save_json(found, args.json)
@@ -222,7 +149,21 @@ def compare(args: argparse.Namespace, command: str) -> int:
         report.plot(found, args.plot)
     if args.workload == "nano":
         print(report.nano_line(found))
-    return 1 if failed else 0
+    return 1 if found.failed else 0
+
+
+def instead(args: argparse.Namespace) -> int:
+    neighbours = Neighbours()
+    if args.host_only:
+        modes.host_only()
+    if args.policy:
+        modes.policies(args.policy, args.model or EMBEDDED, args.dtype)
+    if args.startup:
+        modes.startup()
+    if args.memory:
+        modes.memory(args.dtype)
+    print(f"other processes: {verdict(neighbours.share())}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -102,6 +102,7 @@ def run_batches(model: Any, workload: Workload, size: int) -> float:
 
 def run_continuous(model: Any, workload: Workload) -> float:
     """transformers' own manager, made anew so that its cache is empty; making it is not timed."""
+    from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
     hints = WorkloadHints(
@@ -109,10 +110,16 @@ def run_continuous(model: Any, workload: Workload) -> float:
         max_generated_length=max(workload.outputs),
         num_requests=max(map(len, workload.rounds)),
     )
+    # A page for all that a round can hold, and some: left to itself it fills the whole memory.
+    config = ContinuousBatchingConfig()
+    tokens = [len(p) + n for p, n in zip(workload.prompts, workload.outputs, strict=True)]
+    config.num_blocks = 16 + max(
+        sum(1 + -(-tokens[i] // config.page_size) for i in r) for r in workload.rounds
+    )
     settings = hf_settings(workload, max(workload.outputs))
     settings.eos_token_id = -1  # its way to say none
     with model.continuous_batching_context_manager(
-        generation_config=settings, workload_hints=hints
+        generation_config=settings, continuous_batching_config=config, workload_hints=hints
     ) as manager:
         start = time.perf_counter()
         for round_ in workload.rounds:
@@ -209,9 +216,11 @@ def start_vllm(
         return float(found["seconds"])
 
     def close() -> None:
-        stdin.close()
         try:
+            stdin.close()
             process.wait(timeout=60)
+        except OSError:  # it has gone already
+            pass
         except subprocess.TimeoutExpired:
             process.kill()
 

@@ -54,7 +54,7 @@ def startup() -> None:
     )
 
 
-def memory() -> None:
+def memory(dtype: str) -> None:
     print("\nhost memory while the embedded model serves requests on the CPU")
-    for served, size in process.memory():
+    for served, size in process.memory(dtype):
         print(f"{served:9,} requests {size / 2**20:9,.1f} MiB")

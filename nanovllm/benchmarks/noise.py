@@ -33,7 +33,7 @@ class Neighbours:
             return 0.0, 0.0, 0.0
         idle = fields[3] + fields[4]
         times = os.times()
-        mine = times.user + times.system + sum(map(cpu_seconds, self.own))
+        mine = sum(times[:4]) + sum(map(cpu_seconds, self.own))  # with children that have ended
         return (sum(fields) - idle) / TICK, sum(fields) / TICK, mine
 
 

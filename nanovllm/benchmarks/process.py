@@ -71,13 +71,13 @@ def startup(times: int = 3) -> Startup:
     return Startup(*(median(p) for p in zip(*(once() for _ in range(times)), strict=True)))
 
 
-def memory(requests: int = 10_000, batch: int = 200) -> list[tuple[int, int]]:
+def memory(dtype: str, requests: int = 10_000, batch: int = 200) -> list[tuple[int, int]]:
     """(requests served, bytes of the process) at the start, in the middle and at the end.
 
     Through the embedded model on the CPU, each request a prompt of its own. The start is after the
     first batches: they fill what is kept for good, the KV cache above all.
     """
-    llm = LLM(device="cpu", num_kvcache_blocks=1024)
+    llm = LLM(device="cpu", dtype=dtype, num_kvcache_blocks=1024)
     rng, size, found = random.Random(0), llm.engine.model_config.vocab_size, []
     params = SamplingParams(temperature=0.6, max_tokens=4, ignore_eos=True)
     warm = requests // 10

@@ -20,7 +20,6 @@ import torch
 from nanovllm.benchmarks.measure import Run, Where
 from nanovllm.benchmarks.noise import LIMIT
 from nanovllm.benchmarks.roofline import Floor, Need, Rates
-from nanovllm.benchmarks.workloads import Workload
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,9 @@ class Row:
         return [self.output_tokens / t.seconds for t in self.repeats]
 
     @property
-    def noisy(self) -> bool:
-        return any(t.noise is not None and t.noise > LIMIT for t in self.repeats)
+    def noise(self) -> float:
+        """Of the repeat that had most of it."""
+        return max(t.noise or 0.0 for t in self.repeats)
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class Report:
     dtype: str
     about: str  # the workload
     rows: list[Row]  # ours first
+    failed: list[str]  # baselines that did not run
     run: Run  # of our repeats, the one of median time
-    where: Where | None
+    where: Where
     rates: Rates
     need: Need
     floor: Floor
@@ -140,7 +141,7 @@ def summary(report: Report) -> dict[str, Any]:
         * (ours.input_tokens + ours.output_tokens)
         / ours.output_tokens,
         "ratios": {r.name: median(ratios(ours, r)) for r in report.rows[1:]},
-        "noisy": [r.name for r in report.rows if r.noisy],
+        "noisy": [r.name for r in report.rows if r.noise > LIMIT],
         "time_to_first_token_ms": quantiles(run.first_token),
         "time_per_output_token_ms": quantiles(run.per_token),
         "steps": len(run.steps),
@@ -168,7 +169,10 @@ def table(report: Report) -> str:
         if row is not report.rows[0]:
             times = ratios(report.rows[0], row)
             line += f" {median(times):7.2f} {min(times):7.2f} {max(times):7.2f}"
-        lines.append(line + (" noisy" if row.noisy else ""))
+        lines.append(line + (f" noisy ({row.noise:.0%})" if row.noise > LIMIT else ""))
+    parts = sorted(report.where.parts.items(), key=lambda p: -p[1])
+    shares = ", ".join(f"{name} {seconds / report.where.seconds:.0%}" for name, seconds in parts)
+    begin, end = report.where.steps
     lines += [
         "",
         f"time to first token   p50 {first['p50']:,.1f} ms, p99 {first['p99']:,.1f} ms",
@@ -183,14 +187,8 @@ def table(report: Report) -> str:
         f"weights, {need.kv_bytes / 1e9:,.1f} GB of KV) and {need.decode_flops / 1e12:,.2f} TFLOP",
         f"floor                 {floor.total:,.2f} s ({floor.prefill:,.2f} prefill, {floor.decode:,.2f} decode); "
         f"took {report.run.seconds:,.2f} s: {report.reached:.0%} of the floor's speed",
+        f"where it went         {shares} (steps {begin:,} to {end:,} of a run of its own)",
     ]
-    if report.where is not None:
-        parts = sorted(report.where.parts.items(), key=lambda p: -p[1])
-        begin, end = report.where.steps
-        lines.append(
-            f"where it went         {', '.join(f'{n} {t / report.where.seconds:.0%}' for n, t in parts)} "
-            f"(steps {begin:,} to {end:,} of a run of its own)"
-        )
     return "\n".join(lines)
 
 
@@ -202,14 +200,7 @@ def nano_line(report: Report) -> str:
 
 def save_json(report: Report, path: Path) -> None:
     whole = {"summary": summary(report), **dataclasses.asdict(report)}
-    path.write_text(json.dumps(whole, indent=1) + "\n")
-
-
-def about(workload: Workload, text: str) -> str:
-    return (
-        f"{workload.name}: {text}; {len(workload.prompts)} requests, {workload.num_input:,} tokens in, "
-        f"{workload.num_output:,} out, temperature {workload.temperature}"
-    )
+    path.write_text(json.dumps(whole) + "\n")
 
 
 def plot(report: Report, path: Path) -> None:

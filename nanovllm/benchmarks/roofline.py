@@ -107,7 +107,9 @@ def floor(need: Need, rates: Rates) -> Floor:
     )
 
 
-def measure_rates(device: torch.device, dtype: torch.dtype, step_bytes: int) -> Rates:
+def measure_rates(
+    device: torch.device, dtype: torch.dtype, step_bytes: int, seconds: float = 0.5
+) -> Rates:
     """The best of several tries of each: a floor must not be higher than what the machine can do.
 
     The buffer is as large as what one decode step reads, as far as that is sensible: a small model
@@ -121,14 +123,14 @@ def measure_rates(device: torch.device, dtype: torch.dtype, step_bytes: int) -> 
         "sum": (lambda: buffer.sum(), size * 4),
         "product": (lambda: matrix @ ones, matrix.numel() * 4),
     }
-    bandwidth = max(n / best(f, device) for f, n in reads.values())
+    bandwidth = max(n / best(f, device, seconds) for f, n in reads.values())
     side = 8192 if cuda else 2048
     # Random: a GPU that multiplies ones saves power, and runs faster than on any real data.
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    return Rates(bandwidth, size * 4, 2 * side**3 / best(lambda: a @ b.T, device))
+    return Rates(bandwidth, size * 4, 2 * side**3 / best(lambda: a @ b.T, device, seconds))
 
 
-def best(run: Callable[[], object], device: torch.device, seconds: float = 0.5) -> float:
+def best(run: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Seconds of the fastest of many runs."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     run()

@@ -7,15 +7,15 @@ for every engine, whatever it answers.
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What --help says of a workload, and what its settings are unless others are given."""
+    """A workload's line in --help, and its numbers unless others are given."""
 
-    about: str
+    help: str
     count: int  # requests; conversations, where there are several turns
     input: tuple[int, int]  # tokens of a prompt, uniform, ends included; of a turn's own text
     output: tuple[int, int]
@@ -38,26 +38,6 @@ WORKLOADS = {
     "mixed": Spec("every eighth prompt is ten times as long: prefill beside decode", 64, (16, 64), (16, 128), long_every=8),
     "latency": Spec("one request at a time: batch 1", 4, (16, 128), (128, 128), alone=True),
 }  # fmt: skip
-
-
-def settings(
-    name: str,
-    count: int | None,
-    input: list[int] | None,
-    output: list[int] | None,
-    prefix: int | None,
-    turns: int | None,
-) -> Spec:
-    """A row of WORKLOADS with the numbers that were given in place of its own."""
-    spec = WORKLOADS[name]
-    return replace(
-        spec,
-        count=count or spec.count,
-        input=(input[0], input[1]) if input else spec.input,
-        output=(output[0], output[1]) if output else spec.output,
-        prefix=spec.prefix if prefix is None else prefix,
-        turns=turns or spec.turns,
-    )
 
 
 @dataclass(frozen=True)
