@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> Parser:
     tables = {
-        "workloads; their numbers can be set with the options above": {n: s.help for n, s in WORKLOADS.items()},
+        "workloads; their numbers can be set with the options above": {n: str(s) for n, s in WORKLOADS.items()},
         "baselines": BASELINES,
     }  # fmt: skip
     epilog = "\n\n".join(

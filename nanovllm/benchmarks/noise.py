@@ -46,7 +46,11 @@ def cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:15])) / TICK
 
 
+def is_noisy(share: float | None) -> bool:
+    return share is not None and share > LIMIT
+
+
 def verdict(share: float | None) -> str:
     if share is None:
         return "unknown here"
-    return f"{share:.1%} of the machine{', noisy' if share > LIMIT else ''}"
+    return f"{share:.1%} of the machine{', noisy' if is_noisy(share) else ''}"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nanovllm.benchmarks.measure import Run, Where
-from nanovllm.benchmarks.noise import LIMIT
+from nanovllm.benchmarks.noise import is_noisy
 from nanovllm.benchmarks.roofline import Floor, Need, Rates
 
 
@@ -45,9 +45,9 @@ class Row:
         return [self.output_tokens / t.seconds for t in self.repeats]
 
     @property
-    def noise(self) -> float:
-        """Of the repeat that had most of it."""
-        return max(t.noise or 0.0 for t in self.repeats)
+    def noise(self) -> float | None:
+        """Of the repeat that had most of it; None where it cannot be measured."""
+        return max((t.noise for t in self.repeats if t.noise is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def summary(report: Report) -> dict[str, Any]:
         * (ours.input_tokens + ours.output_tokens)
         / ours.output_tokens,
         "ratios": {r.name: median(ratios(ours, r)) for r in report.rows[1:]},
-        "noisy": [r.name for r in report.rows if r.noise > LIMIT],
+        "noisy": [r.name for r in report.rows if is_noisy(r.noise)],
         "time_to_first_token_ms": quantiles(run.first_token),
         "time_per_output_token_ms": quantiles(run.per_token),
         "steps": len(run.steps),
@@ -159,17 +159,19 @@ def table(report: Report) -> str:
     s, need, rates, floor = summary(report), report.need, report.rates, report.floor
     first, rest = s["time_to_first_token_ms"], s["time_per_output_token_ms"]
     lines = [
-        f"{'':50} {'output':>9} {'least to most':>17} {'in + out':>9} {'we are':>7} {'least to most':>15}",
-        f"{'':50} {'tok/s':>9} {'':17} {'tok/s':>9} {'times':>7}",
+        f"{'':50} {'output':>9} {'least to most':>17} {'in + out':>9} {'others':>8} {'':5} {'ours is':>8} {'least to most':>15}",
+        f"{'':50} {'tok/s':>9} {'':17} {'tok/s':>9} {'took':>8} {'':5} {'times':>8}",
     ]
     for row in report.rows:
         label = f"{row.name} ({row.note})" if row.note else row.name
         found, total = row.rates(), (row.input_tokens + row.output_tokens) / row.output_tokens
         line = f"{label:50} {median(found):9,.1f} {min(found):8,.1f} {max(found):8,.1f} {median(found) * total:9,.0f}"
+        others = "unknown" if row.noise is None else f"{row.noise:.1%}"
+        line += f" {others:>8} {'noisy' if is_noisy(row.noise) else '':5}"
         if row is not report.rows[0]:
             times = ratios(report.rows[0], row)
-            line += f" {median(times):7.2f} {min(times):7.2f} {max(times):7.2f}"
-        lines.append(line + (f" noisy ({row.noise:.0%})" if row.noise > LIMIT else ""))
+            line += f" {median(times):8.2f} {min(times):7.2f} {max(times):7.2f}"
+        lines.append(line.rstrip())
     parts = sorted(report.where.parts.items(), key=lambda p: -p[1])
     shares = ", ".join(f"{name} {seconds / report.where.seconds:.0%}" for name, seconds in parts)
     begin, end = report.where.steps
@@ -179,7 +181,7 @@ def table(report: Report) -> str:
         f"time per output token p50 {rest['p50']:,.2f} ms, p99 {rest['p99']:,.2f} ms",
         f"steps {s['steps']:,}, mean batch {s['mean_batch']:.1f}, prefix hit rate "
         f"{s['prefix_hit_rate']:.1%}, preemptions {s['preemptions']}, peak memory "
-        f"{report.peak_memory / 2**20:,.0f} MiB, ready after {report.load_seconds:.1f} s",
+        f"{report.peak_memory / 2**20:,.0f} MiB ({'process' if report.machine['device'] == 'CPU' else 'GPU'}), ready after {report.load_seconds:.1f} s",
         f"measured here         reads {rates.bandwidth / 1e9:,.1f} GB/s (from {rates.read_bytes / 2**20:,.0f} MiB), "
         f"products {rates.matmul / 1e12:,.2f} TFLOP/s",
         f"needed                prefill {need.prefill_flops / 1e12:,.2f} TFLOP over {need.prefill_tokens:,} tokens; "

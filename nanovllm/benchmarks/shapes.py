@@ -54,8 +54,10 @@ def hf_config(shape: str) -> dict[str, Any]:
     }
 
 
-def write_shape(shape: str, directory: Path) -> Path:
-    """config.json alone: enough for load_format="dummy"."""
+def write_shape(shape: str, parent: Path) -> Path:
+    """A directory with config.json alone: enough for load_format="dummy"."""
+    directory = parent / shape
+    directory.mkdir()
     (directory / "config.json").write_text(json.dumps(hf_config(shape), indent=1))
     return directory
 

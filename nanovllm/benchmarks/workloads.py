@@ -25,6 +25,16 @@ class Spec:
     long_every: int = 0  # every so many prompts, one is ten times as long
     model: str | None = None  # the shape that it is for; None is the embedded model
 
+    def __str__(self) -> str:
+        """For --help."""
+        into, out = (
+            f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in (self.input, self.output)
+        )
+        extra = f", behind {self.prefix}" if self.prefix else ""
+        extra += f", {self.turns} turns each" if self.turns > 1 else ""
+        numbers = f"{self.count} of {into} tokens in, {out} out{extra}"
+        return f"{self.help}\n{'':17}{numbers}; {self.model or 'the embedded model'}"
+
 
 WORKLOADS = {
     "short": Spec("short prompts and answers; what the embedded model is for", 64, (16, 128), (16, 128)),
