@@ -229,7 +229,7 @@ def start_vllm(
     except BaseException:
         process.kill()
         raise
-    note = f"{ready['version']}, ready after {ready['ready']:.0f} s"
+    note = f"{ready['version']}, {ready['threads']} threads, ready after {ready['ready']:.0f} s"
     return Baseline(name, workload, run, note, close, [process.pid])
 
 

@@ -16,6 +16,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB, as our own cache ta
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
+    import torch
     import vllm
     from vllm import LLM, SamplingParams
 
@@ -26,7 +27,8 @@ def main() -> None:
     llm = LLM(**json.loads(sys.argv[1]))
     warm = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], warm, use_tqdm=False)
-    answer(version=vllm.__version__, ready=time.perf_counter() - start)
+    ready, threads = time.perf_counter() - start, torch.get_num_threads()
+    answer(version=vllm.__version__, ready=ready, threads=threads)
     for line in sys.stdin:
         work = json.loads(line)
         llm.reset_prefix_cache()
