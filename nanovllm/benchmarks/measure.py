@@ -186,10 +186,21 @@ def call_times(llm: LLM) -> Iterator[dict[str, float]]:
 
 # On a GPU: what a kernel's name tells of it; the first that matches counts.
 KERNELS = {
-    "attention": ("attention", "attend", "attn", "flash", "fmha", "paged", "sdpa"),
+    "attention": ("attention", "attend", "attn", "flash", "fmha", "paged", "sdpa", "_merge"),
     "linear layers": ("gemm", "gemv", "cutlass", "cublas", "nvjet", "xmma", "splitk", "linear"),
-    "sampling": ("sampl", "argmax", "gumbel", "scan", "sort", "searchsorted", "topk", "draw"),
-    "copies": ("memcpy", "memset"),
+    "sampling": (
+        "sampl",
+        "argmax",
+        "gumbel",
+        "scan",
+        "sort",
+        "searchsorted",
+        "topk",
+        "draw",
+        "_weigh",
+        "threshold",
+    ),
+    "copies": ("memcpy", "memset", "copy_rows"),
 }
 
 

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.config import ModelConfig
+from nanovllm.layers.ops import PLAIN
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.runner.model_runner import available_host_memory
+from nanovllm.runner.memory import available_host_memory
 from nanovllm.runner.weights import random_weights
 
 # hidden, feed-forward, layers, query heads, KV heads, head size, vocabulary, tied, positions
@@ -66,7 +67,7 @@ def write_weights(directory: Path, dtype: torch.dtype) -> None:
     """Beside config.json, the random weights that it would be run on; for the engines beside ours."""
     config = ModelConfig.from_file(directory / "config.json")
     with torch.device("meta"):
-        places = Qwen3(config, 16).checkpoint_tensors()
+        places = Qwen3(config, 16, PLAIN).checkpoint_tensors()
     weights = {name: torch.empty(p.shape, dtype=dtype) for name, p in places.items()}
     random_weights(weights, seed=0)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -74,7 +75,7 @@ def write_weights(directory: Path, dtype: torch.dtype) -> None:
 
 def num_parameters(config: ModelConfig) -> int:
     with torch.device("meta"):
-        return sum(p.numel() for p in Qwen3(config, 16).checkpoint_tensors().values())
+        return sum(p.numel() for p in Qwen3(config, 16, PLAIN).checkpoint_tensors().values())
 
 
 def check_fits(

@@ -73,6 +73,8 @@ class ModelRunner:
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(config.dtype, self.device, model_config.dtype)
         self.model_config = model_config
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # Triton launches on the current device
         before = memory.Snapshot.of(self.device)
         backend, ops, self.draw = pick_kernels(config.attention_backend, self.device)
         with torch_defaults(self.device, self.dtype):
@@ -82,7 +84,9 @@ class ModelRunner:
             random_weights(places, config.seed)
         else:
             load_weights(places, weight_files(directory))
-        if capture is None and self.device.type == "cuda" and not config.enforce_eager:
+        # torch's attention is called with lengths that the host must know: no graph can hold that.
+        recordable = self.device.type == "cuda" and backend is not SdpaAttention
+        if capture is None and recordable and not config.enforce_eager:
             capture = CudaCapture()
 
         def make_attention(num_blocks: int) -> AttentionBackend:
@@ -271,6 +275,8 @@ def pick_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda' was asked for, but torch finds no GPU; use device='cpu'")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     return device
 
 
@@ -280,6 +286,8 @@ def pick_dtype(name: str, device: torch.device, stored: str | None) -> torch.dty
             name = "bfloat16" if cpu_has_fast_bf16() else "float32"
         else:
             name = stored or "bfloat16"
+            if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+                name = "float16"  # older cards do not know bf16
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
