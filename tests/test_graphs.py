@@ -89,7 +89,8 @@ def test_padded_equals_unpadded(checkpoint: Path, maximum: int) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rows_come_and_go(checkpoint: Path, asynchronous: bool) -> None:
-    """More requests than rows, chunked prompts, a pool that runs out: the tokens stay the same."""
+    """More requests than rows, chunked prompts, samples that part from one prompt (copy-on-write), a
+    pool that runs out: the tokens stay the same."""
     generator = torch.Generator().manual_seed(0)
 
     def number(low: int, high: int) -> int:
@@ -97,7 +98,9 @@ def test_rows_come_and_go(checkpoint: Path, asynchronous: bool) -> None:
 
     prompts = [[number(0, VOCAB) for _ in range(number(1, 20))] for _ in range(30)]
     params = [
-        SamplingParams(temperature=0.7, seed=i, max_tokens=number(1, 44), ignore_eos=True)
+        SamplingParams(
+            temperature=0.7, seed=i, max_tokens=number(1, 44), ignore_eos=True, n=1 + i % 3
+        )
         for i in range(30)
     ]
     options = dict(max_num_seqs=6, max_num_batched_tokens=16, async_scheduling=asynchronous)
@@ -105,8 +108,12 @@ def test_rows_come_and_go(checkpoint: Path, asynchronous: bool) -> None:
         make_llm(checkpoint, graphs, num_kvcache_blocks=blocks, **options)
         for graphs, blocks in ((False, 400), (True, 6))
     )
-    want = [o.outputs[0].token_ids for o in wanted.generate(prompts, params, use_tqdm=False)]
-    assert [o.outputs[0].token_ids for o in found.generate(prompts, params, use_tqdm=False)] == want
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [sample.token_ids for out in outputs for sample in out.outputs]
+
+    assert tokens(found) == tokens(wanted)
     assert found.stats()["preemptions"] > 0
 
 
