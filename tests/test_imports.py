@@ -19,6 +19,7 @@ LINE = [
     "nanovllm.engine.sequence",
     "nanovllm.engine.interrupt",
     "nanovllm.runner.model_runner",
+    "nanovllm.runner.choose",
     "nanovllm.models",
     "nanovllm.attention.triton",
     "nanovllm.attention.sdpa",

@@ -111,7 +111,7 @@ from pathlib import Path
 from nanovllm.config import ModelConfig
 from nanovllm.layers.ops import PLAIN
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.runner.model_runner import torch_defaults
+from nanovllm.runner.choose import torch_defaults
 from nanovllm.runner.weights import load_weights
 from nanovllm.checkpoint import weight_files
 

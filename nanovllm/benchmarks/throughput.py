@@ -28,7 +28,7 @@ from nanovllm.benchmarks.shapes import check_fits, write_shape, write_weights
 from nanovllm.benchmarks.workloads import WORKLOADS, Workload, make_workload
 from nanovllm.checkpoint import EMBEDDED, config_file, find_checkpoint
 from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.runner.model_runner import pick_device, pick_dtype
+from nanovllm.runner.choose import pick_device, pick_dtype
 
 
 def throughput(args: argparse.Namespace, options: dict[str, Any], command: str) -> Report:
