@@ -78,9 +78,9 @@ def launches(card: Card, dtype: torch.dtype, head_dims: tuple[int, ...]) -> list
             group = heads // kv_heads
             wide = prefill_tile(card, dim, dtype)
             tiles = attention.query_tiles(starts, 32, wide.rows // group)
-            attention.attend(q, cache, cache, tiles, starts, lens, tables, wide)
+            attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, q)
             narrow = decode_tile(card, dim, dtype)
-            attention.attend_decode(q, cache, cache, lens, tables, narrow, 8)
+            attention.attend_decode(q, cache, cache, lens, tables, narrow, 8, q)
             qkv = torch.empty((32, (heads + 2 * kv_heads) * dim), dtype=dtype)
             weight = torch.empty(dim, dtype=dtype)
             turn = torch.empty((32, 1, dim // 2), dtype=dtype)

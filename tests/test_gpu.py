@@ -87,11 +87,14 @@ def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype) -
         q = torch.randn(sum(queries), heads, dim, device=DEVICE).to(dtype)
         wanted = attention.reference(q.float(), k, v, starts, lens, tables)
         tiles = attention.query_tiles(starts, len(q), wide.rows // (heads // kv_heads))
-        found = attention.attend(q, k, v, tiles, starts, lens, tables, wide)
+        found = torch.full_like(q, float("nan"))
+        attention.attend(q, k, v, tiles, starts, lens, tables, wide, found)
         assert error(found, wanted) < TOLERANCE[dtype]
         if queries[-1] == 1:
             for splits in (1, 2, 7, 64):
-                found = attention.attend_decode(q, k, v, lens, tables, narrow, splits)
+                attention.attend_decode(
+                    q, k, v, lens, tables, narrow, splits, found.fill_(float("nan"))
+                )
                 assert error(found, wanted) < TOLERANCE[dtype], splits
 
 
@@ -110,7 +113,8 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
     lens = torch.tensor([64], device=DEVICE)
     starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     tile = decode_tile(Card.of(torch.device(DEVICE)), dim, torch.bfloat16)
-    found = attention.attend_decode(q, k, v, lens, last, tile, 2)
+    found = torch.empty_like(q)
+    attention.attend_decode(q, k, v, lens, last, tile, 2, found)
     assert error(found, attention.reference(q.float(), k, v, starts, lens, last)) < 1e-2
 
 

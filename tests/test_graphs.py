@@ -4,6 +4,8 @@ What a CUDA graph adds to this is recording; what can go wrong above it can go w
 rows that advance on the device, rows that the host changed in between.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -158,6 +160,38 @@ def test_rows_with_rules_take_their_states_from_the_graph(checkpoint: Path) -> N
         assert logprobs is not None
         answers[-1].append([round(entry.logprob, 4) for d in logprobs for entry in d.values()])
     assert answers[1] == answers[0]
+
+
+def test_rules_are_forgotten_with_their_request(checkpoint: Path) -> None:
+    """A row that once had rules costs later requests nothing: their batches are not built by hand."""
+    llm = make_llm(checkpoint, graphs=True, max_num_seqs=2)
+    greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
+    llm.generate([[1, 2]], SamplingParams(repetition_penalty=1.5, **greedy), use_tqdm=False)
+    rows = llm.engine.runner.rows
+    built = []
+    build = rows.build
+    rows.build = lambda plan: built.append(plan) or build(plan)
+    llm.generate([[1, 2], [3, 4]], SamplingParams(**greedy), use_tqdm=False)
+    assert all(plan.chunks for plan in built)
+
+
+def test_an_engine_with_graphs_is_freed_at_once(checkpoint: Path) -> None:
+    """Its memory must not wait for Python's collector: the next engine may need it."""
+
+    def record(function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        return lambda: None  # like a CUDA graph, which does not keep what it recorded
+
+    config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kvcache_blocks=4)
+    model_config = ModelConfig.from_file(checkpoint / "config.json")
+    runner = model_runner.ModelRunner(config, model_config, checkpoint, 32, record)
+    gone = weakref.ref(runner)
+    gc.disable()
+    try:
+        del runner
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_a_failed_replay_leaves_the_engine_usable(checkpoint: Path) -> None:

@@ -96,8 +96,9 @@ def attention_inputs(case: dict) -> tuple[Paged, Tensor, Tensor]:
 def test_attend(case: dict, rows: int) -> None:
     kv, q, starts = attention_inputs(case)
     tiles = attention.query_tiles(starts, len(q), rows // case["group"])
-    found = attention.attend(
-        q, kv.k, kv.v, tiles, starts, kv.contexts, kv.tables, Tile(rows, 16, 4, 1)
+    found = torch.full_like(q, NAN)
+    attention.attend(
+        q, kv.k, kv.v, tiles, starts, kv.contexts, kv.tables, Tile(rows, 16, 4, 1), found
     )
     close(found, attention.reference(q, kv.k, kv.v, starts, kv.contexts, kv.tables))
 
@@ -109,8 +110,9 @@ def test_attend_decode(case: dict, splits: int) -> None:
     kv, q, starts = attention_inputs(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MIN_SPLIT", 32)
-        found = attention.attend_decode(
-            q, kv.k, kv.v, kv.contexts, kv.tables, Tile(16, 16, 4, 1), splits
+        found = torch.full_like(q, NAN)
+        attention.attend_decode(
+            q, kv.k, kv.v, kv.contexts, kv.tables, Tile(16, 16, 4, 1), splits, found
         )
     close(found, attention.reference(q, kv.k, kv.v, starts, kv.contexts, kv.tables))
 
@@ -130,9 +132,12 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
     starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([32])
     wanted = attention.reference(q, k, v, starts, lens, last)
     tile = Tile(16, 16, 4, 1)
-    close(attention.attend_decode(q, k, v, lens, last, tile, 1), wanted)
+    found = torch.empty_like(q)
+    attention.attend_decode(q, k, v, lens, last, tile, 1, found)
+    close(found, wanted)
     tiles = attention.query_tiles(starts, 1, 8)
-    close(attention.attend(q, k, v, tiles, starts, lens, last, tile), wanted)
+    attention.attend(q, k, v, tiles, starts, lens, last, tile, found.fill_(NAN))
+    close(found, wanted)
 
 
 def test_reference_is_torchs_attention() -> None:

@@ -5,13 +5,14 @@ of the tokens it is told to store, nothing else. The kernels, and why they are a
 nanovllm.kernels.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import attention, blocks, store
 from nanovllm.kernels.configs import Card, decode_tile, prefill_tile
-from nanovllm.runner.batch import ForwardBatch
+from nanovllm.runner.batch import ForwardBatch, send
 
 
 class TritonAttention:
@@ -39,11 +40,12 @@ class TritonAttention:
         self.eps = config.rms_norm_eps
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """The tiles of queries; None where every sequence has but one query."""
-        tokens = batch.input_ids.shape[0]
-        if tokens > batch.context_lens.shape[0]:
+        """The tiles of the chunks' queries; decodes have a launch of their own."""
+        tokens, seqs = batch.input_ids.shape[0], batch.context_lens.shape[0]
+        if seqs > batch.num_decodes:
+            starts = batch.query_start[: seqs - batch.num_decodes + 1]
             queries = self.prefill.rows // self.group
-            batch.attention = attention.query_tiles(batch.query_start, tokens, queries)
+            batch.attention = attention.query_tiles(starts, tokens - batch.num_decodes, queries)
 
     def turn_and_store(
         self,
@@ -62,16 +64,27 @@ class TritonAttention:
         return q, k, v
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        """Chunks first, then decodes: in the tiles of a prompt a lone query would waste its rows, and
+        a long context would be one program's work."""
         k_cache, v_cache = self.cache[:, layer]
         lens, tables = batch.context_lens, batch.block_tables
-        if batch.attention is not None:
-            return attention.attend(
-                q, k_cache, v_cache, batch.attention, batch.query_start, lens, tables, self.prefill
-            )
-        programs = self.decode.resident * self.card.processors
-        splits = attention.num_splits(len(lens), self.kv_heads, programs)
-        return attention.attend_decode(q, k_cache, v_cache, lens, tables, self.decode, splits)
+        out = torch.empty_like(q)
+        decodes = batch.num_decodes
+        chunks, tokens = len(lens) - decodes, len(q) - decodes
+        if chunks:
+            attention.attend(
+                q[:tokens], k_cache, v_cache, batch.attention, batch.query_start[: chunks + 1],
+                lens[:chunks], tables, self.prefill, out[:tokens],
+            )  # fmt: skip
+        if decodes:
+            programs = self.decode.resident * self.card.processors
+            splits = attention.num_splits(decodes, self.kv_heads, programs)
+            attention.attend_decode(
+                q[tokens:], k_cache, v_cache, lens[chunks:], tables[chunks:], self.decode, splits,
+                out[tokens:],
+            )  # fmt: skip
+        return out
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        source, target = torch.tensor(copies, device=self.cache.device).T.contiguous()
+        source, target = send(np.array(copies).T.copy(), self.cache.device)
         blocks.copy_blocks(self.cache.flatten(0, 1), source, target)

@@ -10,6 +10,7 @@ stands torch's scaled_dot_product_attention on the same lengths, contiguous: it 
 """
 
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -37,8 +38,11 @@ def main() -> int:
     print(f"\n{'decode':24} {'us':>9} {'GB/s':>7} {'of copy':>8} {'torch SDPA us':>14}")
     for batch in (1, 8, 64, 256):
         for context in (128, 1024, 8192, 32_768):
+            if 2.5 * kv_bytes(batch, context) > torch.cuda.mem_get_info()[0]:
+                print(f"{batch:5} x {context:6} tokens            - (more than this card holds)")
+                continue
             ours, theirs = decode(batch, context)
-            speed = 2 * batch * context * KV_HEADS * DIM * DTYPE.itemsize / ours
+            speed = kv_bytes(batch, context) / ours
             beside = "-" if theirs is None else f"{theirs * 1e6:.1f}"
             print(
                 f"{batch:5} x {context:6} tokens    {ours * 1e6:9.1f} {speed / 1e9:7.0f} "
@@ -69,15 +73,14 @@ def seconds_of(calls: list[Callable[[], object]], repeats: int = 15) -> float:
         for call in calls:
             call()
     graph.replay()
-    found = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    # All are queued before any is waited for: the card is never idle between them.
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3 / len(calls))
-    return median(found)
+        mark.record()
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) for a, b in pairwise(marks)) / 1e3 / len(calls)
 
 
 def rates() -> tuple[float, float]:
@@ -90,7 +93,11 @@ def rates() -> tuple[float, float]:
 
 def number(bytes_each: int) -> int:
     """How many inputs of a size it takes to be beyond the L2 cache."""
-    return max(1, min(64, -(-BEYOND_L2 // bytes_each)))
+    return max(1, min(1024, -(-BEYOND_L2 // bytes_each)))
+
+
+def kv_bytes(batch: int, context: int) -> int:
+    return 2 * batch * context * KV_HEADS * DIM * DTYPE.itemsize
 
 
 def decode(batch: int, context: int) -> tuple[float, float | None]:
@@ -103,7 +110,7 @@ def decode(batch: int, context: int) -> tuple[float, float | None]:
     splits = attention.num_splits(batch, KV_HEADS, tile.resident * card.processors)
     per_sequence = context // BLOCK
     blocks = batch * per_sequence
-    copies = number(2 * blocks * BLOCK * KV_HEADS * DIM * DTYPE.itemsize)
+    copies = number(kv_bytes(batch, context))
     shape = (copies, blocks + 1, KV_HEADS, BLOCK, DIM)
     k, v = (torch.randn(shape, dtype=DTYPE, device=DEVICE) for _ in range(2))
     order = torch.randperm(blocks, device=DEVICE).int() + 1
@@ -111,18 +118,21 @@ def decode(batch: int, context: int) -> tuple[float, float | None]:
     lens = torch.full((batch,), context, device=DEVICE)
     q = torch.randn(batch, HEADS, DIM, dtype=DTYPE, device=DEVICE)
 
-    def paged(i: int) -> Tensor:
-        return attention.attend_decode(q, k[i], v[i], lens, tables, tile, splits)
+    out = torch.empty_like(q)
+
+    def paged(i: int) -> None:
+        attention.attend_decode(q, k[i], v[i], lens, tables, tile, splits, out)
 
     ours = seconds_of([lambda i=i: paged(i) for i in range(copies)])  # type: ignore[misc]
-    if k.numel() * DTYPE.itemsize > 12 << 30:
-        return ours, None
 
     def dense(i: int) -> Tensor:
         keys, values = (x[i, 1:].reshape(batch, KV_HEADS, context, DIM) for x in (k, v))
         return F.scaled_dot_product_attention(q[:, :, None], keys, values, enable_gqa=True)
 
-    return ours, seconds_of([lambda i=i: dense(i) for i in range(copies)])  # type: ignore[misc]
+    try:
+        return ours, seconds_of([lambda i=i: dense(i) for i in range(copies)])  # type: ignore[misc]
+    except torch.OutOfMemoryError:
+        return ours, None
 
 
 def prefill(length: int) -> tuple[float, float]:
@@ -139,7 +149,10 @@ def prefill(length: int) -> tuple[float, float]:
     lens = torch.tensor([length], device=DEVICE)
     q = torch.randn(length, HEADS, DIM, dtype=DTYPE, device=DEVICE)
     tiles = attention.query_tiles(starts, length, tile.rows // (HEADS // KV_HEADS))
-    ours = seconds_of([lambda: attention.attend(q, k, v, tiles, starts, lens, tables, tile)] * 4)
+    out = torch.empty_like(q)
+    ours = seconds_of(
+        [lambda: attention.attend(q, k, v, tiles, starts, lens, tables, tile, out)] * 4
+    )
     queries = q.transpose(0, 1)[None].contiguous()
     keys, values = (x[1:].reshape(1, KV_HEADS, length, DIM) for x in (k, v))
 
@@ -160,7 +173,7 @@ def others(rows: int) -> dict[str, tuple[float, int]]:
 
     hidden, ffn, vocab = 1024, 3072, 151_936
     width = (HEADS + 2 * KV_HEADS) * DIM
-    n = number(rows * width * DTYPE.itemsize)
+    n = number(rows * hidden * DTYPE.itemsize)
     x, residual, gates, qkv = (data(n, rows, w) for w in (hidden, hidden, 2 * ffn, width))
     weight, cache = data(hidden), data(2, rows, KV_HEADS, BLOCK, DIM)
     turn, slots = data(rows, 1, DIM // 2), torch.randperm(rows * BLOCK, device=DEVICE)[:rows]
@@ -174,6 +187,7 @@ def others(rows: int) -> dict[str, tuple[float, int]]:
             all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True,
         )  # fmt: skip
 
+    plain, filtered = batch(), batch(top_k=0 * ids + 50, top_p=0.95 * row)
     calls: dict[str, tuple[Callable[[int], object], int, int]] = {
         "add and RMSNorm": (
             lambda i: pointwise.add_rms_norm(x[i], residual[i], weight, 1e-6),
@@ -188,9 +202,9 @@ def others(rows: int) -> dict[str, tuple[float, int]]:
             n,
             2 * width,
         ),
-        "sampler": (lambda i: sampling.sample(logits[i], batch()), 4, vocab),
+        "sampler": (lambda i: sampling.sample(logits[i], plain), 4, vocab),
         "sampler, top-k 50, top-p": (
-            lambda i: sampling.sample(logits[i], batch(top_k=0 * ids + 50, top_p=0.95 * row)),
+            lambda i: sampling.sample(logits[i], filtered),
             4,
             vocab,
         ),

@@ -154,24 +154,25 @@ def _attend(
 
 
 @triton.jit
-def _share(context, SPLITS: tl.constexpr, TILE: tl.constexpr, MIN_POSITIONS: tl.constexpr):
-    """(positions of a split, splits that have any) of a context."""
-    wanted = tl.minimum(tl.cdiv(context, MIN_POSITIONS), SPLITS)
+def _share(context, splits, TILE: tl.constexpr, MIN_POSITIONS: tl.constexpr):
+    """(positions of a split, splits that have any) of a context, of which there are `splits` at most."""
+    wanted = tl.minimum(tl.cdiv(context, MIN_POSITIONS), splits)
     positions = tl.cdiv(tl.cdiv(context, wanted), TILE) * TILE
     return positions, tl.cdiv(context, positions)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "splits"])
 def _attend_decode(
-    q, k_cache, v_cache, out, parts, part_lse, context_lens, block_tables, table_stride, scale,
+    q, k_cache, v_cache, out, parts, part_lse, context_lens, block_tables,
+    table_stride, splits, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    M: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_POSITIONS: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr, MIN_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """One program: one split of one sequence's context, the G heads of one group."""
     G: tl.constexpr = H // K
     head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(context_lens + seq).to(tl.int32)
-    positions, used = _share(context, SPLITS, TILE, MIN_POSITIONS)
+    positions, used = _share(context, splits, TILE, MIN_POSITIONS)
     if split < used:
         start = split * positions
         end = tl.minimum(start + positions, context)
@@ -192,25 +193,25 @@ def _attend_decode(
         if used == 1:
             tl.store(out + places, result.to(out.dtype.element_ty), mask=inside)
         else:
-            part = (seq.to(tl.int64) * H + group) * SPLITS + split  # [M]
+            part = (seq.to(tl.int64) * H + group) * splits + split  # [M]
             tl.store(parts + part[:, None] * D + dim[None, :], result, mask=inside)
             tl.store(part_lse + part, row_max + tl.log2(row_sum), mask=row < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
-    parts, part_lse, out, context_lens,
+    parts, part_lse, out, context_lens, splits,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, MIN_POSITIONS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr, MIN_POSITIONS: tl.constexpr,
 ):  # fmt: skip
     """One program: the splits of one sequence and head, weighed by their sums."""
     head, seq = tl.program_id(0), tl.program_id(1)
     context = tl.load(context_lens + seq).to(tl.int32)
-    _, used = _share(context, SPLITS, TILE, MIN_POSITIONS)
+    _, used = _share(context, splits, TILE, MIN_POSITIONS)
     if used > 1:
-        split = tl.arange(0, SPLITS_PAD)
+        split = tl.arange(0, MAX_SPLITS)
         dim = tl.arange(0, D_PAD)
-        part = (seq.to(tl.int64) * H + head) * SPLITS + split
+        part = (seq.to(tl.int64) * H + head) * splits + split
         lse = tl.load(part_lse + part, mask=split < used, other=float("-inf"))
         weights = tl.exp2(lse - tl.max(lse, 0))
         mask = (split < used)[:, None] & (dim < D)[None, :]
@@ -245,13 +246,13 @@ def attend(
     context_lens: Tensor,
     block_tables: Tensor,
     config: Tile,
-) -> Tensor:
-    """Causal attention [T, H, D] of q [T, H, D] over each sequence's context, own tokens included.
+    out: Tensor,
+) -> None:
+    """Causal attention, `out` [T, H, D], of q [T, H, D] over each sequence's context, own tokens included.
 
     k_cache, v_cache [blocks, K, block size, D]; query_start [S + 1]; context_lens [S];
     block_tables [S, B] int32; tiles from `query_tiles`. All contiguous, D even.
     """
-    out = torch.empty_like(q)
     _, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
     _attend[(tiles.shape[0], kv_heads)](
@@ -260,7 +261,6 @@ def attend(
         H=heads, K=kv_heads, D=dim, D_PAD=triton.next_power_of_2(dim), BLOCK=block,
         M=config.rows, TILE=config.keys, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
-    return out
 
 
 def attend_decode(
@@ -271,10 +271,10 @@ def attend_decode(
     block_tables: Tensor,
     config: Tile,
     splits: int,
-) -> Tensor:
-    """As `attend`, for one query a sequence: q [S, H, D] -> [S, H, D]. `splits` is the most that a
+    out: Tensor,
+) -> None:
+    """As `attend`, for one query a sequence: q and `out` [S, H, D]. `splits` is the most that a
     context is cut into; a short one is cut into fewer, down to none."""
-    out = torch.empty_like(q)
     seqs, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
     dim_pad = triton.next_power_of_2(dim)
@@ -282,17 +282,16 @@ def attend_decode(
     part_lse = torch.empty((seqs, heads, splits), dtype=torch.float32, device=q.device)
     _attend_decode[(kv_heads, seqs, splits)](
         q, k_cache, v_cache, out, parts, part_lse, context_lens, block_tables,
-        block_tables.stride(0), LOG2E / dim**0.5,
+        block_tables.stride(0), splits, LOG2E / dim**0.5,
         H=heads, K=kv_heads, D=dim, D_PAD=dim_pad, BLOCK=block, M=config.rows, TILE=config.keys,
-        SPLITS=splits, MIN_POSITIONS=MIN_SPLIT, num_warps=config.warps, num_stages=config.stages,
+        MIN_POSITIONS=MIN_SPLIT, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     if splits > 1:
         _merge[(heads, seqs)](
-            parts, part_lse, out, context_lens,
-            H=heads, D=dim, D_PAD=dim_pad, TILE=config.keys, SPLITS=splits,
-            SPLITS_PAD=triton.next_power_of_2(splits), MIN_POSITIONS=MIN_SPLIT, num_warps=4,
+            parts, part_lse, out, context_lens, splits,
+            H=heads, D=dim, D_PAD=dim_pad, TILE=config.keys, MAX_SPLITS=MAX_SPLITS,
+            MIN_POSITIONS=MIN_SPLIT, num_warps=4,
         )  # fmt: skip
-    return out
 
 
 def num_splits(seqs: int, kv_heads: int, programs: int) -> int:

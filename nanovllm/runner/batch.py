@@ -32,6 +32,7 @@ class ForwardBatch:
     context_lens: Tensor  # [S] int64
     block_tables: Tensor  # [S, B] int32, padded with the null block
     logit_rows: Tensor  # [R] int64, indices into the T tokens
+    num_decodes: int = 0  # of the S, the last so many compute one token each
     attention: Any = None  # what the attention backend derived for this step
 
 
@@ -137,6 +138,7 @@ class RowBuffers:
             context_lens=lens,
             block_tables=self._send(self.block_tables[rows, :width]),
             logit_rows=fixed.logit_rows,
+            num_decodes=len(plan.decode_rows),
         )
         drawn_at = self._send(context_lens[fixed.draws]) if chunks else lens
         return batch, replace(fixed.sampling, positions=drawn_at)

@@ -6,7 +6,7 @@ fit.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeAlias
 
@@ -79,6 +79,11 @@ def cpu_has_fast_bf16() -> bool:
     except OSError:
         return False
     return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one, which Triton launches on: it is each thread's own, and others' to change."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

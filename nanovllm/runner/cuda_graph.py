@@ -13,9 +13,11 @@ the KV cache, its own rows and the row buffers' last tokens.
 What a graph reads and writes has fixed addresses: the tensors made in `__init__`.
 """
 
+import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import numpy as np
@@ -45,12 +47,15 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         function()  # compiles kernels and sets up libraries, which a recording must not do
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
+        # A stream of its own: torch keeps one for the process, on the device that captured first.
+        mode = "thread_local"  # what other threads do on the device is none of ours
+        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode=mode):
             function()
         return graph.replay
 
@@ -59,7 +64,7 @@ class DecodeGraphs:
     def __init__(self, rows: RowBuffers, hidden: Tensor, decode: Decode, capture: Capture) -> None:
         """`hidden` [N, E] takes the hidden states of a replay: N = rows.num_rows."""
         num, device = rows.num_rows, rows.device
-        self.decode, self.last_tokens, self.block_size = decode, rows.last_tokens, rows.block_size
+        self.last_tokens, self.block_size = rows.last_tokens, rows.block_size
         # What a replay reads of each row; row N is padding.
         self.block_tables = torch.zeros(
             (num + 1, rows.max_blocks), dtype=torch.int32, device=device
@@ -81,9 +86,10 @@ class DecodeGraphs:
         self.replays: dict[int, Callable[[], None]] = {}
         start, before = time.perf_counter(), memory_in_use(device)
         # The largest first: what it needed of the pool is enough for all others.
-        with tqdm(batch_sizes(num)[::-1], desc="Capturing graphs", unit="graph", delay=1) as sizes:
+        bar = tqdm(batch_sizes(num)[::-1], desc="Capturing graphs", unit="graph", delay=1)
+        with bar as sizes, no_collection():
             for size in sizes:
-                self.replays[size] = capture(lambda size=size: self._step(size))  # type: ignore[misc]
+                self.replays[size] = capture(lambda size=size: self._step(size, decode))  # type: ignore[misc]
         logger.info(
             "decode captured for %d batch sizes up to %d in %.1f s, %.0f MiB",
             len(self.replays), num, time.perf_counter() - start,
@@ -119,7 +125,7 @@ class DecodeGraphs:
         self.replays[self.size]()
         return self.hidden[:num], self.tokens[:num]
 
-    def _step(self, size: int) -> None:
+    def _step(self, size: int, decode: Decode) -> None:
         """What is captured: one step of the rows self.rows[:size]."""
         rows = self.rows[:size]
         self.positions[-1:].zero_()  # padding stays in slot 0 of the null block
@@ -136,6 +142,7 @@ class DecodeGraphs:
             context_lens=context_lens,
             block_tables=block_tables,
             logit_rows=self.counting[:size],
+            num_decodes=size,
         )
         temperature, top_k, top_p, min_p = self.sampling[:, rows]
         sampling = SamplingBatch(
@@ -151,10 +158,23 @@ class DecodeGraphs:
             any_top_p=True,
             any_min_p=True,
         )
-        hidden, tokens = self.decode(batch, sampling)
+        hidden, tokens = decode(batch, sampling)
         self.hidden[:size] = hidden
         self.tokens[:size] = tokens
         self.last_tokens[rows] = tokens
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's collector at rest: another engine's graphs, freed in a capture, would break it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -4,6 +4,7 @@ Owns: nothing. Given: the config, and functions that run the largest steps, whos
 Mutates: nothing, but the steps' scratch memory comes and goes.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch
 
 from nanovllm.config import EngineConfig
 
+NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # torch's words on a CPU
+CUDA_MARGIN = 512 << 20  # free memory left alone: graphs' nodes, library workspaces, fragments
 CPU_CACHE_BYTES = 4 << 30  # what a CPU's KV cache takes at most, unless it is told a size
 
 
@@ -28,6 +31,9 @@ class Snapshot:
     @classmethod
     def of(cls, device: torch.device) -> "Snapshot":
         if device.type == "cuda":
+            # What an engine before this one has let go of must not count as another process's.
+            gc.collect()
+            torch.cuda.empty_cache()
             return cls(device, *torch.cuda.mem_get_info(device))
         free = available_host_memory()
         return cls(device, free, free)
@@ -45,6 +51,7 @@ def num_kv_blocks(
     `before` was taken before the weights were loaded. `steps` run the largest steps that can occur;
     each holds its memory apart from the others. Raises ValueError if there is too little memory.
     """
+    scratch = sum(map(_scratch, steps)) if before.device.type == "cuda" else 0
     if config.num_kvcache_blocks is not None:
         return config.num_kvcache_blocks
     if config.kv_cache_memory_bytes is not None:
@@ -58,7 +65,7 @@ def num_kv_blocks(
         return num
     per_sequence = -(-max_model_len // config.kvcache_block_size)
     if before.device.type == "cuda":
-        room, where = _cuda_room(config, before, steps)
+        room, where = _cuda_room(config, before, scratch)
     else:
         # Half of what is left: activations, and whatever else the machine is used for.
         room = min(CPU_CACHE_BYTES, available_host_memory() // 2)
@@ -74,23 +81,21 @@ def num_kv_blocks(
     return num
 
 
-def _cuda_room(
-    config: EngineConfig, before: Snapshot, steps: list[Callable[[], None]]
-) -> tuple[int, str]:
+def _scratch(step: Callable[[], None]) -> int:
+    """Bytes that a step needs while it runs. It also compiles what a first request would wait for."""
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - held
+
+
+def _cuda_room(config: EngineConfig, before: Snapshot, scratch: int) -> tuple[int, str]:
     """(bytes that the KV cache may take, how they come about)."""
-    device = before.device
-    scratch = 0
-    for step in steps:
-        torch.cuda.reset_peak_memory_stats(device)
-        held = torch.cuda.memory_allocated(device)
-        step()
-        scratch += torch.cuda.max_memory_allocated(device) - held
-    torch.cuda.empty_cache()
-    now = Snapshot.of(device)
+    now = Snapshot.of(before.device)
     # What is gone since `before` is ours; what was gone then is other processes'.
     ours = before.free - now.free
     allowed = int(config.gpu_memory_utilization * now.total) - ours
-    room = max(0, min(allowed, now.free) - scratch)
+    room = max(0, min(allowed, now.free - CUDA_MARGIN) - scratch)
     gib = 2**30
     return room, (
         f"{room / gib:.2f} GiB of the card's {now.total / gib:.2f}, of which {now.free / gib:.2f} are "
@@ -107,7 +112,7 @@ def needed(message: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ValueError(message) from error
     except RuntimeError as error:  # a CPU's has no type of its own
-        if "memory" not in str(error):
+        if not any(words in str(error) for words in NO_MEMORY):
             raise
         raise ValueError(message) from error
 

@@ -19,7 +19,7 @@ from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import StepPlan, TokenLogprobs
 from nanovllm.runner import memory
 from nanovllm.runner.batch import ForwardBatch, RowBuffers, SamplingBatch, send
-from nanovllm.runner.choose import pick_device, pick_dtype, pick_kernels, torch_defaults
+from nanovllm.runner.choose import current, pick_device, pick_dtype, pick_kernels, torch_defaults
 from nanovllm.runner.cuda_graph import Capture, CudaCapture, DecodeGraphs
 from nanovllm.runner.logit_rules import token_logprobs
 from nanovllm.runner.weights import load_weights, random_weights
@@ -62,8 +62,13 @@ class ModelRunner:
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(config.dtype, self.device, model_config.dtype)
         self.model_config = model_config
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # Triton launches on the current device
+        with current(self.device):
+            self._load(config, directory, max_model_len, capture)
+
+    def _load(
+        self, config: EngineConfig, directory: Path, max_model_len: int, capture: Capture | None
+    ) -> None:
+        model_config = self.model_config
         before = memory.Snapshot.of(self.device)
         backend, ops, self.draw = pick_kernels(config.attention_backend, self.device)
         with torch_defaults(self.device, self.dtype):
@@ -83,7 +88,9 @@ class ModelRunner:
             return backend(model_config, num_blocks, size, self.dtype, self.device)
 
         def largest_step(num_tokens: int) -> None:
-            self._largest_step(make_attention(1), num_tokens, config, max_model_len)
+            attention = make_attention(1)
+            attention.copy_blocks([(0, 0)])
+            self._largest_step(attention, num_tokens, config, max_model_len)
 
         steps = [config.max_num_batched_tokens]  # a graph's memory is not shared with the others'
         steps += [config.max_num_seqs] if capture is not None else []
@@ -119,9 +126,12 @@ class ModelRunner:
             ):
                 self.graphs = DecodeGraphs(self.rows, hidden, self._decode, capture)
 
-    @torch.inference_mode()
     def forward(self, plan: StepPlan) -> "Forward":
         """Compute the plan's tokens."""
+        with torch.inference_mode(), current(self.device):
+            return self._forward(plan)
+
+    def _forward(self, plan: StepPlan) -> "Forward":
         self.rows.apply(plan)
         if self.graphs is not None:
             self.graphs.apply(plan, self.rows)
@@ -138,18 +148,21 @@ class ModelRunner:
         for i, chunk in enumerate(plan.chunks):
             if chunk.targets:
                 start = int(batch.query_start[i])
-                logits = self.model.logits(hidden[start : start + len(chunk.targets)]).float()
                 rules = self.rows.rules[chunk.row].rules
                 k = rules.prompt_logprobs or 0
-                found = [
+                of_chunk = hidden[start : start + len(chunk.targets)]
+                # In parts: the logits of a whole chunk would be gigabytes, which no profile counts.
+                logits = (
+                    x for part in of_chunk.split(256) for x in self.model.logits(part).float()
+                )
+                prompt_logprobs[i] = [
                     token_logprobs(x, t, k) for x, t in zip(logits, chunk.targets, strict=True)
                 ]
-                prompt_logprobs[i] = found
         return Forward(hidden[batch.logit_rows], sampling, prompt_logprobs)
 
     def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> "Forward":
         """A decode by its graph, the sampler included; rows with rules are sampled again, by `sample`."""
-        if not self.rows.rules:
+        if self.rows.rules.keys().isdisjoint(plan.decode_rows):
             self.rows.advance(plan.decode_rows)
             hidden, tokens = graphs.replay(plan.decode_rows)
             return Forward(hidden, None, {}, tokens)
@@ -163,9 +176,12 @@ class ModelRunner:
         hidden = self.model(batch, self.attention)
         return hidden, self.draw(self.model.logits(hidden), sampling)
 
-    @torch.inference_mode()
     def sample(self, forward: "Forward") -> "Drawn":
         """Draw a token for each row that draws one."""
+        with torch.inference_mode(), current(self.device):
+            return self._sample(forward)
+
+    def _sample(self, forward: "Forward") -> "Drawn":
         drawn = Drawn(torch.empty(0, dtype=torch.int64), {}, forward.prompt_logprobs)
         if not forward.hidden.shape[0]:
             return drawn
@@ -214,6 +230,7 @@ class ModelRunner:
                 dtype=torch.int32, device=self.device,
             ),
             logit_rows=send(ends - 1, self.device),
+            num_decodes=seqs if seqs == len(positions) else 0,
         )  # fmt: skip
         row = torch.ones(seqs, device=self.device)
         sampling = SamplingBatch(
