@@ -166,12 +166,14 @@ def test_rules_are_forgotten_with_their_request(checkpoint: Path) -> None:
     """A row that once had rules costs later requests nothing: their batches are not built by hand."""
     llm = make_llm(checkpoint, graphs=True, max_num_seqs=2)
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
-    llm.generate([[1, 2]], SamplingParams(repetition_penalty=1.5, **greedy), use_tqdm=False)
+    params = [SamplingParams(**greedy), SamplingParams(repetition_penalty=1.5, **greedy)]
+    llm.generate([[1, 2], [3, 4]], params, use_tqdm=False)  # the second row has rules
     rows = llm.engine.runner.rows
     built = []
     build = rows.build
     rows.build = lambda plan: built.append(plan) or build(plan)
-    llm.generate([[1, 2], [3, 4]], SamplingParams(**greedy), use_tqdm=False)
+    llm.generate([[1, 2]], SamplingParams(**greedy), use_tqdm=False)  # in the first row
+    assert built
     assert all(plan.chunks for plan in built)
 
 
