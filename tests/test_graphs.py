@@ -166,13 +166,13 @@ def test_rules_are_forgotten_with_their_request(checkpoint: Path) -> None:
     """A row that once had rules costs later requests nothing: their batches are not built by hand."""
     llm = make_llm(checkpoint, graphs=True, max_num_seqs=2)
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
-    params = [SamplingParams(**greedy), SamplingParams(repetition_penalty=1.5, **greedy)]
-    llm.generate([[1, 2], [3, 4]], params, use_tqdm=False)  # the second row has rules
+    ruled = SamplingParams(repetition_penalty=1.5, **greedy)
+    llm.generate([[1, 2], [3, 4]], ruled, use_tqdm=False)
     rows = llm.engine.runner.rows
     built = []
     build = rows.build
     rows.build = lambda plan: built.append(plan) or build(plan)
-    llm.generate([[1, 2]], SamplingParams(**greedy), use_tqdm=False)  # in the first row
+    llm.generate([[1, 2]], SamplingParams(**greedy), use_tqdm=False)  # in one of the rows
     assert built
     assert all(plan.chunks for plan in built)
 
