@@ -58,6 +58,8 @@ class ModelRunner:
             random_weights(places, config.seed)
         else:
             load_weights(places, weight_files(directory))
+        del places
+        self.model.pack()
         size = config.kvcache_block_size
         self.num_blocks = self._num_blocks(config, max_model_len)
         try:
