@@ -21,6 +21,7 @@ LINE = [
     "nanovllm.runner.model_runner",
     "nanovllm.models",
     "nanovllm.attention.sdpa",
+    "nanovllm.attention.decode",
     "nanovllm.attention.backend",
     "nanovllm.layers",
     "nanovllm.runner",
