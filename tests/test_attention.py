@@ -127,7 +127,7 @@ def test_ragged_batch(
 )
 def test_decodes(pasts: list[int], block_size: int, heads: tuple[int, int], seed: int) -> None:
     """One query each; groups cut as if there were many more."""
-    with mock.patch.multiple(decode, MAX_SEQS=5, MAX_TOKENS=300):
+    with mock.patch.multiple(decode, MAX_SEQS=5, TILE_BYTES=300 * heads[1] * 8 * 4):
         groups = compare([(1, past) for past in pasts], block_size, heads, seed).decodes
     assert sum(len(g.tokens) for g in groups) == len(pasts)
     assert all(len(g.tokens) <= 5 for g in groups)

@@ -29,7 +29,8 @@ from torch import Tensor
 
 CHUNK = 32  # slots of a tile, or one block if that is more; measured: 16 and 64 are 10 % slower
 MAX_SEQS = 64  # of a group, which bounds the scores,
-MAX_TOKENS = 16_384  # and tokens of their own, which bounds the tiles
+TILE_BYTES = 32 << 20  # and K of their own contexts, which bounds the tiles
+KEPT_BYTES = 64 << 20  # of scratch memory
 MIN_SAVED = 256  # tokens that a shared prefix must save the reading of, to be worth its calls
 
 
@@ -51,22 +52,29 @@ class Decodes:
 
 class DecodeAttention:
     def __init__(
-        self, heads: int, kv_heads: int, head_dim: int, block_size: int, device: torch.device
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.kv_heads, self.group, self.dim = kv_heads, heads // kv_heads, head_dim
         self.block_size = block_size
         self.tile_blocks = max(1, CHUNK // block_size)
-        self.device = device
-        self.scratch = torch.empty(0, device=device)  # K in tiles; a new one would be new pages
+        self.itemsize, self.device = dtype.itemsize, device
+        self.scratch = Scratch(dtype, device)
 
     # ---- once a step ----
 
     def prepare(self, tokens: Any, contexts: Any, tables: Any) -> list[Decodes]:
-        """tokens [N], contexts [N] and tables [N, blocks], int64 arrays, of all that decode."""
+        """tokens [N], contexts [N], tables [N, blocks] (int32, for speed) of all that decode."""
         groups = []
+        most = max(1, TILE_BYTES // (self.kv_heads * self.dim * self.itemsize))
         for members, shared in shared_prefixes(tables, contexts, self.block_size):
             own = np.cumsum(contexts[members] - shared * self.block_size)
-            part = np.maximum(np.arange(len(members)) // MAX_SEQS, (own - 1) // MAX_TOKENS)
+            part = np.arange(len(members)) // MAX_SEQS + (own - 1) // most
             cuts = np.flatnonzero(np.diff(part)) + 1
             groups += [
                 self._decodes(tokens[m], contexts[m], tables[m], shared)
@@ -77,7 +85,7 @@ class DecodeAttention:
     def _decodes(self, tokens: Any, contexts: Any, tables: Any, shared: int) -> Decodes:
         size, kv_heads, group, n = self.block_size, self.kv_heads, self.group, len(tokens)
         own = contexts - shared * size  # at least 1
-        head = np.arange(kv_heads)[:, None]
+        head = np.arange(kv_heads, dtype=np.int32)[:, None]
 
         # K: the tiles of all sequences side by side. Past a table's end any block will do.
         per_tile = self.tile_blocks
@@ -116,7 +124,7 @@ class DecodeAttention:
         )
 
     def _send(self, index: Any) -> Tensor:
-        return torch.from_numpy(index.astype(np.int32).ravel()).to(self.device)
+        return torch.from_numpy(index.astype(np.int32, copy=False).ravel()).to(self.device)
 
     # ---- once a layer ----
 
@@ -127,16 +135,16 @@ class DecodeAttention:
         queries = q.reshape(-1, group * dim)
 
         tiles = queries.index_select(0, d.query_rows).view(-1, group, dim)  # [K * R, G, D]
-        keys = self._gather(rows, d.key_rows).view(len(tiles), -1, dim)  # [K * R, C, D]
-        scores = torch.bmm(tiles, keys.transpose(1, 2))
+        keys = self.scratch.gather(rows, d.key_rows).view(len(tiles), -1, dim)  # [K * R, C, D]
+        scores = self._scores(tiles, keys)
         scores = scores.view(-1, keys.shape[1]).index_select(0, d.score_rows)
         scores = scores.view(kv_heads, n, group, -1).masked_fill_(d.hidden, float("-inf"))
         if d.shared_rows is not None:
             together = queries.index_select(0, d.shared_queries).view(kv_heads, -1, dim)
             keys = rows.index_select(0, d.shared_rows).view(kv_heads, -1, dim)  # [K, P, D]
-            prefix = torch.bmm(together, keys.transpose(1, 2)).view(kv_heads, n, group, -1)
+            prefix = self._scores(together, keys).view(kv_heads, n, group, -1)
             scores = torch.cat((prefix, scores), dim=-1)
-        probs = (scores.float() * dim**-0.5).softmax(dim=-1).to(q.dtype)  # [K, N, G, P + own]
+        probs = scores.softmax(dim=-1)  # [K, N, G, P + own]; inside, in float32
 
         out = torch.embedding_bag(
             v_cache.view(-1, dim),
@@ -152,19 +160,34 @@ class DecodeAttention:
             out = out.view(kv_heads, -1, dim).baddbmm_(weights, values)
         return out.view(kv_heads, n, group, dim).transpose(0, 1).reshape(n, -1, dim)
 
-    def _gather(self, rows: Tensor, index: Tensor) -> Tensor:
+    def _scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """queries [X, Q, D], keys [X, L, D] -> [X, Q, L], scaled before they are rounded."""
+        none = queries.new_empty(1)
+        return torch.baddbmm(none, queries, keys.transpose(1, 2), beta=0, alpha=self.dim**-0.5)
+
+
+class Scratch:
+    """Memory for gathered rows, kept: a new tensor is new pages, which cost more than the rows."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.memory = torch.empty(0, dtype=dtype, device=device)
+
+    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
+        """rows[index], which stands until the next call."""
         size = len(index) * rows.shape[1]
-        if self.scratch.numel() < size or self.scratch.dtype != rows.dtype:
-            self.scratch = torch.empty(size * 5 // 4, dtype=rows.dtype, device=rows.device)
-        out = self.scratch[:size].view(-1, rows.shape[1])
+        if size * rows.itemsize > KEPT_BYTES:
+            return rows.index_select(0, index)
+        if self.memory.numel() < size:
+            self.memory = self.memory.new_empty(size * 5 // 4)
+        out = self.memory[:size].view(-1, rows.shape[1])
         return torch.index_select(rows, 0, index, out=out)
 
 
 def ragged(lengths: Any) -> tuple[Any, Any]:
-    """Lists of these lengths, end to end: of each entry its list, and its place in it."""
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    starts = np.cumsum(lengths) - lengths
-    return owner, np.arange(len(owner)) - starts[owner]
+    """Lists of these lengths, end to end: of each entry its list, and its place in it. int32."""
+    owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    starts = (np.cumsum(lengths) - lengths).astype(np.int32)
+    return owner, np.arange(len(owner), dtype=np.int32) - np.repeat(starts, lengths)
 
 
 def shared_prefixes(tables: Any, contexts: Any, size: int) -> list[tuple[Any, int]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.attention.decode import DecodeAttention, Decodes
+from nanovllm.attention.decode import DecodeAttention, Decodes, Scratch
 from nanovllm.config import ModelConfig
 from nanovllm.runner.batch import ForwardBatch
 
@@ -30,7 +30,7 @@ MAX_PADDING = 1.15  # a group's contexts are padded by at most this factor
 class Group:
     """N sequences with Q > 1 queries each, contexts padded to L."""
 
-    tokens: Tensor  # [N * Q] int64: their queries among the step's tokens
+    tokens: Tensor | slice  # [N * Q] int64: their queries among the step's tokens
     queries: int  # Q
     rows: Tensor | None  # [N * K * L] int64, of a layer's cache as [blocks * K * B, D];
     # None: no context but the step's own tokens, in order
@@ -41,7 +41,7 @@ class Group:
 class Step:
     """What all layers share."""
 
-    stored: Tensor  # [T * K] int64: the rows that K and V of the step's tokens go to
+    places: tuple[Tensor, Tensor]  # [T] int64 each: block and offset of the step's tokens
     decodes: list[Decodes]
     groups: list[Group]
 
@@ -61,7 +61,8 @@ class SdpaAttention:
         self.k_cache = torch.empty(shape, dtype=dtype, device=device)
         self.v_cache = torch.empty(shape, dtype=dtype, device=device)
         self.block_size, self.kv_heads, self.dim = block_size, heads, dim
-        self.decode = DecodeAttention(config.num_heads, heads, dim, block_size, device)
+        self.scratch = Scratch(dtype, device), Scratch(dtype, device)  # for K and for V
+        self.decode = DecodeAttention(config.num_heads, heads, dim, block_size, dtype, device)
 
     def rows(self, slots: Tensor) -> Tensor:
         """slots [..., L] -> [..., K, L]: of each KV head, rows of a layer's cache as [rows, D]."""
@@ -78,7 +79,7 @@ class SdpaAttention:
         decoding = np.flatnonzero(queries == 1)
         decodes, groups = [], []
         if len(decoding):
-            tables = batch.block_tables.cpu().numpy()[decoding].astype(np.int64)
+            tables = batch.block_tables.cpu().numpy()[decoding]
             decodes = self.decode.prepare(starts[decoding], contexts[decoding], tables)
         if len(decoding) < len(queries):
             rest = np.flatnonzero(queries > 1)
@@ -87,15 +88,18 @@ class SdpaAttention:
                 *(a[rest].tolist() for a in (queries, contexts, starts)), rest.tolist(), strict=True
             )
             groups = [self._group(batch, alike) for alike in rectangles(sorted(items))]
-        stored = self.rows(batch.slots[:, None]).flatten()  # of token t, head h: t * K + h
-        batch.attention = Step(stored, decodes, groups)
+        size = self.block_size
+        batch.attention = Step((batch.slots // size, batch.slots % size), decodes, groups)
 
     def _group(self, batch: ForwardBatch, group: list[tuple[int, int, int, int]]) -> Group:
         device = batch.slots.device
         queries, longest = group[0][0], group[-1][1]
         group.sort(key=lambda g: g[2])  # so that a lone group is the batch itself, in order
-        first = torch.tensor([g[2] for g in group], device=device)
-        tokens = (first[:, None] + torch.arange(queries, device=device)).flatten()
+        start, stop = group[0][2], group[-1][2] + queries
+        tokens: Tensor | slice = slice(start, stop)
+        if stop - start != len(group) * queries:  # not side by side
+            first = torch.tensor([g[2] for g in group], device=device)
+            tokens = (first[:, None] + torch.arange(queries, device=device)).flatten()
         if queries == group[0][1]:
             return Group(tokens, queries, None, None)
         members = torch.tensor([g[3] for g in group], device=device)
@@ -113,8 +117,7 @@ class SdpaAttention:
 
     def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         for cache, new in ((self.k_cache, k), (self.v_cache, v)):
-            rows = cache[layer].view(-1, self.dim)
-            rows.index_copy_(0, batch.attention.stored, new.reshape(-1, self.dim))
+            cache[layer].transpose(1, 2)[batch.attention.places] = new  # [blocks, B, K, D]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         step: Step = batch.attention
@@ -126,15 +129,17 @@ class SdpaAttention:
             out[decodes.tokens] = self.decode.attend(decodes, q, k_cache, v_cache)
         for group in step.groups:
             t = group.tokens
-            if group.rows is None:
-                keys, values = k[t], v[t]
-                shape = (-1, group.queries, self.kv_heads, self.dim)
-                keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
-            else:
-                shape = (len(t) // group.queries, self.kv_heads, -1, self.dim)
-                keys = k_cache.view(-1, self.dim).index_select(0, group.rows).view(shape)
-                values = v_cache.view(-1, self.dim).index_select(0, group.rows).view(shape)
             queries = q[t].unflatten(0, (-1, group.queries)).transpose(1, 2)  # [N, H, Q, D]
+            if group.rows is None:
+                keys, values = (
+                    x[t].unflatten(0, (-1, group.queries)).transpose(1, 2) for x in (k, v)
+                )
+            else:
+                shape = (len(queries), self.kv_heads, -1, self.dim)
+                keys, values = (
+                    scratch.gather(cache.view(-1, self.dim), group.rows).view(shape)
+                    for scratch, cache in zip(self.scratch, (k_cache, v_cache), strict=True)
+                )
             causal = group.mask is None
             found = F.scaled_dot_product_attention(
                 queries, keys, values, group.mask, is_causal=causal, enable_gqa=True

@@ -1,7 +1,11 @@
 """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
+
+from nanovllm.layers.parts import in_parts
 
 
 class RMSNorm(nn.Module):
@@ -11,7 +15,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., size] / rms(x) * weight. The mean square is taken in float32."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        """x [T, size] / rms(x) * weight."""
+        return in_parts(partial(normalized, eps=self.eps), x).mul_(self.weight)
+
+
+def normalized(x: Tensor, eps: float) -> Tensor:
+    """x [..., size] / rms(x). The mean square is taken in float32."""
+    wide = x.float()
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, and no square kept
+    return (wide * (norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_())).to(x.dtype)

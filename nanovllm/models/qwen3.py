@@ -17,7 +17,7 @@ from nanovllm.config import ModelConfig
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.linear import Linear, linear, packed
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import RotaryEmbedding, rotate
+from nanovllm.layers.rotary import RotaryEmbedding, norm_and_rotate
 from nanovllm.runner.batch import ForwardBatch
 
 
@@ -40,13 +40,12 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> Tensor:
-        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
-        q = q.view(-1, self.heads, self.head_dim)  # [T, H, D]
-        k = k.view(-1, self.kv_heads, self.head_dim)  # [T, K, D]
-        v = v.view(-1, self.kv_heads, self.head_dim)
+        q_weight, k_weight, eps = None, None, 0.0
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q_weight, k_weight, eps = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        q, k, v = norm_and_rotate(
+            self.qkv(x), self.kv_heads, self.head_dim, q_weight, k_weight, eps, cos, sin
+        )
         attention.store(self.layer, k, v, batch)  # all K and V first: rows may share blocks
         return self.out(attention.attend(self.layer, q, k, v, batch).reshape(-1, self.sizes[0]))
 
