@@ -22,7 +22,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("normed", [False, True])
 def test_layers_are_what_they_say(rows: int, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one part and in several; and what is given is not changed."""
-    monkeypatch.setattr(parts, "PART", 4)
+    monkeypatch.setattr(parts, "PART", 50)  # four rows, or one
     torch.manual_seed(0)
     x, qkv = torch.randn(rows, 12), torch.randn(rows, (4 + 2 * 2) * 6)
     given = x.clone(), qkv.clone()

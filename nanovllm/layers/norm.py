@@ -21,6 +21,7 @@ class RMSNorm(nn.Module):
 
 def normalized(x: Tensor, eps: float) -> Tensor:
     """x [..., size] / rms(x). The mean square is taken in float32."""
-    wide = x.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # one pass, and no square kept
-    return (wide * (norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_())).to(x.dtype)
+    wide = x.to(torch.float32, copy=True)
+    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return wide.mul_(scale).to(x.dtype)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-PART = 256  # rows
+PART = 1 << 19  # elements of the first tensor
 
 
 def in_parts(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -14,7 +14,9 @@ def in_parts(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     For a prompt of thousands of tokens a CPU gets new pages for each tensor in between, and that
     takes several times as long as the arithmetic.
     """
-    if len(tensors[0]) <= PART:
+    first = tensors[0]
+    if first.numel() <= PART:
         return function(*tensors)
-    parts = zip(*(t.split(PART) for t in tensors), strict=True)
+    rows = max(1, PART * len(first) // first.numel())
+    parts = zip(*(t.split(rows) for t in tensors), strict=True)
     return torch.cat([function(*part) for part in parts])
