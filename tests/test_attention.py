@@ -1,4 +1,7 @@
-"""The SDPA backend: against plain attention over contiguous tensors, and never reading too much."""
+"""The CPU's backend: against plain attention over contiguous tensors, and never reading too much."""
+
+import random
+from unittest import mock
 
 import pytest
 import torch
@@ -7,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.attention.sdpa import MAX_PADDING, SdpaAttention
+from nanovllm.attention import decode
+from nanovllm.attention.sdpa import MAX_PADDING, SdpaAttention, Step, rectangles
 from nanovllm.config import ModelConfig
 from nanovllm.runner.batch import ForwardBatch
 
@@ -32,17 +36,18 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return torch.einsum("hql,lhd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 70)), min_size=1, max_size=9),
-    block_size=st.sampled_from([1, 2, 16]),
-    heads=st.sampled_from([(4, 2), (8, 1), (3, 3)]),
-    seed=st.integers(0, 1000),
-)
-def test_ragged_batch(
-    lengths: list[tuple[int, int]], block_size: int, heads: tuple[int, int], seed: int
-) -> None:
-    """Any mix of (query length, tokens before it); NaN in the null block and all unwritten slots."""
+def compare(
+    lengths: list[tuple[int, int]],
+    block_size: int,
+    heads: tuple[int, int],
+    seed: int,
+    shared: dict[int, list[int]] | None = None,
+) -> Step:
+    """Any mix of (query length, tokens before it) against the reference, and what was prepared.
+
+    NaN in the null block and all unwritten slots. `shared`: blocks -> the sequences that share so
+    many leading ones.
+    """
     torch.manual_seed(seed)
     num_heads, kv_heads = heads
     contexts = [query + past for query, past in lengths]
@@ -61,13 +66,19 @@ def test_ragged_batch(
     ks, vs, slots, positions = [], [], [], []
     for i, ((query, past), context, n) in enumerate(zip(lengths, contexts, needed, strict=True)):
         own = [blocks.pop() for _ in range(n)]
-        tables[i, :n] = torch.tensor(own)
         at = torch.arange(context)
-        slot = torch.tensor(own)[at // block_size] * block_size + at % block_size
         ks.append(torch.randn(context, kv_heads, 8))
         vs.append(torch.randn(context, kv_heads, 8))
-        backend.k_cache[0, slot[:past]] = ks[-1][:past]
-        backend.v_cache[0, slot[:past]] = vs[-1][:past]
+        for number, members in (shared or {}).items():
+            if i in members[1:]:
+                first, common = members[0], number * block_size
+                own[:number] = tables[first, :number].tolist()
+                ks[i][:common], vs[i][:common] = ks[first][:common], vs[first][:common]
+        tables[i, :n] = torch.tensor(own)
+        slot = torch.tensor(own)[at // block_size] * block_size + at % block_size
+        block, offset = slot[:past] // block_size, slot[:past] % block_size
+        backend.k_cache[0].transpose(1, 2)[block, offset] = ks[-1][:past]
+        backend.v_cache[0].transpose(1, 2)[block, offset] = vs[-1][:past]
         slots.append(slot[past:])
         positions.append(at[past:])
     queries = torch.tensor([query for query, _ in lengths])
@@ -91,10 +102,56 @@ def test_ragged_batch(
         want = plain_attention(q[start : start + query], k, v)
         torch.testing.assert_close(got[start : start + query], want, atol=2e-5, rtol=1e-5)
         start += query
+    return batch.attention
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 70)), min_size=1, max_size=9),
+    block_size=st.sampled_from([1, 2, 16, 48]),
+    heads=st.sampled_from([(4, 2), (8, 1), (3, 3)]),
+    seed=st.integers(0, 1000),
+)
+def test_ragged_batch(
+    lengths: list[tuple[int, int]], block_size: int, heads: tuple[int, int], seed: int
+) -> None:
+    compare(lengths, block_size, heads, seed)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    pasts=st.lists(st.integers(0, 99), min_size=1, max_size=20),
+    block_size=st.sampled_from([1, 2, 16, 48]),
+    heads=st.sampled_from([(4, 2), (8, 1), (3, 3)]),
+    seed=st.integers(0, 1000),
+)
+def test_decodes(pasts: list[int], block_size: int, heads: tuple[int, int], seed: int) -> None:
+    """One query each; groups cut as if there were many more."""
+    with mock.patch.multiple(decode, MAX_SEQS=5, TILE_BYTES=300 * heads[1] * 8 * 4):
+        groups = compare([(1, past) for past in pasts], block_size, heads, seed).decodes
+    assert sum(len(g.tokens) for g in groups) == len(pasts)
+    assert all(len(g.tokens) <= 5 for g in groups)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) -> None:
+    """Two families of a common prefix, two that share too little, and others, some not decoding."""
+    long, short = 320 // block_size, 192 // block_size
+    pasts = [321, 400, 380, 500, 200, 192 + 1, 210, 250, 17, 40, 20, 0]
+    lengths = [(1, past) for past in pasts] + [(7, 500), (3, 0)]
+    few = -(-16 // block_size)
+    shared = {long: [0, 1, 3, 12], short: [4, 5, 7], few: [8, 9]}
+    groups = compare(lengths, block_size, heads, 5, shared).decodes
+    found = {
+        tuple(g.tokens.tolist()): 0 if g.shared_rows is None else len(g.shared_rows) // heads[1]
+        for g in groups
+    }
+    assert found == {(0, 1, 3): long, (4, 5, 7): short, (2, 6, 8, 9, 10, 11): 0}
 
 
 def test_decodes_are_few_calls() -> None:
-    """A decode step of many sequences makes few groups, each padded by little."""
+    """A decode step of many sequences makes few groups, and reads little more than their KV."""
     backend = SdpaAttention(config(2, 1, 8), 2, 16, torch.float32, torch.device("cpu"))
     contexts = torch.randint(1, 1000, (256,), generator=torch.Generator().manual_seed(0)).int()
     batch = ForwardBatch(
@@ -103,15 +160,26 @@ def test_decodes_are_few_calls() -> None:
         slots=torch.arange(256),
         query_start=torch.arange(257).int(),
         context_lens=contexts,
-        block_tables=torch.ones(256, 64, dtype=torch.int32),
+        block_tables=torch.arange(1, 1 + 256 * 64, dtype=torch.int32).view(256, 64),
         logit_rows=torch.arange(256),
     )
     backend.prepare(batch)
-    groups = batch.attention
-    assert sum(len(g.tokens) for g in groups) == 256
-    read = sum(len(g.slots) if g.slots is not None else len(g.tokens) for g in groups)
+    step, total = batch.attention, int(contexts.sum())
+    assert not step.groups
+    assert sum(len(g.tokens) for g in step.decodes) == 256
+    assert len(step.decodes) < 20
+    assert sum(len(g.key_rows) * 16 for g in step.decodes) <= 1.05 * total
+    assert sum(len(g.value_rows) for g in step.decodes) == 2 * total  # for two query heads
+
+
+def test_prompts_are_few_calls() -> None:
+    """Chunks of one length behind contexts of many: rectangles, padded by little."""
+    rng = random.Random(0)
+    items = sorted((32, 32 + rng.randint(1, 1000), 0, i) for i in range(256))
+    groups = rectangles(items)
     assert len(groups) < 40
-    assert read <= MAX_PADDING * int(contexts.sum())
+    read = sum(len(g) * max(context for _, context, *_ in g) for g in groups)
+    assert read <= MAX_PADDING * sum(context for _, context, *_ in items)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"kvcache_block_size": 3}])

@@ -130,7 +130,9 @@ def test_a_replay_writes_one_slot_a_row_and_the_null_block(checkpoint: Path) -> 
     def watched(decode_rows: list[int]) -> object:
         before = cache.clone()
         result = replay(decode_rows)
-        written = set((cache != before).any(-1).any(-1).any(0).nonzero().flatten().tolist())
+        written = set(
+            (cache != before).any(-1).any(2).any(0).flatten().nonzero().flatten().tolist()
+        )
         at = rows.positions[decode_rows] - 1
         own = set((rows.block_tables[decode_rows, at // 16] * 16 + at % 16).tolist())
         assert own <= written <= own | {0}, (decode_rows, written, own)

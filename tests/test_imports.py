@@ -23,6 +23,7 @@ LINE = [
     "nanovllm.models",
     "nanovllm.attention.triton",
     "nanovllm.attention.sdpa",
+    "nanovllm.attention.decode",
     "nanovllm.attention.backend",
     "nanovllm.kernels",
     "nanovllm.layers",
@@ -105,7 +106,8 @@ def test_works_without_triton_and_without_model_code() -> None:
         "out = LLM().chat([{'role': 'user', 'content': 'What is 2 + 3?'}], use_tqdm=False)\n"
         "assert out[0].outputs[0].text == '2 + 3 = 5', out\n"
         "loaded = [m for m in sys.modules if m.startswith('transformers.models.') and 'modeling' in m]\n"
-        "assert not [m for m in loaded if 'qwen' in m], loaded"
+        "assert not [m for m in loaded if 'qwen' in m], loaded\n"
+        "assert 'transformers.modeling_utils' not in sys.modules"
     )
 
 

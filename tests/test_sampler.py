@@ -6,8 +6,17 @@ from conftest import VOCAB, make_checkpoint, random_llm
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.runner import sampler
 from nanovllm.runner.batch import SamplingBatch
-from nanovllm.runner.sampler import keep_min_p, keep_top_k, keep_top_p, sample, uniform
+from nanovllm.runner.sampler import (
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    largest,
+    sample,
+    uniform,
+)
 
 
 def sampling_batch(
@@ -141,3 +150,50 @@ def test_top_k_1_is_greedy(llm: LLM) -> None:
     ids = list(range(1, VOCAB, 9))
     a, b = llm.generate([ids, ids], [greedy, narrow], use_tqdm=False)
     assert a["token_ids"] == b["token_ids"]
+
+
+@pytest.mark.parametrize("vocab", [5, 256, 257, 1000])
+def test_largest_is_argmax(vocab: int) -> None:
+    logits = torch.randint(0, 9, (50, vocab)).float()  # many equals: the first counts
+    logits[0], logits[1, -1] = float("-inf"), 99.0
+    assert torch.equal(largest(logits), logits.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 20.0])
+def test_top_p_of_a_large_vocabulary(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many candidates it takes: a flat row needs nearly all, a steep one very few."""
+    logits = scale * torch.randn(3, 5000) + 1e-3 * torch.randn(3, 5000)
+    want = TopPLogitsWarper(0.9)(None, logits.clone())
+    for candidates in (1, 256, 5000):
+        monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+        got = logits.clone()
+        keep_top_p(got, torch.full((3,), 0.9))
+        differ = (got != want).sum()  # a flat row's sums round: one token more or less
+        assert differ <= (3 if scale == 0 else 0)
+
+
+@pytest.mark.parametrize("vocab", [7, 256, 300, 512, 5000])
+def test_draw_inverts_the_distribution(vocab: int) -> None:
+    """Against the cumulative sum in double precision, and never a hidden token, at either end."""
+    logits = torch.randn(200, vocab) * 3
+    logits[:, ::2] = float("-inf")
+    u = torch.rand(200, dtype=torch.float64)
+    u[0], u[1] = 0.0, 1.0 - 2.0**-53
+    cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
+    tokens = draw(logits, u)
+    at = cumulative.gather(1, tokens[:, None]).flatten()
+    width = logits.double().softmax(dim=-1).gather(1, tokens[:, None]).flatten()
+    assert (logits.gather(1, tokens[:, None]) > float("-inf")).all()
+    assert (at - width - 1e-6 <= u).all()
+    assert (u <= at + 1e-6).all()
+
+
+def test_a_large_vocabulary_is_read_few_times() -> None:
+    """No sort, no double precision and no argmax over it: what they take is known beforehand."""
+    logits = torch.randn(4, 20_000)
+    rows = [(0.6, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 20, 0.9, 0.0), (1.0, 0, 0.9, 0.1)]
+    with torch.profiler.profile(record_shapes=True) as profile:
+        sample(logits * 3, sampling_batch(rows, [1] * 4))
+    for event in profile.events():
+        if event.name in ("aten::sort", "aten::argmax", "aten::cumsum"):
+            assert all(shape[-1] < 20_000 for shape in event.input_shapes if shape), event.name

@@ -1,21 +1,25 @@
-"""Paged attention by torch's scaled_dot_product_attention: the CPU's backend, and every oracle.
+"""Paged attention in plain torch: the CPU's backend, and every oracle.
 
-Owns: the KV cache, K and V of [layers, slots, K, D]; slot = block * block_size + offset.
-Given: batches. Mutates: the slots of the tokens it is told to store, nothing else.
+Owns: the KV cache, K and V of [layers, blocks, K, B, D]: a block holds the slots of one KV head after
+those of another, so that a head's keys come out of it in one piece. Given: batches. Mutates: the slots
+of the tokens it is told to store, nothing else.
 
-SDPA wants rectangles, the batch is ragged. `prepare` sorts the sequences into groups of equal query
-length and like context length, and finds for each group the slots to gather; every layer then makes
-a handful of calls, however many sequences decode. What SDPA must not see it is never shown: padding
-positions gather a slot that the sequence did write (its first), so that a NaN in the null block or
-in an unwritten slot cannot reach a sum, not even times zero.
+Sequences that compute one token are decode.py's. The others go to torch's scaled_dot_product_attention,
+which wants rectangles where the batch is ragged: `prepare` sorts them into groups of equal query
+length and like context length, and finds for each group the rows to gather; every layer then makes a
+handful of calls, however many sequences take part. What SDPA must not see it is never shown: padding
+positions gather a slot that the sequence did write (its first), so that a NaN in the null block or in
+an unwritten slot cannot reach a sum, not even times zero.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanovllm.attention.decode import DecodeAttention, Decodes, Scratch
 from nanovllm.config import ModelConfig
 from nanovllm.layers.rotary import norm_and_rotate
 from nanovllm.runner.batch import ForwardBatch
@@ -25,14 +29,22 @@ MAX_PADDING = 1.15  # a group's contexts are padded by at most this factor
 
 @dataclass(slots=True)
 class Group:
-    """N sequences with Q queries each, contexts padded to L."""
+    """N sequences with Q > 1 queries each, contexts padded to L."""
 
-    tokens: Tensor  # [N * Q] int64: their queries among the step's tokens
+    tokens: Tensor | slice  # [N * Q] int64: their queries among the step's tokens
     queries: int  # Q
-    slots: Tensor | None  # [N * L] int64; None: no context but the step's own tokens, in order
-    mask: (
-        Tensor | None
-    )  # [N, 1, Q, L] bool, true where a query may look; None: causal, or all equal
+    rows: Tensor | None  # [N * K * L] int64, of a layer's cache as [blocks * K * B, D];
+    # None: no context but the step's own tokens, in order
+    mask: Tensor | None  # [N, 1, Q, L] bool, true where a query may look; None: causal
+
+
+@dataclass(slots=True)
+class Step:
+    """What all layers share."""
+
+    places: tuple[Tensor, Tensor]  # [T] int64 each: block and offset of the step's tokens
+    decodes: list[Decodes]
+    groups: list[Group]
 
 
 class SdpaAttention:
@@ -45,58 +57,65 @@ class SdpaAttention:
         device: torch.device,
     ) -> None:
         """`num_blocks` counts the null block. The cache is allocated, not cleared."""
-        shape = (config.num_layers, num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        heads, dim = config.num_kv_heads, config.head_dim
+        shape = (config.num_layers, num_blocks, heads, block_size, dim)
         self.k_cache = torch.empty(shape, dtype=dtype, device=device)
         self.v_cache = torch.empty(shape, dtype=dtype, device=device)
-        self.block_size = block_size
-        self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
+        self.block_size, self.kv_heads, self.dim = block_size, heads, dim
         self.eps = config.rms_norm_eps
+        self.scratch = Scratch(dtype, device), Scratch(dtype, device)  # for K and for V
+        self.decode = DecodeAttention(config.num_heads, heads, dim, block_size, dtype, device)
+
+    def rows(self, slots: Tensor) -> Tensor:
+        """slots [..., L] -> [..., K, L]: of each KV head, rows of a layer's cache as [rows, D]."""
+        size, heads = self.block_size, torch.arange(self.kv_heads, device=slots.device)[:, None]
+        slots = slots.unsqueeze(-2)
+        return (slots // size * self.kv_heads + heads) * size + slots % size
+
+    # ---- once a step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
-        starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
-        # (query length, context length, first token, sequence), alike ones side by side
-        order = sorted(
-            (end - start, context, start, i)
-            for i, (start, end, context) in enumerate(
-                zip(starts, starts[1:], contexts, strict=False)
+        starts = batch.query_start.cpu().numpy().astype(np.int64)
+        contexts = batch.context_lens.cpu().numpy().astype(np.int64)
+        queries = np.diff(starts)
+        decoding = np.flatnonzero(queries == 1)
+        decodes, groups = [], []
+        if len(decoding):
+            tables = batch.block_tables.cpu().numpy()[decoding]
+            decodes = self.decode.prepare(starts[decoding], contexts[decoding], tables)
+        if len(decoding) < len(queries):
+            rest = np.flatnonzero(queries > 1)
+            # (query length, context length, first token, sequence), alike ones side by side
+            items = zip(
+                *(a[rest].tolist() for a in (queries, contexts, starts)), rest.tolist(), strict=True
             )
-        )
-        groups: list[list[tuple[int, int, int, int]]] = []
-        filled = 0
-        for item in order:
-            query, context, _, _ = item
-            group = groups[-1] if groups else None
-            filled += context  # of the group, with this one
-            whole = query == context  # a prompt without a past; such groups stay pure
-            alike = group and group[0][0] == query and (query == group[0][1]) == whole
-            # Sorted, so this is the longest yet: would it pad those before it too much?
-            if group and alike and context * (len(group) + 1) <= MAX_PADDING * filled:
-                group.append(item)
-            else:
-                groups.append([item])
-                filled = context
-        batch.attention = [self._group(batch, group) for group in groups]
+            groups = [self._group(batch, alike) for alike in rectangles(sorted(items))]
+        size = self.block_size
+        batch.attention = Step((batch.slots // size, batch.slots % size), decodes, groups)
 
     def _group(self, batch: ForwardBatch, group: list[tuple[int, int, int, int]]) -> Group:
         device = batch.slots.device
         queries, longest = group[0][0], group[-1][1]
-        equal = group[0][1] == longest
         group.sort(key=lambda g: g[2])  # so that a lone group is the batch itself, in order
-        first = torch.tensor([g[2] for g in group], device=device)
-        tokens = (first[:, None] + torch.arange(queries, device=device)).flatten()
+        start, stop = group[0][2], group[-1][2] + queries
+        tokens: Tensor | slice = slice(start, stop)
+        if stop - start != len(group) * queries:  # not side by side
+            first = torch.tensor([g[2] for g in group], device=device)
+            tokens = (first[:, None] + torch.arange(queries, device=device)).flatten()
         if queries == group[0][1]:
             return Group(tokens, queries, None, None)
-        rows = torch.tensor([g[3] for g in group], device=device)
-        context = batch.context_lens[rows].long()[:, None]  # [N, 1]
+        members = torch.tensor([g[3] for g in group], device=device)
+        context = batch.context_lens[members].long()[:, None]  # [N, 1]
         at = torch.arange(longest, device=device).expand(len(group), -1)  # [N, L] key positions
-        table = batch.block_tables[rows].long()
+        table = batch.block_tables[members].long()
         readable = torch.where(at < context, at, 0)  # padding reads position 0
         block = table.gather(1, readable // self.block_size)
         slots = block * self.block_size + readable % self.block_size
         query_at = context - queries + torch.arange(queries, device=device)  # [N, Q] positions
         mask = at[:, None, :] <= query_at[:, :, None]  # [N, Q, L]
-        blind = queries == 1 and equal  # nothing to hide from anyone
-        return Group(tokens, queries, slots.flatten(), None if blind else mask[:, None])
+        return Group(tokens, queries, self.rows(slots).flatten(), mask[:, None])
+
+    # ---- once a layer ----
 
     def turn_and_store(
         self,
@@ -108,49 +127,62 @@ class SdpaAttention:
         sin: Tensor,
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = norm_and_rotate(
-            qkv, self.kv_heads, self.head_dim, q_norm, k_norm, self.eps, cos, sin
-        )
+        q, k, v = norm_and_rotate(qkv, self.kv_heads, self.dim, q_norm, k_norm, self.eps, cos, sin)
         self.store(layer, k, v, batch)
         return q, k, v
 
     def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        self.k_cache[layer].index_copy_(0, batch.slots, k)
-        self.v_cache[layer].index_copy_(0, batch.slots, v)
+        for cache, new in ((self.k_cache, k), (self.v_cache, v)):
+            cache[layer].transpose(1, 2)[batch.attention.places] = new  # [blocks, B, K, D]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+        step: Step = batch.attention
+        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
+        if len(step.decodes) == 1 and not step.groups and len(step.decodes[0].tokens) == len(q):
+            return self.decode.attend(step.decodes[0], q, k_cache, v_cache)
+        out = torch.empty_like(q)
+        for decodes in step.decodes:
+            out[decodes.tokens] = self.decode.attend(decodes, q, k_cache, v_cache)
+        for group in step.groups:
+            t = group.tokens
+            queries = q[t].unflatten(0, (-1, group.queries)).transpose(1, 2)  # [N, H, Q, D]
+            if group.rows is None:
+                keys, values = (
+                    x[t].unflatten(0, (-1, group.queries)).transpose(1, 2) for x in (k, v)
+                )
+            else:
+                shape = (len(queries), self.kv_heads, -1, self.dim)
+                keys, values = (
+                    scratch.gather(cache.view(-1, self.dim), group.rows).view(shape)
+                    for scratch, cache in zip(self.scratch, (k_cache, v_cache), strict=True)
+                )
+            causal = group.mask is None
+            found = F.scaled_dot_product_attention(
+                queries, keys, values, group.mask, is_causal=causal, enable_gqa=True
+            )
+            out[t] = found.transpose(1, 2).flatten(0, 1)
+        return out
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         source, target = torch.tensor(copies, device=self.k_cache.device).T
         for cache in (self.k_cache, self.v_cache):
-            blocks = cache.unflatten(1, (-1, self.block_size))  # [layers, blocks, offset, K, D]
-            blocks[:, target] = blocks[:, source]  # the right side is a copy
+            cache[:, target] = cache[:, source]  # the right side is a copy
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        groups: list[Group] = batch.attention
-        if len(groups) == 1:
-            return self._attend(layer, q, k, v, groups[0])
-        out = torch.empty_like(q)
-        for group in groups:
-            t = group.tokens
-            k_own, v_own = (k[t], v[t]) if group.slots is None else (k, v)
-            out[t] = self._attend(layer, q[t], k_own, v_own, group)
-        return out
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
-        """q [N * Q, H, D] -> [N * Q, H, D]."""
-        _, heads, dim = q.shape
-        kv_heads, queries = k.shape[1], group.queries
-        if group.slots is not None:
-            k = self.k_cache[layer].index_select(0, group.slots)
-            v = self.v_cache[layer].index_select(0, group.slots)
-        n = q.shape[0] // queries
-        k = k.view(n, -1, kv_heads, dim).transpose(1, 2)  # [N, K, L, D]
-        v = v.view(n, -1, kv_heads, dim).transpose(1, 2)
-        if queries == 1:
-            # The query heads that share a KV head become the rows of one product with it.
-            packed = q.view(n, kv_heads, heads // kv_heads, dim)
-            out = F.scaled_dot_product_attention(packed, k, v, group.mask)
-            return out.reshape(-1, heads, dim)
-        q = q.view(n, queries, heads, dim).transpose(1, 2)  # [N, H, Q, D]
-        causal = group.mask is None
-        out = F.scaled_dot_product_attention(q, k, v, group.mask, is_causal=causal, enable_gqa=True)
-        return out.transpose(1, 2).reshape(-1, heads, dim)
+def rectangles(items: list[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:
+    """(query length, context length, ...), sorted -> groups that pad their contexts by little."""
+    groups: list[list[tuple[int, int, int, int]]] = []
+    filled = 0
+    for item in items:
+        query, context = item[:2]
+        group = groups[-1] if groups else None
+        filled += context  # of the group, with this one
+        whole = query == context  # a prompt without a past; such groups stay pure
+        alike = group and group[0][0] == query and (query == group[0][1]) == whole
+        # Sorted, so this is the longest yet: would it pad those before it too much?
+        if group and alike and context * (len(group) + 1) <= MAX_PADDING * filled:
+            group.append(item)
+        else:
+            groups.append([item])
+            filled = context
+    return groups

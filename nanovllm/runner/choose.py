@@ -30,7 +30,7 @@ Draw: TypeAlias = Callable[[Tensor, SamplingBatch], Tensor]  # logits [R, V] -> 
 def pick_kernels(name: str, device: torch.device) -> tuple[MakeAttention, Ops, Draw]:
     """(attention backend, what runs between the matrix products, the sampler) of a backend's name."""
     if name == "sdpa" or (name == "auto" and device.type != "cuda"):
-        return SdpaAttention, PLAIN, lambda logits, batch: sample(logits.float(), batch)
+        return SdpaAttention, PLAIN, sample
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"attention_backend='triton' needs a GPU, and the device is {device.type!r}; use "

@@ -78,6 +78,8 @@ class ModelRunner:
             random_weights(places, config.seed)
         else:
             load_weights(places, weight_files(directory))
+        del places
+        self.model.pack()
         # torch's attention is called with lengths that the host must know: no graph can hold that.
         recordable = self.device.type == "cuda" and backend is not SdpaAttention
         if capture is None and recordable and not config.enforce_eager:

@@ -7,22 +7,25 @@ alone. So a seeded request that gets the same logits gets the same tokens in wha
 no generator has a state to keep. Filters that no row asks for cost nothing; a mixed batch takes every path once.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nanovllm.runner.batch import SamplingBatch
 
 NOTHING = float("-inf")
-GROUP = 256  # tokens summed at a time in a draw
+GROUP = 256  # tokens of a group, where a row is searched in two levels
+CANDIDATES = 256  # likeliest tokens that top-p looks at first
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits [R, V] float32 -> token ids [R] int64. Rows of temperature 0 take the maximum."""
-    greedy = logits.argmax(dim=-1)
+    """logits [R, V] -> token ids [R] int64. Rows of temperature 0 take the maximum."""
+    logits = logits.float()
     if batch.all_greedy:
-        return greedy
+        return largest(logits)
     is_greedy = batch.temperature == 0
+    greedy = largest(logits[is_greedy])
     logits.sub_(logits.amax(dim=-1, keepdim=True))  # a tiny temperature must not overflow
     logits.div_(torch.where(is_greedy, 1.0, batch.temperature)[:, None])
     if batch.any_top_k:
@@ -31,7 +34,15 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         keep_top_p(logits, batch.top_p)
     if batch.any_min_p:
         keep_min_p(logits, batch.min_p)
-    return torch.where(is_greedy, greedy, draw(logits, uniform(batch.seeds, batch.positions)))
+    tokens = draw(logits, uniform(batch.seeds, batch.positions))
+    tokens[is_greedy] = greedy
+    return tokens
+
+
+def largest(logits: Tensor) -> Tensor:
+    """[R, V] -> [R]: argmax, the first of equals. In two levels: torch's own is ten times slower."""
+    group = groups(logits, Tensor.amax).argmax(dim=-1, keepdim=True)
+    return (group * GROUP + members(logits, group, NOTHING).argmax(dim=-1, keepdim=True)).flatten()
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor) -> None:
@@ -46,14 +57,20 @@ def keep_top_k(logits: Tensor, top_k: Tensor) -> None:
 
 
 def keep_top_p(logits: Tensor, top_p: Tensor) -> None:
-    """Nucleus sampling (Holtzman et al. 2019): hide the tail beyond probability p. 1 keeps all."""
-    rows = (top_p < 1).nonzero().flatten()  # only these are sorted
-    descending, order = logits[rows].sort(dim=-1, descending=True)
-    probs = descending.softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs  # probability of the likelier ones: 0 for the first
-    hidden = torch.where(before < top_p[rows, None], descending, NOTHING)
-    hidden[:, 0] = descending[:, 0]  # whatever p rounds to
-    logits[rows] = torch.empty_like(hidden).scatter_(1, order, hidden)
+    """Nucleus sampling (Holtzman et al. 2019): hide the tail beyond probability p. 1 keeps all.
+
+    Sorts as many of the likeliest tokens as it takes to reach p. Of equals it keeps all or none.
+    """
+    rows = (top_p < 1).nonzero().flatten()  # only these are looked at
+    probs, p, size = logits[rows].softmax(dim=-1), top_p[rows, None], CANDIDATES
+    likeliest = probs.topk(min(size, probs.shape[1])).values
+    while size < probs.shape[1] and (likeliest.sum(dim=-1, keepdim=True) < p).any():
+        size *= 8
+        likeliest = probs.topk(min(size, probs.shape[1])).values
+    before = likeliest.cumsum(dim=-1) - likeliest  # probability of the likelier ones
+    kept = (before < p).sum(dim=-1, keepdim=True).clamp(min=1)  # whatever p rounds to
+    least = likeliest.gather(1, kept - 1)
+    logits[rows] = logits[rows].masked_fill_(probs < least, NOTHING)
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> None:
@@ -66,19 +83,32 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
     """The token at which the cumulative probability passes u [R]; never a hidden one.
 
     In two levels, a group of tokens and then one of the group: a float32 sum over the whole
-    vocabulary would round rare tokens away.
+    vocabulary would round rare tokens away, and one in double precision would take its time.
     """
-    weights = (logits - logits.amax(dim=-1, keepdim=True)).exp()  # [R, V]
-    weights = F.pad(weights, (0, -weights.shape[1] % GROUP)).unflatten(
-        1, (-1, GROUP)
-    )  # [R, G, GROUP]
-    groups = weights.double().sum(dim=-1).cumsum(dim=-1)  # [R, G]
-    target = u[:, None] * groups[:, -1:]
-    group = _passes(groups, target)
-    before = (groups.gather(1, group) - weights.double().sum(dim=-1).gather(1, group)).clamp(min=0)
-    row = torch.arange(len(u), device=u.device)
-    inside = weights[row, group.flatten()].double().cumsum(dim=-1)  # [R, GROUP]
+    probs = logits.softmax(dim=-1)
+    sums = groups(probs, Tensor.sum).double()
+    cumulative = sums.cumsum(dim=-1)
+    target = u[:, None] * cumulative[:, -1:]
+    group = _passes(cumulative, target)
+    before = cumulative.gather(1, group) - sums.gather(1, group)
+    inside = members(probs, group, 0.0).double().cumsum(dim=-1)
     return (group * GROUP + _passes(inside, target - before)).flatten()
+
+
+def groups(x: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+    """[R, V] -> [R, number of groups]: each group of a row reduced. The last one may be short."""
+    whole = x.shape[1] // GROUP * GROUP
+    reduced = reduce(x[:, :whole].unflatten(1, (-1, GROUP)), dim=-1)
+    if whole == x.shape[1]:
+        return reduced
+    return torch.cat((reduced, reduce(x[:, whole:], dim=-1, keepdim=True)), dim=-1)
+
+
+def members(x: Tensor, group: Tensor, beyond: float) -> Tensor:
+    """The entries [R, GROUP] of one group [R, 1] of each row, filled up with `beyond`."""
+    index = group * GROUP + torch.arange(GROUP, device=x.device)
+    found = x.gather(1, index.clamp(max=x.shape[1] - 1))
+    return found.masked_fill_(index >= x.shape[1], beyond)
 
 
 def _passes(cumulative: Tensor, target: Tensor) -> Tensor:

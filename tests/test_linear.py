@@ -1,0 +1,99 @@
+"""Packed weights: the same numbers as plain ones, never two copies of the model while packing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_checkpoint, random_llm
+from torch import nn
+from torch.nn import functional as F
+
+from nanovllm.layers.linear import Linear, linear, packed
+
+needs_tiles = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 tiles on this processor"
+)
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
+
+
+@needs_tiles
+@pytest.mark.parametrize("shape", [(512, 256), (96, 64), (199, 70), (1, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_equals_plain(shape: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    weight = parameter(*shape)
+    tiles, b = packed(weight), parameter(shape[0]) if bias else None
+    assert tiles.is_mkldnn
+    for tokens in (1, 2, 16, 17, 64, 65, 300):
+        x = torch.randn(tokens, shape[1]).bfloat16()
+        assert torch.equal(linear(x, tiles, b), F.linear(x, weight, b))
+
+
+def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32, and any weight where torch lacks the operations."""
+    wide, narrow = parameter(32, 32, dtype=torch.float32), parameter(32, 32)
+    assert packed(wide) is wide
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert packed(narrow) is narrow
+
+
+@needs_tiles
+@pytest.mark.parametrize("tie", [False, True])
+def test_engine_packs_bf16(tmp_path: Path, tie: bool) -> None:
+    make_checkpoint(tmp_path, tie=tie)
+    for dtype in ("bfloat16", "float32"):
+        model = random_llm(tmp_path, dtype=dtype).engine.runner.model
+        weights = [m.weight for m in model.modules() if isinstance(m, Linear)] + [model.head]
+        assert all(w.is_mkldnn == (dtype == "bfloat16") for w in weights)
+        assert not model.embedding.is_mkldnn  # a table that is looked up
+
+
+MEMORY = """
+import sys
+from pathlib import Path
+import torch
+from nanovllm.config import ModelConfig
+from nanovllm.models import qwen3
+from nanovllm.layers.ops import PLAIN
+from nanovllm.runner.choose import torch_defaults
+
+def private():
+    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
+
+peak, inner = 0, qwen3.packed
+def packed(weight):
+    global peak
+    tiles = inner(weight)
+    peak = max(peak, private())
+    return tiles
+
+config = ModelConfig.from_file(Path(sys.argv[1]) / "config.json")
+with torch_defaults(torch.device("cpu"), torch.bfloat16):
+    model = qwen3.Qwen3(config, 512, PLAIN)
+    for p in model.parameters():
+        p.zero_()
+    size = sum(p.nbytes for p in model.parameters())
+    inner(model.layers[0].mlp.down.weight)
+before, qwen3.packed = private(), packed
+model.pack()
+print((peak - before) / size, (private() - before) / size, model.head.nbytes / size)
+"""
+
+
+@needs_tiles
+def test_packing_holds_one_weight_twice(tmp_path: Path) -> None:
+    make_checkpoint(
+        tmp_path, hidden_size=1024, intermediate_size=3072, vocab_size=10_000, num_hidden_layers=4
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    peak, after, head = map(float, done.stdout.split())
+    assert peak < head + 0.1  # the untied head is the largest and comes last
+    assert after < 0.1

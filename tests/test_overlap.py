@@ -1,0 +1,164 @@
+"""Overlap: with async_scheduling, step N+1 is planned and launched before step N's tokens are read.
+
+On a fake runner: no model, but the oracle's memory, so that the answers must be right too.
+"""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import ALPHABET, OracleRunner, answer
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import llm_engine
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": ALPHABET, "hidden_size": 8, "head_dim": 2,
+    "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+class Tokens:
+    """A step's tokens on a device: that they are read is seen."""
+
+    def __init__(self, runner: "FakeRunner", step: int, tokens: list[int]) -> None:
+        self.runner, self.step, self.tokens = runner, step, tokens
+
+    def tolist(self) -> list[int]:
+        self.runner.events.append(("read", self.step))
+        return self.tokens
+
+
+class FakeDrawn:
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
+        self.logprobs: dict = {}
+        self.prompt_logprobs: dict = {}
+
+    def read(self) -> list[int]:
+        return self.tokens.tolist()
+
+
+class FakeRunner:
+    """Stands in ModelRunner's place and notes what is done, (what, which step), in order."""
+
+    num_blocks, device, dtype = 40, torch.device("cpu"), torch.float32
+
+    def __init__(self, *_: object) -> None:
+        self.oracle = OracleRunner(self.num_blocks, 4, 8)
+        self.events: list[tuple[str, int]] = []
+        self.steps = itertools.count()
+        self.drawn: list[int] = []  # how many tokens each step drew
+
+    def block_bytes(self, size: int) -> int:
+        return size
+
+    def forward(self, plan) -> tuple[int, list[int]]:
+        step = next(self.steps)
+        self.events.append(("forward", step))
+        return step, self.oracle.run(plan)
+
+    def sample(self, forward: tuple[int, list[int]]) -> FakeDrawn:
+        step, tokens = forward
+        self.events.append(("sample", step))
+        self.drawn.append(len(tokens))
+        return FakeDrawn(Tokens(self, step, tokens))
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(llm_engine, "ModelRunner", FakeRunner)
+
+    def llm(asynchronous: bool, **options: object) -> LLM:
+        settings = dict(kvcache_block_size=4, max_num_seqs=8, skip_tokenizer_init=True)
+        settings |= dict(load_format="dummy", async_scheduling=asynchronous) | options
+        made = LLM(str(tmp_path), **settings)
+        engine = made.engine
+        schedule, steps = engine.scheduler.schedule, itertools.count()
+
+        def noted():
+            plan = schedule()
+            if plan is not None:
+                engine.runner.events.append(("schedule", next(steps)))
+            return plan
+
+        engine.scheduler.schedule = noted
+        return made
+
+    return llm
+
+
+def greedy(**options: object) -> SamplingParams:
+    return SamplingParams(temperature=0, seed=3, **{"ignore_eos": True, **options})
+
+
+def launched(step: int) -> list[tuple[str, int]]:
+    return [("schedule", step), ("forward", step), ("sample", step)]
+
+
+def test_the_next_step_is_launched_before_tokens_are_read(make) -> None:
+    llm = make(True)
+    llm.generate([[1, 2], [0]], greedy(max_tokens=4), use_tqdm=False)
+    wanted = launched(0)
+    for step in range(1, 4):
+        wanted += [*launched(step), ("read", step - 1)]
+    assert llm.engine.runner.events == [*wanted, ("read", 3)]
+
+
+def test_without_overlap_tokens_are_read_first(make) -> None:
+    llm = make(False)
+    llm.generate([[1, 2], [0]], greedy(max_tokens=4), use_tqdm=False)
+    wanted = [event for step in range(4) for event in (*launched(step), ("read", step))]
+    assert llm.engine.runner.events == wanted
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_found_late_costs_one_token(make, asynchronous: bool) -> None:
+    """A stop token costs one token of that sequence, the end by length none; outputs are the same."""
+    prompts = [[i % 3, i // 3 % 3, i // 9] for i in range(8)]
+    for ends in (frozenset({2}), frozenset()):
+        llm = make(asynchronous)
+        params = greedy(max_tokens=12, stop_token_ids=list(ends))
+        outs = llm.generate(prompts, params, use_tqdm=False)
+        for prompt, out in zip(prompts, outs, strict=True):
+            assert out["token_ids"] == answer(prompt, 15, ends, 3)
+        # What the last token allowed ended is not found late: the scheduler knew that it would.
+        early = sum(len(out["token_ids"]) < 12 for out in outs)
+        assert early >= 5 if ends else early == 0
+        wasted = sum(llm.engine.runner.drawn) - sum(len(out["token_ids"]) for out in outs)
+        assert wasted == (early if asynchronous else 0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_abort_costs_one_token(make, asynchronous: bool) -> None:
+    llm = make(asynchronous)
+    engine = llm.engine
+    gone, kept = (engine.add_request(p, greedy(max_tokens=9)) for p in ([1, 1], [2, 0]))
+    outs, known = [], 0
+    for step in itertools.count():
+        if step == 4:
+            known = engine.requests[gone].seqs[0].num_output
+            engine.abort_request(gone)
+        if not engine.has_unfinished_requests():
+            break
+        outs += engine.step()
+    assert [out.request_id for out in outs] == [kept]
+    assert outs[0]["token_ids"] == answer([2, 0], 11, frozenset(), 3)
+    assert sum(engine.runner.drawn) - 9 - known == (1 if asynchronous else 0)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_preemption_changes_no_output(make, asynchronous: bool, monkeypatch) -> None:
+    monkeypatch.setattr(FakeRunner, "num_blocks", 12)
+    llm = make(asynchronous)
+    prompts = [[i % 3] * 5 for i in range(4)]
+    outs = llm.generate(prompts, greedy(max_tokens=20), use_tqdm=False)
+    for prompt, out in zip(prompts, outs, strict=True):
+        assert out["token_ids"] == answer(prompt, 25, frozenset(), 3)
+    assert llm.stats()["preemptions"] > 0
+    # Every token is drawn once: a preempted sequence keeps what is in flight.
+    assert sum(llm.engine.runner.drawn) == 80
