@@ -9,6 +9,8 @@ import os
 import sys
 import time
 
+# Python looks in a script's own directory first, where `kernels` is not the package of that name.
+sys.path.pop(0)
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB, as our own cache takes on a CPU
 
