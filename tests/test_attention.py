@@ -3,6 +3,7 @@
 import random
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_checkpoint, random_llm
@@ -42,11 +43,12 @@ def compare(
     heads: tuple[int, int],
     seed: int,
     shared: dict[int, list[int]] | None = None,
+    in_place: bool = False,
 ) -> Step:
     """Any mix of (query length, tokens before it) against the reference, and what was prepared.
 
     NaN in the null block and all unwritten slots. `shared`: blocks -> the sequences that share so
-    many leading ones.
+    many leading ones. `in_place`: read K where it lies, however far apart its blocks are.
     """
     torch.manual_seed(seed)
     num_heads, kv_heads = heads
@@ -94,7 +96,9 @@ def compare(
     q = torch.randn(int(queries.sum()), num_heads, 8)
     k_new = torch.cat([k[past:] for k, (_, past) in zip(ks, lengths, strict=True)])
     v_new = torch.cat([v[past:] for v, (_, past) in zip(vs, lengths, strict=True)])
-    backend.prepare(batch)
+    backend.decode.in_place = in_place
+    with mock.patch.object(decode, "DENSE", 1e9):
+        backend.prepare(batch)
     backend.store(0, k_new, v_new, batch)
     got = backend.attend(0, q, k_new, v_new, batch)
     start = 0
@@ -131,6 +135,8 @@ def test_decodes(pasts: list[int], block_size: int, heads: tuple[int, int], seed
         groups = compare([(1, past) for past in pasts], block_size, heads, seed).decodes
     assert sum(len(g.tokens) for g in groups) == len(pasts)
     assert all(len(g.tokens) <= 5 for g in groups)
+    groups = compare([(1, past) for past in pasts], block_size, heads, seed, in_place=True).decodes
+    assert all(isinstance(g.keys, slice) for g in groups)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
@@ -148,6 +154,9 @@ def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) 
         for g in groups
     }
     assert found == {(0, 1, 3): long, (4, 5, 7): short, (2, 6, 8, 9, 10, 11): 0}
+    groups = compare(lengths, block_size, heads, 5, shared, in_place=True).decodes
+    # Of the last group two share blocks, which a tile of one owner cannot express.
+    assert [isinstance(g.keys, slice) for g in groups] == [True, True, False]
 
 
 def test_decodes_are_few_calls() -> None:
@@ -168,8 +177,21 @@ def test_decodes_are_few_calls() -> None:
     assert not step.groups
     assert sum(len(g.tokens) for g in step.decodes) == 256
     assert len(step.decodes) < 20
-    assert sum(len(g.key_rows) * 16 for g in step.decodes) <= 1.05 * total
+    assert sum(len(g.keys) * 16 for g in step.decodes) <= 1.05 * total
     assert sum(len(g.value_rows) for g in step.decodes) == 2 * total  # for two query heads
+
+
+@pytest.mark.parametrize(("gap", "in_place"), [(0, True), (3, True), (8, False)])
+def test_keys_are_read_in_place_where_they_lie_close(gap: int, in_place: bool) -> None:
+    """Ten blocks of one sequence, some unused ones, and two of another."""
+    backend = SdpaAttention(config(2, 1, 8), 40, 16, torch.float32, torch.device("cpu"))
+    backend.decode.in_place = True
+    tables = np.zeros((2, 10), np.int32)
+    tables[0], tables[1, :2] = range(3, 13), (13 + gap, 14 + gap)
+    (found,) = backend.decode.prepare(np.arange(2), np.array([160, 17]), tables)
+    assert isinstance(found.keys, slice) == in_place
+    if in_place:
+        assert found.keys == slice(3, 15 + gap)
 
 
 def test_prompts_are_few_calls() -> None:

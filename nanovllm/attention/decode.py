@@ -5,12 +5,16 @@ Owns: nothing but scratch space. Given: queries and the KV cache. Mutates: neith
 The contexts are ragged, and at one query each a step does little else than read KV. So nothing that
 reads KV is padded to the longest context:
 
-    K   tile by tile, CHUNK slots of one sequence and one KV head: one batched product for all
-        tiles of the batch, of a tile with the queries that share its head
+    K   tile by tile, a few slots of one sequence and one KV head: one batched product for all tiles
+        of the batch, of a tile with the queries that share its head
     V   an embedding bag: the weighted sum of a ragged list of rows, read where they lie
 
 Between the two stand the scores, which are small and may be padded. What nobody wrote is not to reach
-a sum (it may be NaN): of K it gives scores that are masked, of V it is not in the lists.
+a sum (it may be NaN): of K it gives scores that nobody looks at, of V it is not in the lists.
+
+With matrix units K too is read where it lies, a block a tile, where the blocks of the batch fill most
+of the range from the first to the last. They are handed out side by side, so they often do. Elsewhere
+K is gathered first.
 
 A prefix whose blocks are the same in all tables of a group is read once, by one product with the
 queries of all sequences. Its scores stand before each sequence's own in one softmax: the same as
@@ -27,11 +31,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-CHUNK = 32  # slots of a tile, or one block if that is more; measured: 16 and 64 are 10 % slower
+GATHERED = 32  # slots of a tile of gathered K, or one block if that is more; 16, 64: 10 % slower
+DENSE = 1.5  # times the blocks of the batch: the longest range that is read in place
 MAX_SEQS = 64  # of a group, which bounds the scores,
 TILE_BYTES = 32 << 20  # and K of their own contexts, which bounds the tiles
 KEPT_BYTES = 64 << 20  # of scratch memory
 MIN_SAVED = 256  # tokens that a shared prefix must save the reading of, to be worth its calls
+LEAD = 64  # scores before those of the first tile; the first of all is minus infinity
 
 
 @dataclass(slots=True)
@@ -39,10 +45,10 @@ class Decodes:
     """N sequences that decode together. Rows of the caches: [blocks * K, B * D] or, of V, * B, D."""
 
     tokens: Tensor  # [N] int64, their queries among the step's tokens
-    query_rows: Tensor  # [K * R], of q as [T * K, G * D]: the queries of each tile
-    key_rows: Tensor  # [K * R * C / B]: the blocks of each tile
-    score_rows: Tensor  # [K * N * G * tiles], of the scores as [K * R * G, C]: padded, in order
-    hidden: Tensor  # [N, 1, tiles * C] bool: slots that are not of the context
+    query_rows: Tensor  # [R * K], of q as [T * K, G * D]: the queries of each tile
+    keys: slice | Tensor  # the range of blocks, or the rows [R * K * C / B] to gather
+    scores: Tensor  # scratch: LEAD, then [R * K, C, G]
+    score_places: Tensor  # [K * N * G * L], of `scores`: in order, padded to L
     picks: Tensor  # [sum of own contexts * H], of the probabilities: those that are not padding
     value_rows: Tensor  # the same, of V
     offsets: Tensor  # [K * N * G]: where in these two each query's list begins
@@ -61,17 +67,21 @@ class DecodeAttention:
         device: torch.device,
     ) -> None:
         self.kv_heads, self.group, self.dim = kv_heads, heads // kv_heads, head_dim
-        self.block_size = block_size
-        self.tile_blocks = max(1, CHUNK // block_size)
-        self.itemsize, self.device = dtype.itemsize, device
-        self.scratch = Scratch(dtype, device)
+        self.block_size, self.device = block_size, device
+        self.kv_bytes = kv_heads * head_dim * dtype.itemsize  # of K of one token
+        # Measured, 28 layers of 16 x 192 tokens: 29 ms in place and 33 gathered; without matrix
+        # units 40 and 35; in float32, which has none, 58 and 51.
+        self.in_place = (
+            device.type == "cpu" and dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        )
+        self.gathered, self.scores = Scratch(dtype, device), Scratch(dtype, device)
 
     # ---- once a step ----
 
     def prepare(self, tokens: Any, contexts: Any, tables: Any) -> list[Decodes]:
         """tokens [N], contexts [N], tables [N, blocks] (int32, for speed) of all that decode."""
         groups = []
-        most = max(1, TILE_BYTES // (self.kv_heads * self.dim * self.itemsize))
+        most = max(1, TILE_BYTES // self.kv_bytes)
         for members, shared in shared_prefixes(tables, contexts, self.block_size):
             own = np.cumsum(contexts[members] - shared * self.block_size)
             part = np.arange(len(members)) // MAX_SEQS + (own - 1) // most
@@ -84,38 +94,64 @@ class DecodeAttention:
 
     def _decodes(self, tokens: Any, contexts: Any, tables: Any, shared: int) -> Decodes:
         size, kv_heads, group, n = self.block_size, self.kv_heads, self.group, len(tokens)
-        own = contexts - shared * size  # at least 1
+        own = (contexts - shared * size).astype(np.int32)  # at least 1
         head = np.arange(kv_heads, dtype=np.int32)[:, None]
 
-        # K: the tiles of all sequences side by side. Past a table's end any block will do.
-        per_tile = self.tile_blocks
-        tiles = -(-own // (size * per_tile))
-        owner, at = ragged(tiles)
-        columns = shared + at[:, None] * per_tile + np.arange(per_tile)
-        blocks = tables[owner[:, None], np.minimum(columns, tables.shape[1] - 1)]
-        # The scores of tile r, query g, stand in row r * G + g of those of a KV head.
-        most = int(tiles.max())
-        tile = (np.cumsum(tiles) - tiles)[:, None] + np.minimum(np.arange(most), tiles[:, None] - 1)
-        score = tile[:, None, :] * group + np.arange(group)[:, None]  # [N, G, most]
+        # K: of each tile its owner; of each block its spot, counted over the blocks of all tiles.
+        blocks = -(-own // size)
+        owner, at = ragged(blocks)
+        found = tables[owner, shared + at]
+        first, last = int(found.min()), int(found.max()) + 1
+        keys: slice | Tensor = slice(first, last)
+        once = len(np.unique(found)) == len(found)
+        if self.in_place and once and last - first <= DENSE * len(found):
+            per_tile, spot = 1, found - first
+            owners = np.zeros(last - first, np.int32)
+            owners[spot] = owner
+        else:
+            per_tile = max(1, GATHERED // size)
+            tiles = -(-blocks // per_tile)
+            owners, _ = ragged(tiles)
+            spot = ((np.cumsum(tiles, dtype=np.int32) - tiles) * per_tile)[owner] + at
+            rows = np.zeros((len(owners), 1, per_tile), np.int32)  # past a context's end: any block
+            rows.reshape(-1)[spot] = found
+            keys = self._send(rows * kv_heads + head)
+
+        # Of each slot that a context fills, sequence by sequence: its score's place and V's row.
+        filled = np.minimum(own[owner] - at * size, size)  # of each block
+        _, slot = ragged(filled)
+        length = per_tile * size
+        place = spot // per_tile * (kv_heads * length) + spot % per_tile * size
+        place = np.repeat(place, filled) + slot
+        value = np.repeat(found * (kv_heads * size), filled) + slot
+
+        # Scores: from [R, K, C, G] to [K, N, G, L]. What is negative here is padding.
+        scores = self.scores.take(LEAD + len(owners) * kv_heads * length * group)
+        scores[0] = float("-inf")
+        longest = int(own.max())
+        places = np.full((n, 1, longest), -(1 << 30), np.int32)
+        places[np.repeat(owner, filled), 0, np.repeat(at * size, filled) + slot] = (
+            LEAD + place * group
+        )
+        places = places + np.arange(group, dtype=np.int32)[:, None]
+        places = np.maximum(places + head[:, :, None, None] * (length * group), 0)
 
         # V: one list for each query.
-        width = shared * size + most * per_tile * size
-        query, at = ragged(np.repeat(own, group))  # [sum of own contexts * G]
-        block = tables[query // group, shared + at // size]
-        pick = query * width + shared * size + at
-        value = block * (kv_heads * size) + at % size
-        lengths = np.tile(np.repeat(own, group), kv_heads)
+        width = shared * size + longest
+        lengths = np.repeat(own, group)
+        query, at = ragged(lengths)  # [sum of own contexts * G]
+        value = value[np.repeat(np.repeat(np.cumsum(own) - own, group), lengths) + at]
+        pick = query * width + (shared * size + at)
+        lengths = np.tile(lengths, kv_heads)
 
         prefix = tables[0, :shared] * kv_heads + head
-        queries = tokens * kv_heads + head  # [K, N]
+        queries = tokens.astype(np.int32) * kv_heads + head  # [K, N]
         return Decodes(
             tokens=torch.from_numpy(tokens).to(self.device),
-            query_rows=self._send(queries[:, owner]),
-            key_rows=self._send(blocks.ravel() * kv_heads + head),
-            score_rows=self._send(score.ravel() + head * (len(owner) * group)),
-            hidden=torch.from_numpy(np.arange(most * per_tile * size) >= own[:, None, None]).to(
-                self.device
-            ),
+            query_rows=self._send(queries.T[owners]),
+            keys=keys,
+            scores=scores,
+            score_places=self._send(places),
             picks=self._send(pick + head * (n * group * width)),
             value_rows=self._send(value + head * size),
             offsets=self._send(np.cumsum(lengths) - lengths),
@@ -134,15 +170,14 @@ class DecodeAttention:
         rows = k_cache.view(-1, self.block_size * dim)
         queries = q.reshape(-1, group * dim)
 
-        tiles = queries.index_select(0, d.query_rows).view(-1, group, dim)  # [K * R, G, D]
-        keys = self.scratch.gather(rows, d.key_rows).view(len(tiles), -1, dim)  # [K * R, C, D]
-        scores = self._scores(tiles, keys)
-        scores = scores.view(-1, keys.shape[1]).index_select(0, d.score_rows)
-        scores = scores.view(kv_heads, n, group, -1).masked_fill_(d.hidden, float("-inf"))
+        tiles = queries.index_select(0, d.query_rows).view(-1, group, dim)  # [R * K, G, D]
+        found = k_cache[d.keys] if isinstance(d.keys, slice) else self.gathered.rows(rows, d.keys)
+        self._products(found.view(len(tiles), -1, dim), tiles, d.scores[LEAD:])
+        scores = d.scores.index_select(0, d.score_places).view(kv_heads, n, group, -1)
         if d.shared_rows is not None:
             together = queries.index_select(0, d.shared_queries).view(kv_heads, -1, dim)
             keys = rows.index_select(0, d.shared_rows).view(kv_heads, -1, dim)  # [K, P, D]
-            prefix = self._scores(together, keys).view(kv_heads, n, group, -1)
+            prefix = self._products(together, keys).view(kv_heads, n, group, -1)
             scores = torch.cat((prefix, scores), dim=-1)
         probs = scores.softmax(dim=-1)  # [K, N, G, P + own]; inside, in float32
 
@@ -160,26 +195,31 @@ class DecodeAttention:
             out = out.view(kv_heads, -1, dim).baddbmm_(weights, values)
         return out.view(kv_heads, n, group, dim).transpose(0, 1).reshape(n, -1, dim)
 
-    def _scores(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """queries [X, Q, D], keys [X, L, D] -> [X, Q, L], scaled before they are rounded."""
-        none = queries.new_empty(1)
-        return torch.baddbmm(none, queries, keys.transpose(1, 2), beta=0, alpha=self.dim**-0.5)
+    def _products(self, a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        """a [X, I, D], b [X, J, D] -> [X, I, J], scaled before they are rounded."""
+        if out is not None:
+            out = out.view(len(a), a.shape[1], b.shape[1])
+        none = a.new_empty(1)
+        return torch.baddbmm(none, a, b.transpose(1, 2), beta=0, alpha=self.dim**-0.5, out=out)
 
 
 class Scratch:
-    """Memory for gathered rows, kept: a new tensor is new pages, which cost more than the rows."""
+    """Memory that is kept: a new tensor is new pages, which cost more than what goes into them."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=dtype, device=device)
 
-    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
-        """rows[index], which stands until the next call."""
-        size = len(index) * rows.shape[1]
-        if size * rows.itemsize > KEPT_BYTES:
-            return rows.index_select(0, index)
+    def take(self, size: int) -> Tensor:
+        """[size], whatever it holds; it stands until the next call."""
+        if size * self.memory.itemsize > KEPT_BYTES:
+            return self.memory.new_empty(size)
         if self.memory.numel() < size:
             self.memory = self.memory.new_empty(size * 5 // 4)
-        out = self.memory[:size].view(-1, rows.shape[1])
+        return self.memory[:size]
+
+    def rows(self, rows: Tensor, index: Tensor) -> Tensor:
+        """rows[index]"""
+        out = self.take(len(index) * rows.shape[1]).view(-1, rows.shape[1])
         return torch.index_select(rows, 0, index, out=out)
 
 

@@ -153,7 +153,7 @@ class SdpaAttention:
             else:
                 shape = (len(queries), self.kv_heads, -1, self.dim)
                 keys, values = (
-                    scratch.gather(cache.view(-1, self.dim), group.rows).view(shape)
+                    scratch.rows(cache.view(-1, self.dim), group.rows).view(shape)
                     for scratch, cache in zip(self.scratch, (k_cache, v_cache), strict=True)
                 )
             causal = group.mask is None
