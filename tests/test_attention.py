@@ -61,8 +61,7 @@ def compare(
         torch.float32,
         torch.device("cpu"),
     )
-    backend.k_cache.fill_(NAN)
-    backend.v_cache.fill_(NAN)
+    backend.cache.fill_(NAN)
     blocks = (torch.randperm(sum(needed) + 3) + 1).tolist()  # any physical order; never block 0
     tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
     ks, vs, slots, positions = [], [], [], []
@@ -99,7 +98,7 @@ def compare(
     backend.decode.in_place = in_place
     with mock.patch.object(decode, "DENSE", 1e9):
         backend.prepare(batch)
-    backend.store(0, k_new, v_new, batch)
+    backend.store(0, torch.cat((k_new, v_new), dim=1), batch)
     got = backend.attend(0, q, k_new, v_new, batch)
     start = 0
     for (query, _), k, v in zip(lengths, ks, vs, strict=True):
@@ -213,7 +212,6 @@ def test_nan_in_what_nobody_wrote(tmp_path, options: dict) -> None:
     answers = []
     for poison in (0.0, NAN):
         llm = random_llm(tmp_path, **options)
-        llm.engine.runner.attention.k_cache.fill_(poison)
-        llm.engine.runner.attention.v_cache.fill_(poison)
+        llm.engine.runner.attention.cache.fill_(poison)
         answers.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
     assert answers[0] == answers[1]

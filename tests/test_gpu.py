@@ -136,7 +136,8 @@ def test_pointwise_and_store(dtype: torch.dtype) -> None:
     qkv = torch.randn(300, (heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
     q_weight, k_weight = (torch.rand(dim, device=DEVICE).to(dtype) for _ in range(2))
     angle = torch.rand(300, 1, dim // 2, device=DEVICE) * 6
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    cos = torch.cat((angle.cos(), angle.cos()), dim=-1).to(dtype)
+    sin = torch.cat((-angle.sin(), angle.sin()), dim=-1).to(dtype)
     slots = torch.randperm(40 * 16, device=DEVICE)[:300]
     caches = [torch.zeros(40, kv_heads, 16, dim, dtype=dtype, device=DEVICE) for _ in range(4)]
     q = store.rope_store(qkv, q_weight, k_weight, 1e-6, cos, sin, slots, *caches[:2])

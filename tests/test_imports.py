@@ -20,6 +20,7 @@ LINE = [
     "nanovllm.engine.interrupt",
     "nanovllm.runner.model_runner",
     "nanovllm.runner.choose",
+    "nanovllm.runner.sampler",
     "nanovllm.models",
     "nanovllm.attention.triton",
     "nanovllm.attention.sdpa",

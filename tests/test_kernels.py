@@ -124,7 +124,7 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
     k, v = torch.empty(shape, dtype=torch.float16), torch.empty(shape, dtype=torch.float16)
     assert k.numel() > 2**31
     last = torch.arange(shape[0] - 2, shape[0], dtype=torch.int32)[None]
-    turn = torch.ones(32, 1, 64, dtype=torch.float16)
+    turn = torch.ones(32, 1, 128, dtype=torch.float16)
     slots = torch.arange((shape[0] - 2) * 16, shape[0] * 16)
     q = store.rope_store(
         torch.randn(32, 24 * 128).half(), None, None, 0.0, turn, turn, slots, k, v

@@ -21,7 +21,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("rows", [1, 4, 5, 11])
 @pytest.mark.parametrize("normed", [False, True])
 def test_layers_are_what_they_say(rows: int, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one part and in several; and what is given is not changed."""
+    """In one part and in several. Only the projection is changed."""
     monkeypatch.setattr(parts, "PART", 50)  # four rows, or one
     torch.manual_seed(0)
     x, qkv = torch.randn(rows, 12), torch.randn(rows, (4 + 2 * 2) * 6)
@@ -36,12 +36,13 @@ def test_layers_are_what_they_say(rows: int, normed: bool, monkeypatch: pytest.M
         torch.testing.assert_close(normed_x, rms_norm(total, weight, 0.01))
         assert torch.equal(found, total)
 
-    cos, sin = torch.randn(rows, 1, 3), torch.randn(rows, 1, 3)
+    angles = torch.randn(rows, 1, 3)
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     weights = (torch.randn(6), torch.randn(6)) if normed else (None, None)
-    q, k, v = norm_and_rotate(qkv, 2, 6, *weights, 0.01, cos, sin)
-    for got, want, weight in zip((q, k), qkv.view(rows, 8, 6).split((4, 2, 2), 1), weights):  # noqa: B905
+    q, k, v = norm_and_rotate(qkv, 2, 6, *weights, 0.01, *table)
+    for got, want, weight in zip((q, k), given[1].view(rows, 8, 6).split((4, 2, 2), 1), weights):  # noqa: B905
         plain = want if weight is None else rms_norm(want, weight, 0.01)
         torch.testing.assert_close(got, turned(plain, cos, sin))
-    assert torch.equal(v, qkv.view(rows, 8, 6)[:, 6:])
+    assert torch.equal(v, given[1].view(rows, 8, 6)[:, 6:])
     assert torch.equal(x, given[0])
-    assert torch.equal(qkv, given[1])

@@ -180,7 +180,7 @@ def test_draw_inverts_the_distribution(vocab: int) -> None:
     u = torch.rand(200, dtype=torch.float64)
     u[0], u[1] = 0.0, 1.0 - 2.0**-53
     cumulative = logits.double().softmax(dim=-1).cumsum(dim=-1)
-    tokens = draw(logits, u)
+    tokens = draw(logits, torch.ones(200, 1), u)
     at = cumulative.gather(1, tokens[:, None]).flatten()
     width = logits.double().softmax(dim=-1).gather(1, tokens[:, None]).flatten()
     assert (logits.gather(1, tokens[:, None]) > float("-inf")).all()

@@ -26,7 +26,8 @@ class AttentionBackend(Protocol):
         """The packed projection [T, (H + 2K) D] -> what `attend` takes: q [T, H, D], k, v [T, K, D].
 
         q and k are normalised per head (where there are weights [D]) and turned by the angles of
-        their positions, cos and sin [T, 1, D/2]; k and v are written to the slots of the tokens.
+        their positions, cos and sin [T, 1, D] (RotaryEmbedding.at); k and v are written to the
+        slots of the tokens. What it gives may be `qkv` itself, changed.
         """
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:

@@ -1,7 +1,7 @@
 """Paged attention in plain torch: the CPU's backend, and every oracle.
 
-Owns: the KV cache, K and V of [layers, blocks, K, B, D]: a block holds the slots of one KV head after
-those of another, so that a head's keys come out of it in one piece. Given: batches. Mutates: the slots
+Owns: the KV cache, [layers, 2, blocks, K, B, D], K before V: a block holds the slots of one KV head
+after those of another, so that a head's keys come out of it in one piece. Given: batches. Mutates: the slots
 of the tokens it is told to store, nothing else.
 
 Sequences that compute one token are decode.py's. The others go to torch's scaled_dot_product_attention,
@@ -12,6 +12,7 @@ positions gather a slot that the sequence did write (its first), so that a NaN i
 an unwritten slot cannot reach a sum, not even times zero.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,7 @@ class Group:
 class Step:
     """What all layers share."""
 
-    places: tuple[Tensor, Tensor]  # [T] int64 each: block and offset of the step's tokens
+    rows: Tensor  # [T, 2K] int64, of a layer's cache as [rows, D]: where K and V of a token go
     decodes: list[Decodes]
     groups: list[Group]
 
@@ -58,19 +59,19 @@ class SdpaAttention:
     ) -> None:
         """`num_blocks` counts the null block. The cache is allocated, not cleared."""
         heads, dim = config.num_kv_heads, config.head_dim
-        shape = (config.num_layers, num_blocks, heads, block_size, dim)
-        self.k_cache = torch.empty(shape, dtype=dtype, device=device)
-        self.v_cache = torch.empty(shape, dtype=dtype, device=device)
+        shape = (config.num_layers, 2, num_blocks, heads, block_size, dim)
+        self.cache = empty_pages(shape, dtype, device)
+        self.k_cache, self.v_cache = self.cache.unbind(1)
         self.block_size, self.kv_heads, self.dim = block_size, heads, dim
         self.eps = config.rms_norm_eps
         self.scratch = Scratch(dtype, device), Scratch(dtype, device)  # for K and for V
         self.decode = DecodeAttention(config.num_heads, heads, dim, block_size, dtype, device)
 
     def rows(self, slots: Tensor) -> Tensor:
-        """slots [..., L] -> [..., K, L]: of each KV head, rows of a layer's cache as [rows, D]."""
-        size, heads = self.block_size, torch.arange(self.kv_heads, device=slots.device)[:, None]
-        slots = slots.unsqueeze(-2)
-        return (slots // size * self.kv_heads + heads) * size + slots % size
+        """slots [...] -> [..., K]: of each KV head, rows of a layer's K or V as [rows, D]."""
+        size, heads = self.block_size, torch.arange(self.kv_heads, device=slots.device)
+        block, offset = (slots // size).unsqueeze(-1), (slots % size).unsqueeze(-1)
+        return (block * self.kv_heads + heads) * size + offset
 
     # ---- once a step ----
 
@@ -90,8 +91,9 @@ class SdpaAttention:
                 *(a[rest].tolist() for a in (queries, contexts, starts)), rest.tolist(), strict=True
             )
             groups = [self._group(batch, alike) for alike in rectangles(sorted(items))]
-        size = self.block_size
-        batch.attention = Step((batch.slots // size, batch.slots % size), decodes, groups)
+        rows = self.rows(batch.slots)
+        rows = torch.cat((rows, rows + self.k_cache[0].numel() // self.dim), dim=-1)
+        batch.attention = Step(rows, decodes, groups)
 
     def _group(self, batch: ForwardBatch, group: list[tuple[int, int, int, int]]) -> Group:
         device = batch.slots.device
@@ -113,7 +115,7 @@ class SdpaAttention:
         slots = block * self.block_size + readable % self.block_size
         query_at = context - queries + torch.arange(queries, device=device)  # [N, Q] positions
         mask = at[:, None, :] <= query_at[:, :, None]  # [N, Q, L]
-        return Group(tokens, queries, self.rows(slots).flatten(), mask[:, None])
+        return Group(tokens, queries, self.rows(slots).transpose(1, 2).flatten(), mask[:, None])
 
     # ---- once a layer ----
 
@@ -128,12 +130,13 @@ class SdpaAttention:
         batch: ForwardBatch,
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = norm_and_rotate(qkv, self.kv_heads, self.dim, q_norm, k_norm, self.eps, cos, sin)
-        self.store(layer, k, v, batch)
+        kv = qkv.unflatten(-1, (-1, self.dim))[:, -2 * self.kv_heads :]
+        self.store(layer, kv, batch)
         return q, k, v
 
-    def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        for cache, new in ((self.k_cache, k), (self.v_cache, v)):
-            cache[layer].transpose(1, 2)[batch.attention.places] = new  # [blocks, B, K, D]
+    def store(self, layer: int, kv: Tensor, batch: ForwardBatch) -> None:
+        """kv [T, 2K, D]: one call for both."""
+        self.cache[layer].view(-1, self.dim)[batch.attention.rows] = kv
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         step: Step = batch.attention
@@ -165,8 +168,19 @@ class SdpaAttention:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         source, target = torch.tensor(copies, device=self.k_cache.device).T
-        for cache in (self.k_cache, self.v_cache):
-            cache[:, target] = cache[:, source]  # the right side is a copy
+        self.cache[:, :, target] = self.cache[:, :, source]  # the right side is a copy
+
+
+def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty, of huge pages where the system has them to give.
+
+    On a CPU a cache gets its pages when they are first written: a new block is hundreds of page
+    faults of 5 us if a page is 4 kB. numpy asks Linux for pages of 2 MB, torch does not.
+    """
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def rectangles(items: list[tuple[int, int, int, int]]) -> list[list[tuple[int, int, int, int]]]:

@@ -35,8 +35,8 @@ def _rope_store(
     at = (token * (H + 2 * K) + head)[:, None] * D + dim[None, :]
     a = tl.load(qkv + at, mask=mask, other=0.0)  # [HEADS, D / 2]
     b = tl.load(qkv + at + HALF, mask=mask, other=0.0)
-    c = tl.load(cos + token * HALF + dim, mask=real, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + token * HALF + dim, mask=real, other=0.0).to(tl.float32)[None, :]
+    c = tl.load(cos + token * D + dim, mask=real, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * D + HALF + dim, mask=real, other=0.0).to(tl.float32)[None, :]
     x, y = a.to(tl.float32), b.to(tl.float32)
     if NORM:
         inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
@@ -79,7 +79,7 @@ def rope_store(
 ) -> Tensor:
     """q [T, H, D], normalised if there are weights, and turned; k and v go to their slots.
 
-    qkv [T, (H + 2K) D] packed; weights [D] or None; cos, sin [T, 1, D/2]; slots [T] int64;
+    qkv [T, (H + 2K) D] packed; weights [D] or None; cos, sin [T, 1, D]; slots [T] int64;
     k_cache, v_cache [blocks, K, block size, D]. All contiguous.
     """
     tokens, width = qkv.shape
@@ -108,7 +108,7 @@ def reference(
     v_cache: Tensor,
 ) -> Tensor:
     _, kv_heads, block, dim = k_cache.shape
-    q, k, v = norm_and_rotate(qkv, kv_heads, dim, q_weight, k_weight, eps, cos, sin)
+    q, k, v = norm_and_rotate(qkv.clone(), kv_heads, dim, q_weight, k_weight, eps, cos, sin)
     k_cache[slots // block, :, slots % block] = k
     v_cache[slots // block, :, slots % block] = v
     return q

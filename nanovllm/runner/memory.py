@@ -109,7 +109,7 @@ def needed(message: str) -> Iterator[None]:
     """Say `message` if what happens inside runs out of memory."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:  # a GPU's, numpy's
         raise ValueError(message) from error
     except RuntimeError as error:  # a CPU's has no type of its own
         if not any(words in str(error) for words in NO_MEMORY):

@@ -1,6 +1,6 @@
 """Draws the next tokens: temperature, then top-k, top-p, min-p (transformers' order), then a draw.
 
-Owns: nothing. Given: logits and a SamplingBatch. Mutates: the logits.
+Owns: nothing. Given: logits and a SamplingBatch. Mutates: nothing.
 
 The draw inverts the cumulative distribution at u, a number that is a function of (seed, position)
 alone. So a seeded request that gets the same logits gets the same tokens in whatever batch it runs, and
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nanovllm.layers.parts import parts
 from nanovllm.runner.batch import SamplingBatch
 
 NOTHING = float("-inf")
@@ -21,21 +22,25 @@ CANDIDATES = 256  # likeliest tokens that top-p looks at first
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits [R, V] -> token ids [R] int64. Rows of temperature 0 take the maximum."""
-    logits = logits.float()
     if batch.all_greedy:
         return largest(logits)
     is_greedy = batch.temperature == 0
-    greedy = largest(logits[is_greedy])
-    logits.sub_(logits.amax(dim=-1, keepdim=True))  # a tiny temperature must not overflow
-    logits.div_(torch.where(is_greedy, 1.0, batch.temperature)[:, None])
-    if batch.any_top_k:
-        keep_top_k(logits, batch.top_k)
-    if batch.any_top_p:
-        keep_top_p(logits, batch.top_p)
-    if batch.any_min_p:
-        keep_min_p(logits, batch.min_p)
-    tokens = draw(logits, uniform(batch.seeds, batch.positions))
-    tokens[is_greedy] = greedy
+    greedy = largest(logits[is_greedy]) if is_greedy.any() else None
+    temperature = torch.where(is_greedy, 1.0, batch.temperature)[:, None]
+    if batch.any_top_k or batch.any_top_p or batch.any_min_p:
+        logits = logits.float()
+        # Less the largest: a tiny temperature must not overflow.
+        logits = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
+        temperature = torch.ones_like(temperature)
+        if batch.any_top_k:
+            keep_top_k(logits, batch.top_k)
+        if batch.any_top_p:
+            keep_top_p(logits, batch.top_p)
+        if batch.any_min_p:
+            keep_min_p(logits, batch.min_p)
+    tokens = draw(logits, temperature, uniform(batch.seeds, batch.positions))
+    if greedy is not None:
+        tokens[is_greedy] = greedy
     return tokens
 
 
@@ -79,20 +84,28 @@ def keep_min_p(logits: Tensor, min_p: Tensor) -> None:
     logits.masked_fill_(logits < floor[:, None], NOTHING)
 
 
-def draw(logits: Tensor, u: Tensor) -> Tensor:
+def draw(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
     """The token at which the cumulative probability passes u [R]; never a hidden one.
 
-    In two levels, a group of tokens and then one of the group: a float32 sum over the whole
-    vocabulary would round rare tokens away, and one in double precision would take its time.
+    logits [R, V], temperature [R, 1]. In two levels, a group of tokens and then one of the group: a
+    float32 sum over the whole vocabulary would round rare tokens away, and one in double precision
+    would take its time. A few rows at a time, which stay in the cache from pass to pass.
     """
-    probs = logits.softmax(dim=-1)
-    sums = groups(probs, Tensor.sum).double()
+    top = logits.amax(dim=-1, keepdim=True).float()
+    sums = torch.cat(
+        [groups(weights(*rows), Tensor.sum) for rows in parts(logits, top, temperature)]
+    ).double()
     cumulative = sums.cumsum(dim=-1)
     target = u[:, None] * cumulative[:, -1:]
     group = _passes(cumulative, target)
     before = cumulative.gather(1, group) - sums.gather(1, group)
-    inside = members(probs, group, 0.0).double().cumsum(dim=-1)
+    inside = weights(members(logits, group, NOTHING), top, temperature).double().cumsum(dim=-1)
     return (group * GROUP + _passes(inside, target - before)).flatten()
+
+
+def weights(logits: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+    """In float32, what probabilities are proportional to: 1 for the likeliest of a row."""
+    return logits.to(torch.float32, copy=True).sub_(top).div_(temperature).exp_()
 
 
 def groups(x: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
