@@ -7,18 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import make_checkpoint, random_llm
-from torch import nn
 from torch.nn import functional as F
 
-from nanovllm.layers.linear import Linear, linear, packed
+from nanovllm.layers.linear import linear, packed
 
 needs_tiles = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 tiles on this processor"
 )
 
 
-def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False)
+def weights(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
 
 
 @needs_tiles
@@ -26,8 +25,8 @@ def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> nn.Parameter:
 @pytest.mark.parametrize("bias", [False, True])
 def test_packed_equals_plain(shape: tuple[int, int], bias: bool) -> None:
     torch.manual_seed(0)
-    weight = parameter(*shape)
-    tiles, b = packed(weight), parameter(shape[0]) if bias else None
+    weight = weights(*shape)
+    tiles, b = packed(weight), weights(shape[0]) if bias else None
     assert tiles.is_mkldnn
     for tokens in (1, 2, 16, 17, 64, 65, 300):
         x = torch.randn(tokens, shape[1]).bfloat16()
@@ -36,7 +35,7 @@ def test_packed_equals_plain(shape: tuple[int, int], bias: bool) -> None:
 
 def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """float32, and any weight where torch lacks the operations."""
-    wide, narrow = parameter(32, 32, dtype=torch.float32), parameter(32, 32)
+    wide, narrow = weights(32, 32, dtype=torch.float32), weights(32, 32)
     assert packed(wide) is wide
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     assert packed(narrow) is narrow
@@ -48,8 +47,9 @@ def test_engine_packs_bf16(tmp_path: Path, tie: bool) -> None:
     make_checkpoint(tmp_path, tie=tie)
     for dtype in ("bfloat16", "float32"):
         model = random_llm(tmp_path, dtype=dtype).engine.runner.model
-        weights = [m.weight for m in model.modules() if isinstance(m, Linear)] + [model.head]
-        assert all(w.is_mkldnn == (dtype == "bfloat16") for w in weights)
+        products = [product for layer in model.layers for product in layer.products()]
+        packed_ones = [p.weight.is_mkldnn for p in products] + [model.head.is_mkldnn]
+        assert set(packed_ones) == {dtype == "bfloat16"}
         assert not model.embedding.is_mkldnn  # a table that is looked up
 
 
@@ -75,9 +75,11 @@ def packed(weight):
 config = ModelConfig.from_file(Path(sys.argv[1]) / "config.json")
 with torch_defaults(torch.device("cpu"), torch.bfloat16):
     model = qwen3.Qwen3(config, 512, PLAIN)
-    for p in model.parameters():
+    places = model.checkpoint_tensors().values()
+    for p in places:
         p.zero_()
-    size = sum(p.nbytes for p in model.parameters())
+    size = sum(p.nbytes for p in places)
+    del places, p
     inner(model.layers[0].mlp.down.weight)
 before, qwen3.packed = private(), packed
 model.pack()

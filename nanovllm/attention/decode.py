@@ -103,12 +103,11 @@ class DecodeAttention:
         found = tables[owner, shared + at]
         first, last = int(found.min()), int(found.max()) + 1
         keys: slice | Tensor = slice(first, last)
-        once = len(np.unique(found)) == len(found)
-        if self.in_place and once and last - first <= DENSE * len(found):
-            per_tile, spot = 1, found - first
-            owners = np.zeros(last - first, np.int32)
-            owners[spot] = owner
-        else:
+        per_tile, spot = 1, found - first
+        owners = np.full(last - first, -1, np.int32)  # which is the last of them: any will do
+        owners[spot] = owner
+        once = np.count_nonzero(owners >= 0) == len(found)  # no block is two sequences'
+        if not (self.in_place and once and last - first <= DENSE * len(found)):
             per_tile = max(1, GATHERED // size)
             tiles = -(-blocks // per_tile)
             owners, _ = ragged(tiles)
@@ -129,12 +128,11 @@ class DecodeAttention:
         scores = self.scores.take(LEAD + len(owners) * kv_heads * length * group)
         scores[0] = float("-inf")
         longest = int(own.max())
-        places = np.full((n, 1, longest), -(1 << 30), np.int32)
-        places[np.repeat(owner, filled), 0, np.repeat(at * size, filled) + slot] = (
-            LEAD + place * group
-        )
-        places = places + np.arange(group, dtype=np.int32)[:, None]
-        places = np.maximum(places + head[:, :, None, None] * (length * group), 0)
+        flat = np.full(n * longest, -(1 << 30), np.int32)
+        flat[np.repeat(owner * longest + at * size, filled) + slot] = LEAD + place * group
+        each = head * (length * group) + np.arange(group, dtype=np.int32)  # [K, G]
+        places = flat.reshape(n, 1, longest) + each[:, None, :, None]
+        np.maximum(places, 0, out=places)
 
         # V: one list for each query.
         width = shared * size + longest

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmarks.workloads import Workload
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.layers.linear import Linear
 from nanovllm.plan import StepPlan
 
 
@@ -98,12 +99,16 @@ def watched(scheduler: Scheduler, start: float) -> Iterator[list[Step]]:
 
 @contextmanager
 def replaced(thing: object, name: str, by: object) -> Iterator[None]:
-    """An instance's method replaced, and given back to its class afterwards."""
-    vars(thing)[name] = by
+    """A method replaced, of one instance or of a class, and put back afterwards."""
+    own = vars(thing).get(name)
+    setattr(thing, name, by)
     try:
         yield
     finally:
-        del vars(thing)[name]
+        if own is None:
+            delattr(thing, name)
+        else:
+            setattr(thing, name, own)
 
 
 # ---- where the time went: a run of its own, for looking costs time ----
@@ -168,10 +173,9 @@ def call_times(llm: LLM) -> Iterator[dict[str, float]]:
 
     runner = llm.engine.runner
     attention = [n for n in dir(runner.attention) if not n.startswith("_")]
-    linear = [m for m in runner.model.modules() if "Linear" in type(m).__name__]
     calls = [
         *(("attention", runner.attention, n) for n in attention),
-        *(("linear layers", m, "forward") for m in linear),
+        ("linear layers", Linear, "__call__"),
         ("linear layers", runner.model, "logits"),
         ("sampling", runner, "sample"),
         ("norms, rotary, activation", runner.model, "forward"),

@@ -13,30 +13,29 @@ same for many. float32 stays plain: its kernels need no tiles.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 TOKENS = 64  # that the tiles are chosen for; for one they would be slower at 17 and more
 
 
-class Linear(nn.Module):
+class Linear:
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+        self.weight = torch.empty(outputs, inputs)
+        self.bias = torch.empty(outputs) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I], weight [O, I] plain or packed -> [T, O]."""
     if weight.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], None)
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], None)
     return F.linear(x, weight, bias)
 
 
-def packed(weight: nn.Parameter) -> nn.Parameter:
+def packed(weight: Tensor) -> Tensor:
     """A copy of a weight [O, I] in tiles, which only `linear` can read; or itself, if none helps.
 
     The operations are those that torch's own compiler uses when it freezes a model.
@@ -48,4 +47,4 @@ def packed(weight: nn.Parameter) -> nn.Parameter:
         return weight
     if not ops._is_mkldnn_bf16_supported():  # the processor has no AVX-512
         return weight
-    return nn.Parameter(ops._reorder_linear_weight(weight, TOKENS), requires_grad=False)
+    return ops._reorder_linear_weight(weight, TOKENS)

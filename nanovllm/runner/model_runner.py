@@ -145,7 +145,7 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.moved(plan, self.rows)
         self.attention.prepare(batch)
-        hidden = self.model(batch, self.attention)
+        hidden = self.model.forward(batch, self.attention)
         prompt_logprobs = {}
         for i, chunk in enumerate(plan.chunks):
             if chunk.targets:
@@ -175,7 +175,7 @@ class ModelRunner:
     def _decode(self, batch: ForwardBatch, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
         """What a graph holds: hidden states [S, E] and tokens [S] of a batch without chunks."""
         self.attention.prepare(batch)
-        hidden = self.model(batch, self.attention)
+        hidden = self.model.forward(batch, self.attention)
         return hidden, self.draw(self.model.logits(hidden), sampling)
 
     def sample(self, forward: "Forward") -> "Drawn":
@@ -240,7 +240,7 @@ class ModelRunner:
             all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True,
         )  # fmt: skip
         attention.prepare(batch)
-        hidden = self.model(batch, attention)[batch.logit_rows]
+        hidden = self.model.forward(batch, attention)[batch.logit_rows]
         self.draw(self.model.logits(hidden), sampling)
 
 
