@@ -62,12 +62,13 @@ class DecodeAttention:
         heads: int,
         kv_heads: int,
         head_dim: int,
+        num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.kv_heads, self.group, self.dim = kv_heads, heads // kv_heads, head_dim
-        self.block_size, self.device = block_size, device
+        self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
         self.kv_bytes = kv_heads * head_dim * dtype.itemsize  # of K of one token
         # Measured, 28 layers of 16 x 192 tokens: 29 ms in place and 33 gathered; without matrix
         # units 40 and 35; in float32, which has none, 58 and 51.
@@ -102,15 +103,18 @@ class DecodeAttention:
         owner, at = ragged(blocks)
         found = tables[owner, shared + at]
         first, last = int(found.min()), int(found.max()) + 1
-        keys: slice | Tensor = slice(first, last)
+        span = min(few_lengths(last - first), self.num_blocks)
+        first = min(first, self.num_blocks - span)
+        keys: slice | Tensor = slice(first, first + span)
         per_tile, spot = 1, found - first
-        owners = np.full(last - first, -1, np.int32)  # which is the last of them: any will do
+        owners = np.full(span, -1, np.int32)  # which is the last of them: any will do
         owners[spot] = owner
         once = np.count_nonzero(owners >= 0) == len(found)  # no block is two sequences'
-        if not (self.in_place and once and last - first <= DENSE * len(found)):
+        if not (self.in_place and once and span <= DENSE * len(found)):
             per_tile = max(1, GATHERED // size)
             tiles = -(-blocks // per_tile)
-            owners, _ = ragged(tiles)
+            owners = np.full(few_lengths(int(tiles.sum())), -1, np.int32)
+            owners[: int(tiles.sum())] = ragged(tiles)[0]
             spot = ((np.cumsum(tiles, dtype=np.int32) - tiles) * per_tile)[owner] + at
             rows = np.zeros((len(owners), 1, per_tile), np.int32)  # past a context's end: any block
             rows.reshape(-1)[spot] = found
@@ -226,6 +230,16 @@ def ragged(lengths: Any) -> tuple[Any, Any]:
     owner = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     starts = (np.cumsum(lengths) - lengths).astype(np.int32)
     return owner, np.arange(len(owner), dtype=np.int32) - np.repeat(starts, lengths)
+
+
+def few_lengths(length: int) -> int:
+    """The length, or up to a sixteenth more.
+
+    oneDNN makes code for each shape of a product, which takes it about a millisecond and a megabyte:
+    more than the product itself, were the shape another one at every step.
+    """
+    unit = 1 << max(0, length.bit_length() - 5)
+    return -(-length // unit) * unit
 
 
 def shared_prefixes(tables: Any, contexts: Any, size: int) -> list[tuple[Any, int]]:

@@ -65,7 +65,9 @@ class SdpaAttention:
         self.block_size, self.kv_heads, self.dim = block_size, heads, dim
         self.eps = config.rms_norm_eps
         self.scratch = Scratch(dtype, device), Scratch(dtype, device)  # for K and for V
-        self.decode = DecodeAttention(config.num_heads, heads, dim, block_size, dtype, device)
+        self.decode = DecodeAttention(
+            config.num_heads, heads, dim, num_blocks, block_size, dtype, device
+        )
 
     def rows(self, slots: Tensor) -> Tensor:
         """slots [...] -> [..., K]: of each KV head, rows of a layer's K or V as [rows, D]."""
