@@ -35,7 +35,7 @@ GATHERED = 32  # slots of a tile of gathered K, or one block if that is more; 16
 DENSE = 1.5  # times the blocks of the batch: the longest range that is read in place
 MAX_SEQS = 64  # of a group, which bounds the scores,
 TILE_BYTES = 32 << 20  # and K of their own contexts, which bounds the tiles
-KEPT_BYTES = 64 << 20  # of scratch memory
+KEPT_BYTES = 64 << 20  # of each scratch memory
 MIN_SAVED = 256  # tokens that a shared prefix must save the reading of, to be worth its calls
 LEAD = 64  # scores before those of the first tile; the first of all is minus infinity
 
@@ -47,7 +47,7 @@ class Decodes:
     tokens: Tensor  # [N] int64, their queries among the step's tokens
     query_rows: Tensor  # [R * K], of q as [T * K, G * D]: the queries of each tile
     keys: slice | Tensor  # the range of blocks, or the rows [R * K * C / B] to gather
-    scores: Tensor  # scratch: LEAD, then [R * K, C, G]
+    scores: Tensor  # LEAD, then [R * K, C, G]: scratch that all groups share, used up in `attend`
     score_places: Tensor  # [K * N * G * L], of `scores`: in order, padded to L
     picks: Tensor  # [sum of own contexts * H], of the probabilities: those that are not padding
     value_rows: Tensor  # the same, of V
@@ -70,10 +70,13 @@ class DecodeAttention:
         self.kv_heads, self.group, self.dim = kv_heads, heads // kv_heads, head_dim
         self.num_blocks, self.block_size, self.device = num_blocks, block_size, device
         self.kv_bytes = kv_heads * head_dim * dtype.itemsize  # of K of one token
-        # Measured, 28 layers of 16 x 192 tokens: 29 ms in place and 33 gathered; without matrix
-        # units 40 and 35; in float32, which has none, 58 and 51.
+        # Measured, 28 layers of 16 x 192 tokens, blocks of 16: 29 ms in place and 33 gathered; without
+        # matrix units 40 and 35; in float32, which has none, 58 and 51. Blocks of 4 are too small.
         self.in_place = (
-            device.type == "cpu" and dtype is torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+            device.type == "cpu"
+            and dtype is torch.bfloat16
+            and block_size >= 8
+            and torch.cpu._is_amx_tile_supported()
         )
         self.gathered, self.scores = Scratch(dtype, device), Scratch(dtype, device)
 
@@ -107,7 +110,7 @@ class DecodeAttention:
         first = min(first, self.num_blocks - span)
         keys: slice | Tensor = slice(first, first + span)
         per_tile, spot = 1, found - first
-        owners = np.full(span, -1, np.int32)  # which is the last of them: any will do
+        owners = np.full(span, -1, np.int32)  # as an index the last one: any will do
         owners[spot] = owner
         once = np.count_nonzero(owners >= 0) == len(found)  # no block is two sequences'
         if not (self.in_place and once and span <= DENSE * len(found)):
@@ -132,7 +135,7 @@ class DecodeAttention:
         scores = self.scores.take(LEAD + len(owners) * kv_heads * length * group)
         scores[0] = float("-inf")
         longest = int(own.max())
-        flat = np.full(n * longest, -(1 << 30), np.int32)
+        flat = np.full(n * longest, -(1 << 30), np.int32)  # stays negative, whatever is added
         flat[np.repeat(owner * longest + at * size, filled) + slot] = LEAD + place * group
         each = head * (length * group) + np.arange(group, dtype=np.int32)  # [K, G]
         places = flat.reshape(n, 1, longest) + each[:, None, :, None]
@@ -201,7 +204,7 @@ class DecodeAttention:
         """a [X, I, D], b [X, J, D] -> [X, I, J], scaled before they are rounded."""
         if out is not None:
             out = out.view(len(a), a.shape[1], b.shape[1])
-        none = a.new_empty(1)
+        none = a.new_empty(1)  # never read
         return torch.baddbmm(none, a, b.transpose(1, 2), beta=0, alpha=self.dim**-0.5, out=out)
 
 
@@ -216,7 +219,8 @@ class Scratch:
         if size * self.memory.itemsize > KEPT_BYTES:
             return self.memory.new_empty(size)
         if self.memory.numel() < size:
-            self.memory = self.memory.new_empty(size * 5 // 4)
+            most = KEPT_BYTES // self.memory.itemsize
+            self.memory = self.memory.new_empty(min(size * 5 // 4, most))
         return self.memory[:size]
 
     def rows(self, rows: Tensor, index: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ def others(rows: int) -> dict[str, tuple[float, int]]:
     n = number(rows * hidden * DTYPE.itemsize)
     x, residual, gates, qkv = (data(n, rows, w) for w in (hidden, hidden, 2 * ffn, width))
     weight, cache = data(hidden), data(2, rows, KV_HEADS, BLOCK, DIM)
-    turn, slots = data(rows, 1, DIM // 2), torch.randperm(rows * BLOCK, device=DEVICE)[:rows]
+    turn, slots = data(rows, 1, DIM), torch.randperm(rows * BLOCK, device=DEVICE)[:rows]
     logits = data(4, rows, vocab)
     ids, row = torch.arange(rows, device=DEVICE), torch.ones(rows, device=DEVICE)
 

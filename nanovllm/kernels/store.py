@@ -85,6 +85,7 @@ def rope_store(
     tokens, width = qkv.shape
     _, kv_heads, block, dim = k_cache.shape
     heads = width // dim - 2 * kv_heads
+    assert cos.shape[-1] == sin.shape[-1] == dim
     q = torch.empty((tokens, heads, dim), dtype=qkv.dtype, device=qkv.device)
     norm = q_weight is not None and k_weight is not None
     _rope_store[(tokens, triton.cdiv(heads + 2 * kv_heads, HEADS))](

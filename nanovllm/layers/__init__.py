@@ -1,4 +1,4 @@
-"""The parts of a transformer layer that are not attention: small modules without initialisation.
+"""The parts of a transformer layer that are not attention: functions, and objects that own weights.
 
-Parameters are allocated uninitialised; runner/weights.py fills them.
+Weights are allocated uninitialised; runner/weights.py fills them.
 """

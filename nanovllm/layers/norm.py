@@ -18,7 +18,7 @@ def add_rms_norm(
 
 
 def normalize(x: Tensor, eps: float, out: Tensor) -> Tensor:
-    """out = x [..., size] / rms(x), which may be x itself. The mean square is taken in float32."""
+    """out = x [..., size] / rms(x). The mean square is taken in float32."""
     wide = x.float()
     scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()

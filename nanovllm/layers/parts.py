@@ -10,11 +10,11 @@ PART = 1 << 18  # elements of the first tensor
 def parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """The tensors, which have a row for each token, in runs of rows: all at once if they are few.
 
-    For a prompt of thousands of tokens a CPU gets new pages for each tensor in between, and that
+    On a GPU all at once: there a call costs more than the memory. For a prompt of thousands of tokens a CPU gets new pages for each tensor in between, and that
     takes several times as long as the arithmetic.
     """
     first = tensors[0]
-    if first.numel() <= PART:
+    if first.numel() <= PART or first.device.type != "cpu":
         return (tensors,)
     rows = max(1, PART * len(first) // first.numel())
     return zip(*(t.split(rows) for t in tensors), strict=True)

@@ -53,6 +53,6 @@ def norm_and_rotate(
             normed = normalize(x, eps, torch.empty_like(x))
             normed[:, :num_heads].mul_(q_weight)
             normed[:, num_heads:].mul_(k_weight)
-        # (a, b) -> (a cos - b sin, b cos + a sin)
+        # (a, b) -> (a cos - b sin, b cos + a sin). Both arguments are copies, so x may be written.
         torch.addcmul(normed * c, normed.roll(head_dim // 2, dims=-1), s, out=x)
     return heads.split([num_heads, kv_heads, kv_heads], dim=1)

@@ -88,7 +88,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def torch_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Build modules on the device and in the dtype that they end up in; never twice."""
+    """Build tensors on the device and in the dtype that they end up in; never twice."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

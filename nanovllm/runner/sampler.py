@@ -93,7 +93,7 @@ def draw(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
     """
     top = logits.amax(dim=-1, keepdim=True).float()
     sums = torch.cat(
-        [groups(weights(*rows), Tensor.sum) for rows in parts(logits, top, temperature)]
+        [groups(weights(x, m, t), Tensor.sum) for x, m, t in parts(logits, top, temperature)]
     ).double()
     cumulative = sums.cumsum(dim=-1)
     target = u[:, None] * cumulative[:, -1:]

@@ -1,7 +1,7 @@
-"""safetensors -> parameters, one tensor at a time.
+"""safetensors -> weights, one tensor at a time.
 
 Given: where each tensor goes (the model's `checkpoint_tensors`). Mutates: those tensors. The files
-are mapped, not read, so loading holds the parameters once and one tensor of the file's pages.
+are mapped, not read, so loading holds the weights once and one tensor of the file's pages.
 """
 
 from pathlib import Path
