@@ -96,6 +96,10 @@ def check(args: argparse.Namespace) -> None:
     for name in ("num_seqs", "turns", "repeats", "sample", "batch_size"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
+        if (getattr(args, name) or 0) > 100_000:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(args, name)}: give 100000 at most"
+            )
     if args.prefix is not None and args.prefix < 0:
         raise ValueError(f"--prefix {args.prefix}: give 0 or more")
     for name in ("input", "output"):
@@ -105,8 +109,16 @@ def check(args: argparse.Namespace) -> None:
     for path in filter(None, (args.json, args.plot)):
         if path.is_dir() or not path.resolve().parent.is_dir():
             raise ValueError(f"{path} cannot be written; name a file in a directory that exists")
+    if args.plot is not None and args.plot.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--plot {args.plot}: name a .png, .pdf or .svg file")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install -e '.[bench]'")
+    if args.host_only or args.policy or args.startup or args.memory or args.kernels:
+        for name in ("json", "plot", "baseline"):
+            if getattr(args, name):
+                raise ValueError(
+                    f"--{name} goes with the throughput only, not with a measurement instead"
+                )
     if any(name.startswith("vllm") for name in args.baseline or ()):
         if args.peer_python is None:
             raise ValueError(
@@ -142,6 +154,9 @@ def main(argv: list[str] | None = None) -> int:
         found = throughput(args, options, shlex.join(["bench.py", *argv]))
     except (TypeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        print("interrupted: nothing is kept of a run that did not end", file=sys.stderr)
+        return 130
     print(f"\n{report.table(found)}")
     if args.json is not None:
         report.save_json(found, args.json)

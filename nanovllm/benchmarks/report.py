@@ -59,7 +59,7 @@ class Report:
     about: str  # the workload
     rows: list[Row]  # ours first
     failed: list[str]  # baselines that did not run
-    run: Run  # of our repeats, the one of median time
+    run: Run  # of our repeats, the one of median time; of two in the middle the slower
     where: Where
     rates: Rates
     need: Need
@@ -171,6 +171,8 @@ def table(report: Report) -> str:
         if row is not report.rows[0]:
             times = ratios(report.rows[0], row)
             line += f" {median(times):8.2f} {min(times):7.2f} {max(times):7.2f}"
+            if is_noisy(row.noise) or is_noisy(report.rows[0].noise):
+                line += " noisy"
         lines.append(line.rstrip())
     parts = sorted(report.where.parts.items(), key=lambda p: -p[1])
     shares = ", ".join(f"{name} {seconds / report.where.seconds:.0%}" for name, seconds in parts)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import median_low
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ def _throughput(
                     beside.pop(name, None)
 
     # 4. Where the time went: all of a short run; of a long one, steps from its middle.
-    middle = next(r for r in runs if r.seconds == median_low(r.seconds for r in runs))
+    middle = next(r for r in runs if r.seconds == median_high(r.seconds for r in runs))
     first, last = 0, len(middle.steps)
     if last > 100 and (device.type == "cuda" or middle.seconds > 30):
         first = min(last // 2, 400)
