@@ -83,7 +83,7 @@ def launches(card: Card, dtype: torch.dtype, head_dims: tuple[int, ...]) -> list
             attention.attend_decode(q, cache, cache, lens, tables, narrow, 8, q)
             qkv = torch.empty((32, (heads + 2 * kv_heads) * dim), dtype=dtype)
             weight = torch.empty(dim, dtype=dtype)
-            turn = torch.empty((32, 1, dim // 2), dtype=dtype)
+            turn = torch.empty((32, 1, dim), dtype=dtype)
             store.rope_store(qkv, weight, weight, 1e-6, turn, turn, lens, cache, cache)
         what = str(dtype).removeprefix("torch.")
         x = torch.empty((32, 4096), dtype=dtype)
