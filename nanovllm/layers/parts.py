@@ -10,8 +10,8 @@ PART = 1 << 18  # elements of the first tensor
 def parts(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """The tensors, which have a row for each token, in runs of rows: all at once if they are few.
 
-    On a GPU all at once: there a call costs more than the memory. For a prompt of thousands of tokens a CPU gets new pages for each tensor in between, and that
-    takes several times as long as the arithmetic.
+    For a prompt of thousands of tokens a CPU gets new pages for each tensor in between, and that
+    takes several times as long as the arithmetic. On a GPU it is the calls that cost: all at once.
     """
     first = tensors[0]
     if first.numel() <= PART or first.device.type != "cpu":
