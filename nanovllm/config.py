@@ -86,7 +86,7 @@ class EngineConfig:
     # the host, on CUDA; on a CPU it would only cost each sequence a token computed for nothing.
     async_scheduling: bool | None = None
     scheduling_policy: str = "fcfs"  # or "sjf", shortest job first
-    attention_backend: str = "auto"  # "triton" on CUDA, "sdpa" on a CPU
+    attention_backend: str = "auto"  # "triton" on CUDA, "numba" on a CPU; "sdpa" anywhere
     tensor_parallel_size: int = 1
     load_format: str = "auto"  # "dummy": random weights, from a config.json alone
     tokenizer: str | None = None  # a directory or hub id of its own
@@ -134,7 +134,9 @@ class EngineConfig:
         object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "sjf"))
-        check_choice("attention_backend", self.attention_backend, ("auto", "triton", "sdpa"))
+        check_choice(
+            "attention_backend", self.attention_backend, ("auto", "triton", "numba", "sdpa")
+        )
         check_choice("load_format", self.load_format, ("auto", "dummy"))
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1)
         if self.tensor_parallel_size != 1:

@@ -220,7 +220,7 @@ def test_engine_survives_a_failing_step(path: Path, asynchronous: bool, where: s
     want = [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
     for failing in range(1, 8):
         llm = random_llm(path, async_scheduling=asynchronous)
-        llm.engine.runner.attention.k_cache.fill_(float("nan"))
+        llm.engine.runner.attention.cache.fill_(float("nan"))
         inner, calls = getattr(llm.engine.runner, where), 0
 
         def broken(*args, inner=inner, failing=failing):
@@ -265,7 +265,7 @@ def test_two_engines_and_deletion(path: Path) -> None:
 
     first, second = random_llm(path), random_llm(path)
     a = first.generate([1, 2, 3], GREEDY, use_tqdm=False)
-    cache = weakref.ref(first.engine.runner.attention.k_cache)
+    cache = weakref.ref(first.engine.runner.attention.cache)
     del first
     gc.collect()
     assert cache() is None

@@ -1,9 +1,10 @@
-"""The CPU's backend: against plain attention over contiguous tensors, and never reading too much."""
+"""The backends of a CPU: against plain attention over contiguous tensors, and never reading too much."""
 
 import random
-from unittest import mock
+from itertools import takewhile
+from typing import Any
 
-import numpy as np
+import numba
 import pytest
 import torch
 from conftest import make_checkpoint, random_llm
@@ -11,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.attention import decode
-from nanovllm.attention.sdpa import MAX_PADDING, SdpaAttention, Step, rectangles
+from nanovllm.attention.numba import NumbaAttention
+from nanovllm.attention.sdpa import MAX_PADDING, SdpaAttention, rectangles
 from nanovllm.config import ModelConfig
 from nanovllm.runner.batch import ForwardBatch
 
@@ -37,30 +38,39 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return torch.einsum("hql,lhd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
 
 
+BACKENDS = [SdpaAttention, NumbaAttention]
+heads_strategy = st.sampled_from([(4, 2), (8, 1), (3, 3), (6, 2)])
+
+
+def make(
+    make_backend: type[SdpaAttention] | type[NumbaAttention],
+    heads: tuple[int, int],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+) -> SdpaAttention | NumbaAttention:
+    return make_backend(config(*heads, 8), num_blocks, block_size, dtype, torch.device("cpu"))
+
+
 def compare(
+    make_backend: type[SdpaAttention] | type[NumbaAttention],
     lengths: list[tuple[int, int]],
     block_size: int,
     heads: tuple[int, int],
     seed: int,
     shared: dict[int, list[int]] | None = None,
-    in_place: bool = False,
-) -> Step:
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """Any mix of (query length, tokens before it) against the reference, and what was prepared.
 
     NaN in the null block and all unwritten slots. `shared`: blocks -> the sequences that share so
-    many leading ones. `in_place`: read K where it lies, however far apart its blocks are.
+    many leading ones. Those of query length 1 at the end decode.
     """
     torch.manual_seed(seed)
     num_heads, kv_heads = heads
     contexts = [query + past for query, past in lengths]
     needed = [-(-c // block_size) for c in contexts]
-    backend = SdpaAttention(
-        config(num_heads, kv_heads, 8),
-        sum(needed) + 4,
-        block_size,
-        torch.float32,
-        torch.device("cpu"),
-    )
+    backend = make(make_backend, heads, sum(needed) + 4, block_size, dtype)
     backend.cache.fill_(NAN)
     blocks = (torch.randperm(sum(needed) + 3) + 1).tolist()  # any physical order; never block 0
     tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
@@ -68,8 +78,8 @@ def compare(
     for i, ((query, past), context, n) in enumerate(zip(lengths, contexts, needed, strict=True)):
         own = [blocks.pop() for _ in range(n)]
         at = torch.arange(context)
-        ks.append(torch.randn(context, kv_heads, 8))
-        vs.append(torch.randn(context, kv_heads, 8))
+        ks.append(torch.randn(context, kv_heads, 8).to(dtype))
+        vs.append(torch.randn(context, kv_heads, 8).to(dtype))
         for number, members in (shared or {}).items():
             if i in members[1:]:
                 first, common = members[0], number * block_size
@@ -78,64 +88,71 @@ def compare(
         tables[i, :n] = torch.tensor(own)
         slot = torch.tensor(own)[at // block_size] * block_size + at % block_size
         block, offset = slot[:past] // block_size, slot[:past] % block_size
-        backend.k_cache[0].transpose(1, 2)[block, offset] = ks[-1][:past]
-        backend.v_cache[0].transpose(1, 2)[block, offset] = vs[-1][:past]
+        for cache, written in zip(backend.cache[0], (ks[-1], vs[-1]), strict=True):
+            cache.transpose(1, 2)[block, offset] = written[:past]
         slots.append(slot[past:])
         positions.append(at[past:])
     queries = torch.tensor([query for query, _ in lengths])
+    total = int(queries.sum())
     batch = ForwardBatch(
-        input_ids=torch.zeros(int(queries.sum()), dtype=torch.int64),
+        input_ids=torch.zeros(total, dtype=torch.int64),
         positions=torch.cat(positions),
         slots=torch.cat(slots),
         query_start=torch.cat((torch.zeros(1, dtype=torch.int64), queries.cumsum(0))).int(),
-        context_lens=torch.tensor(contexts).int(),
+        context_lens=torch.tensor(contexts),
         block_tables=tables,
         logit_rows=queries.cumsum(0) - 1,
+        num_decodes=len(list(takewhile(lambda item: item[0] == 1, reversed(lengths)))),
     )
-    q = torch.randn(int(queries.sum()), num_heads, 8)
+    q = torch.randn(total, num_heads, 8).to(dtype)
     k_new = torch.cat([k[past:] for k, (_, past) in zip(ks, lengths, strict=True)])
     v_new = torch.cat([v[past:] for v, (_, past) in zip(vs, lengths, strict=True)])
-    backend.decode.in_place = in_place
-    with mock.patch.object(decode, "DENSE", 1e9):
-        backend.prepare(batch)
-    backend.store(0, torch.cat((k_new, v_new), dim=1), batch)
-    got = backend.attend(0, q, k_new, v_new, batch)
-    start = 0
+    backend.prepare(batch)
+    ones = torch.ones(total, 1, 8, dtype=dtype)  # the cosine of no turn at all
+    got = backend.attend(
+        0, torch.cat((q, k_new, v_new), dim=1).flatten(1), None, None, ones, ones - 1, batch
+    ).view(q.shape)
+    start, tolerance = 0, {} if dtype == torch.bfloat16 else {"atol": 2e-5, "rtol": 1e-5}
     for (query, _), k, v in zip(lengths, ks, vs, strict=True):
-        want = plain_attention(q[start : start + query], k, v)
-        torch.testing.assert_close(got[start : start + query], want, atol=2e-5, rtol=1e-5)
+        want = plain_attention(q[start : start + query].float(), k.float(), v.float())
+        torch.testing.assert_close(got[start : start + query], want.to(dtype), **tolerance)
         start += query
     return batch.attention
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 70)), min_size=1, max_size=9),
+    pasts=st.lists(st.integers(0, 99), max_size=12),
     block_size=st.sampled_from([1, 2, 16, 48]),
-    heads=st.sampled_from([(4, 2), (8, 1), (3, 3)]),
+    heads=heads_strategy,
     seed=st.integers(0, 1000),
 )
 def test_ragged_batch(
-    lengths: list[tuple[int, int]], block_size: int, heads: tuple[int, int], seed: int
+    backend: Any,
+    lengths: list[tuple[int, int]],
+    pasts: list[int],
+    block_size: int,
+    heads: tuple[int, int],
+    seed: int,
 ) -> None:
-    compare(lengths, block_size, heads, seed)
+    """Chunks, and after them decodes."""
+    compare(backend, lengths + [(1, past) for past in pasts], block_size, heads, seed)
 
 
 @settings(max_examples=50, deadline=None)
 @given(
     pasts=st.lists(st.integers(0, 99), min_size=1, max_size=20),
     block_size=st.sampled_from([1, 2, 16, 48]),
-    heads=st.sampled_from([(4, 2), (8, 1), (3, 3)]),
+    heads=heads_strategy,
     seed=st.integers(0, 1000),
 )
-def test_decodes(pasts: list[int], block_size: int, heads: tuple[int, int], seed: int) -> None:
-    """One query each; groups cut as if there were many more."""
-    with mock.patch.multiple(decode, MAX_SEQS=5, TILE_BYTES=300 * heads[1] * 8 * 4):
-        groups = compare([(1, past) for past in pasts], block_size, heads, seed).decodes
-    assert sum(len(g.tokens) for g in groups) == len(pasts)
-    assert all(len(g.tokens) <= 5 for g in groups)
-    groups = compare([(1, past) for past in pasts], block_size, heads, seed, in_place=True).decodes
-    assert all(isinstance(g.keys, slice) for g in groups)
+def test_decodes_in_bfloat16(
+    pasts: list[int], block_size: int, heads: tuple[int, int], seed: int
+) -> None:
+    lengths = [(1, past) for past in pasts]
+    compare(NumbaAttention, lengths, block_size, heads, seed, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
@@ -144,69 +161,27 @@ def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) 
     """Two families of a common prefix, two that share too little, and others, some not decoding."""
     long, short = 320 // block_size, 192 // block_size
     pasts = [321, 400, 380, 500, 200, 192 + 1, 210, 250, 17, 40, 20, 0]
-    lengths = [(1, past) for past in pasts] + [(7, 500), (3, 0)]
+    lengths = [(7, 500), (3, 0)] + [(1, past) for past in pasts]
     few = -(-16 // block_size)
-    shared = {long: [0, 1, 3, 12], short: [4, 5, 7], few: [8, 9]}
-    groups = compare(lengths, block_size, heads, 5, shared).decodes
+    shared = {long: [0, 2, 3, 5], short: [6, 7, 9], few: [10, 11]}
+    step = compare(NumbaAttention, lengths, block_size, heads, 5, shared)
     found = {
-        tuple(g.tokens.tolist()): 0 if g.shared_rows is None else len(g.shared_rows) // heads[1]
-        for g in groups
+        tuple(g.tokens.tolist()): 0 if g.shared is None else len(g.shared) for g in step.decodes
     }
-    assert found == {(0, 1, 3): long, (4, 5, 7): short, (2, 6, 8, 9, 10, 11): 0}
-    groups = compare(lengths, block_size, heads, 5, shared, in_place=True).decodes
-    # Of the last group two share blocks, which a tile of one owner cannot express.
-    assert [isinstance(g.keys, slice) for g in groups] == [True, True, False]
+    assert found == {(10, 11, 13): long, (14, 15, 17): short, (12, 16, 18, 19, 20, 21): 0}
+    assert sorted(len(g.contexts) for g in step.decodes) == [3, 3, 6]
 
 
-def test_decodes_are_few_calls() -> None:
-    """A decode step of many sequences makes few groups, and reads little more than their KV."""
-    backend = SdpaAttention(config(2, 1, 8), 16_385, 16, torch.float32, torch.device("cpu"))
-    contexts = torch.randint(1, 1000, (256,), generator=torch.Generator().manual_seed(0)).int()
-    batch = ForwardBatch(
-        input_ids=torch.zeros(256, dtype=torch.int64),
-        positions=contexts.long() - 1,
-        slots=torch.arange(256),
-        query_start=torch.arange(257).int(),
-        context_lens=contexts,
-        block_tables=torch.arange(1, 1 + 256 * 64, dtype=torch.int32).view(256, 64),
-        logit_rows=torch.arange(256),
-    )
-    backend.prepare(batch)
-    step, total = batch.attention, int(contexts.sum())
-    assert not step.groups
-    assert sum(len(g.tokens) for g in step.decodes) == 256
-    assert len(step.decodes) < 20
-    assert sum(len(g.keys) * 16 for g in step.decodes) <= 1.1 * total
-    assert sum(len(g.value_rows) for g in step.decodes) == 2 * total  # for two query heads
-
-
-@pytest.mark.parametrize(("gap", "in_place"), [(0, True), (3, True), (8, False)])
-def test_keys_are_read_in_place_where_they_lie_close(gap: int, in_place: bool) -> None:
-    """Ten blocks of one sequence, some unused ones, and two of another."""
-    backend = SdpaAttention(config(2, 1, 8), 40, 16, torch.float32, torch.device("cpu"))
-    backend.decode.in_place = True
-    tables = np.zeros((2, 10), np.int32)
-    tables[0], tables[1, :2] = range(3, 13), (13 + gap, 14 + gap)
-    (found,) = backend.decode.prepare(np.arange(2), np.array([160, 17]), tables)
-    assert isinstance(found.keys, slice) == in_place
-    if in_place:
-        assert found.keys == slice(3, 15 + gap)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_shapes_of_products_repeat(in_place: bool) -> None:
-    """oneDNN makes code for each shape: a batch that grows by a block at each step has few."""
-    backend = SdpaAttention(config(2, 1, 8), 300, 16, torch.float32, torch.device("cpu"))
-    backend.decode.in_place = in_place
-    found = set()
-    for blocks in range(1, 300):
-        tables = np.arange(300 - blocks, 300)[None]  # as far as the last block there is
-        (d,) = backend.decode.prepare(np.arange(1), np.array([16 * blocks]), tables)
-        assert isinstance(d.keys, slice) == in_place
-        read = len(range(300)[d.keys]) if isinstance(d.keys, slice) else len(d.keys)
-        assert blocks <= read <= max(blocks + 1, 1.07 * blocks)
-        found.add(len(d.query_rows))
-    assert len(found) < 90
+def test_threads_share_the_work() -> None:
+    """More threads than torch has are never used, and fewer give the same numbers."""
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, before):
+            torch.set_num_threads(threads)
+            compare(NumbaAttention, [(1, n) for n in range(40)], 16, (4, 2), 0)
+            assert numba.get_num_threads() == min(threads, numba.config.NUMBA_NUM_THREADS)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_prompts_are_few_calls() -> None:

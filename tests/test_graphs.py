@@ -123,7 +123,7 @@ def test_a_replay_writes_one_slot_a_row_and_the_null_block(checkpoint: Path) -> 
     """Padding must not write through the stale table of a row that is free."""
     llm = make_llm(checkpoint, graphs=True, max_num_seqs=4, async_scheduling=False)
     runner = llm.engine.runner
-    rows, graphs, cache = runner.rows, runner.graphs, runner.attention.k_cache
+    rows, graphs, cache = runner.rows, runner.graphs, runner.attention.cache
     cache.zero_()
     replay, batches = graphs.replay, []
 
@@ -131,7 +131,7 @@ def test_a_replay_writes_one_slot_a_row_and_the_null_block(checkpoint: Path) -> 
         before = cache.clone()
         result = replay(decode_rows)
         written = set(
-            (cache != before).any(-1).any(2).any(0).flatten().nonzero().flatten().tolist()
+            (cache != before)[:, 0].any(-1).any(2).any(0).flatten().nonzero().flatten().tolist()
         )
         at = rows.positions[decode_rows] - 1
         own = set((rows.block_tables[decode_rows, at // 16] * 16 + at % 16).tolist())

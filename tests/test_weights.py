@@ -98,7 +98,7 @@ def test_cache_size_options(tmp_path: Path) -> None:
     runner = random_llm(tmp_path, num_kvcache_blocks=7).engine.runner
     assert runner.num_blocks == 7
     block = runner.block_bytes(16)
-    assert runner.attention.k_cache.nbytes + runner.attention.v_cache.nbytes == 8 * block
+    assert runner.attention.cache.nbytes == 8 * block
     llm = random_llm(tmp_path, num_kvcache_blocks=None, kv_cache_memory_bytes=10 * block + 1)
     assert llm.engine.runner.num_blocks == 9  # and the null block
     llm = random_llm(tmp_path, num_kvcache_blocks=None, max_num_seqs=2)

@@ -13,7 +13,7 @@ class AttentionBackend(Protocol):
     def prepare(self, batch: ForwardBatch) -> None:
         """Once a step, before any layer: derive what all layers share."""
 
-    def turn_and_store(
+    def attend(
         self,
         layer: int,
         qkv: Tensor,
@@ -22,19 +22,14 @@ class AttentionBackend(Protocol):
         cos: Tensor,
         sin: Tensor,
         batch: ForwardBatch,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The packed projection [T, (H + 2K) D] -> what `attend` takes: q [T, H, D], k, v [T, K, D].
+    ) -> Tensor:
+        """The packed projection [T, (H + 2K) D] -> causal attention [T, H * D].
 
         q and k are normalised per head (where there are weights [D]) and turned by the angles of
-        their positions, cos and sin [T, 1, D] (RotaryEmbedding.at); k and v are written to the
-        slots of the tokens. What it gives may be `qkv` itself, changed.
+        their positions, cos and sin [T, 1, D] (RotaryEmbedding.at). All k and v are written to the
+        slots of their tokens, and only then do the queries look: each over its sequence's whole
+        context up to itself, by absolute position. `qkv` is used up.
         """
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy K and V of blocks, (from, to), in all layers; every read comes before any write."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Causal attention [T, H, D] of q over each row's whole context, by absolute position.
-
-        q, k and v are what `turn_and_store` gave: a backend may use k and v instead of the cache.
-        """

@@ -1,15 +1,14 @@
-"""Paged attention in plain torch: the CPU's backend, and every oracle.
+"""Paged attention in plain torch: every oracle, and the CPU's backend where Numba is missing.
 
 Owns: the KV cache, [layers, 2, blocks, K, B, D], K before V: a block holds the slots of one KV head
-after those of another, so that a head's keys come out of it in one piece. Given: batches. Mutates: the slots
-of the tokens it is told to store, nothing else.
+after those of another, so that a head's keys come out of it in one piece. Given: batches. Mutates:
+the slots of the tokens it is told to store, nothing else.
 
-Sequences that compute one token are decode.py's. The others go to torch's scaled_dot_product_attention,
-which wants rectangles where the batch is ragged: `prepare` sorts them into groups of equal query
-length and like context length, and finds for each group the rows to gather; every layer then makes a
-handful of calls, however many sequences take part. What SDPA must not see it is never shown: padding
-positions gather a slot that the sequence did write (its first), so that a NaN in the null block or in
-an unwritten slot cannot reach a sum, not even times zero.
+torch's scaled_dot_product_attention wants rectangles where the batch is ragged: `prepare` sorts the
+sequences into groups of equal query length and like context length, and finds for each group the rows
+to gather; every layer then makes a handful of calls, however many sequences take part. What SDPA must
+not see it is never shown: padding positions gather a slot that the sequence did write (its first), so
+that a NaN in the null block or in an unwritten slot cannot reach a sum, not even times zero.
 """
 
 import math
@@ -20,17 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.attention.decode import DecodeAttention, Decodes, Scratch
 from nanovllm.config import ModelConfig
 from nanovllm.layers.rotary import norm_and_rotate
 from nanovllm.runner.batch import ForwardBatch
 
 MAX_PADDING = 1.15  # a group's contexts are padded by at most this factor
+KEPT_BYTES = 64 << 20  # of each scratch memory
 
 
 @dataclass(slots=True)
 class Group:
-    """N sequences with Q > 1 queries each, contexts padded to L."""
+    """N sequences with Q queries each, contexts padded to L."""
 
     tokens: Tensor | slice  # [N * Q] int64: their queries among the step's tokens
     queries: int  # Q
@@ -44,7 +43,6 @@ class Step:
     """What all layers share."""
 
     rows: Tensor  # [T, 2K] int64, of a layer's cache as [rows, D]: where K and V of a token go
-    decodes: list[Decodes]
     groups: list[Group]
 
 
@@ -65,9 +63,6 @@ class SdpaAttention:
         self.block_size, self.kv_heads, self.dim = block_size, heads, dim
         self.eps = config.rms_norm_eps
         self.scratch = Scratch(dtype, device), Scratch(dtype, device)  # for K and for V
-        self.decode = DecodeAttention(
-            config.num_heads, heads, dim, num_blocks, block_size, dtype, device
-        )
 
     def rows(self, slots: Tensor) -> Tensor:
         """slots [...] -> [..., K]: of each KV head, rows of a layer's K or V as [rows, D]."""
@@ -78,24 +73,19 @@ class SdpaAttention:
     # ---- once a step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
-        starts = batch.query_start.cpu().numpy().astype(np.int64)
-        contexts = batch.context_lens.cpu().numpy().astype(np.int64)
-        queries = np.diff(starts)
-        decoding = np.flatnonzero(queries == 1)
-        decodes, groups = [], []
-        if len(decoding):
-            tables = batch.block_tables.cpu().numpy()[decoding]
-            decodes = self.decode.prepare(starts[decoding], contexts[decoding], tables)
-        if len(decoding) < len(queries):
-            rest = np.flatnonzero(queries > 1)
-            # (query length, context length, first token, sequence), alike ones side by side
-            items = zip(
-                *(a[rest].tolist() for a in (queries, contexts, starts)), rest.tolist(), strict=True
-            )
-            groups = [self._group(batch, alike) for alike in rectangles(sorted(items))]
         rows = self.rows(batch.slots)
         rows = torch.cat((rows, rows + self.k_cache[0].numel() // self.dim), dim=-1)
-        batch.attention = Step(rows, decodes, groups)
+        batch.attention = Step(rows, self.groups(batch, len(batch.context_lens)))
+
+    def groups(self, batch: ForwardBatch, first: int) -> list[Group]:
+        """Rectangles of the `first` sequences."""
+        starts = batch.query_start[: first + 1].cpu().numpy().astype(np.int64)
+        contexts = batch.context_lens[:first].tolist()
+        # (query length, context length, first token, sequence), alike ones side by side
+        items = sorted(
+            zip(np.diff(starts).tolist(), contexts, starts.tolist(), range(first), strict=False)
+        )
+        return [self._group(batch, alike) for alike in rectangles(items)]
 
     def _group(self, batch: ForwardBatch, group: list[tuple[int, int, int, int]]) -> Group:
         device = batch.slots.device
@@ -121,7 +111,7 @@ class SdpaAttention:
 
     # ---- once a layer ----
 
-    def turn_and_store(
+    def attend(
         self,
         layer: int,
         qkv: Tensor,
@@ -130,25 +120,19 @@ class SdpaAttention:
         cos: Tensor,
         sin: Tensor,
         batch: ForwardBatch,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         q, k, v = norm_and_rotate(qkv, self.kv_heads, self.dim, q_norm, k_norm, self.eps, cos, sin)
-        kv = qkv.unflatten(-1, (-1, self.dim))[:, -2 * self.kv_heads :]
-        self.store(layer, kv, batch)
-        return q, k, v
-
-    def store(self, layer: int, kv: Tensor, batch: ForwardBatch) -> None:
-        """kv [T, 2K, D]: one call for both."""
+        kv = qkv.unflatten(-1, (-1, self.dim))[:, -2 * self.kv_heads :]  # one call stores both
         self.cache[layer].view(-1, self.dim)[batch.attention.rows] = kv
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        step: Step = batch.attention
-        k_cache, v_cache = self.k_cache[layer], self.v_cache[layer]
-        if len(step.decodes) == 1 and not step.groups and len(step.decodes[0].tokens) == len(q):
-            return self.decode.attend(step.decodes[0], q, k_cache, v_cache)
         out = torch.empty_like(q)
-        for decodes in step.decodes:
-            out[decodes.tokens] = self.decode.attend(decodes, q, k_cache, v_cache)
-        for group in step.groups:
+        self.attend_groups(batch.attention.groups, layer, q, k, v, out)
+        return out.flatten(1)
+
+    def attend_groups(
+        self, groups: list[Group], layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        """Fills the rows of `out` [T, H, D] that belong to the groups."""
+        for group in groups:
             t = group.tokens
             queries = q[t].unflatten(0, (-1, group.queries)).transpose(1, 2)  # [N, H, Q, D]
             if group.rows is None:
@@ -158,19 +142,41 @@ class SdpaAttention:
             else:
                 shape = (len(queries), self.kv_heads, -1, self.dim)
                 keys, values = (
-                    scratch.rows(cache.view(-1, self.dim), group.rows).view(shape)
-                    for scratch, cache in zip(self.scratch, (k_cache, v_cache), strict=True)
+                    scratch.rows(cache[layer].view(-1, self.dim), group.rows).view(shape)
+                    for scratch, cache in zip(
+                        self.scratch, (self.k_cache, self.v_cache), strict=True
+                    )
                 )
             causal = group.mask is None
             found = F.scaled_dot_product_attention(
                 queries, keys, values, group.mask, is_causal=causal, enable_gqa=True
             )
             out[t] = found.transpose(1, 2).flatten(0, 1)
-        return out
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         source, target = torch.tensor(copies, device=self.k_cache.device).T
         self.cache[:, :, target] = self.cache[:, :, source]  # the right side is a copy
+
+
+class Scratch:
+    """Memory that is kept: a new tensor is new pages, which cost more than what goes into them."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.memory = torch.empty(0, dtype=dtype, device=device)
+
+    def take(self, size: int) -> Tensor:
+        """[size], whatever it holds; it stands until the next call."""
+        if size * self.memory.itemsize > KEPT_BYTES:
+            return self.memory.new_empty(size)
+        if self.memory.numel() < size:
+            most = KEPT_BYTES // self.memory.itemsize
+            self.memory = self.memory.new_empty(min(size * 5 // 4, most))
+        return self.memory[:size]
+
+    def rows(self, rows: Tensor, index: Tensor) -> Tensor:
+        """rows[index]"""
+        out = self.take(len(index) * rows.shape[1]).view(-1, rows.shape[1])
+        return torch.index_select(rows, 0, index, out=out)
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

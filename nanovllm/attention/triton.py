@@ -36,8 +36,7 @@ class TritonAttention:
                 f"attention_backend='triton' takes at most {self.decode.rows} query heads to a KV "
                 f"head, the model has {self.group}; use attention_backend='sdpa'"
             )
-        self.kv_heads, self.head_dim = config.num_kv_heads, config.head_dim
-        self.eps = config.rms_norm_eps
+        self.kv_heads, self.eps = config.num_kv_heads, config.rms_norm_eps
 
     def prepare(self, batch: ForwardBatch) -> None:
         """The tiles of the chunks' queries; decodes have a launch of their own."""
@@ -47,7 +46,7 @@ class TritonAttention:
             queries = self.prefill.rows // self.group
             batch.attention = attention.query_tiles(starts, tokens - batch.num_decodes, queries)
 
-    def turn_and_store(
+    def attend(
         self,
         layer: int,
         qkv: Tensor,
@@ -56,17 +55,11 @@ class TritonAttention:
         cos: Tensor,
         sin: Tensor,
         batch: ForwardBatch,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """k and v come back as they were: attention reads them from the cache."""
-        k_cache, v_cache = self.cache[:, layer]
-        q = store.rope_store(qkv, q_norm, k_norm, self.eps, cos, sin, batch.slots, k_cache, v_cache)
-        k, v = qkv[:, q[0].numel() :].unflatten(1, (2, self.kv_heads, self.head_dim)).unbind(1)
-        return q, k, v
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
+    ) -> Tensor:
         """Chunks first, then decodes: in the tiles of a prompt a lone query would waste its rows, and
         a long context would be one program's work."""
         k_cache, v_cache = self.cache[:, layer]
+        q = store.rope_store(qkv, q_norm, k_norm, self.eps, cos, sin, batch.slots, k_cache, v_cache)
         lens, tables = batch.context_lens, batch.block_tables
         out = torch.empty_like(q)
         decodes = batch.num_decodes
@@ -83,7 +76,7 @@ class TritonAttention:
                 q[tokens:], k_cache, v_cache, lens[chunks:], tables[chunks:], self.decode, splits,
                 out[tokens:],
             )  # fmt: skip
-        return out
+        return out.flatten(1)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         source, target = send(np.array(copies).T.copy(), self.cache.device)

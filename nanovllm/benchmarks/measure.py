@@ -178,7 +178,7 @@ def call_times(llm: LLM) -> Iterator[dict[str, float]]:
         ("linear layers", Linear, "__call__"),
         ("linear layers", runner.model, "logits"),
         ("sampling", runner, "sample"),
-        ("norms, rotary, activation", runner.model, "forward"),
+        ("norms, activation", runner.model, "forward"),
     ]
     with ExitStack() as stack:
         for part, thing, name in calls:
@@ -219,5 +219,5 @@ def kernel_times() -> Iterator[dict[str, float]]:
         if event.device_type.name == "CUDA":
             name = event.key.lower()
             part = next((p for p, marks in KERNELS.items() if any(m in name for m in marks)), None)
-            part = part or "norms, rotary, activation and others"
+            part = part or "norms, activation and others"
             parts[part] = parts.get(part, 0.0) + event.self_device_time_total / 1e6

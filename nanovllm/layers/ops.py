@@ -1,6 +1,6 @@
 """Ops: the functions between the matrix products, which a GPU runs as one kernel each.
 
-The model is given one of two sets: `PLAIN`, torch functions, or `nanovllm.kernels.FUSED`.
+The model is given a set of them: `PLAIN`, torch functions, or that of its attention backend.
 """
 
 from collections.abc import Callable

@@ -36,12 +36,9 @@ class Attention:
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, attention: AttentionBackend
     ) -> Tensor:
-        # Three steps, on a GPU three launches. All K and V are stored first: rows may share blocks.
         qkv = self.qkv(x)
-        q, k, v = attention.turn_and_store(
-            self.layer, qkv, self.q_norm, self.k_norm, cos, sin, batch
-        )
-        return self.out(attention.attend(self.layer, q, k, v, batch).reshape(-1, self.sizes[0]))
+        found = attention.attend(self.layer, qkv, self.q_norm, self.k_norm, cos, sin, batch)
+        return self.out(found)
 
 
 class MLP:

@@ -4,9 +4,11 @@ Owns: nothing. Given: what the config asks for, and the machine. Raises ValueErr
 fit.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,24 +29,55 @@ MakeAttention: TypeAlias = Callable[
 Draw: TypeAlias = Callable[[Tensor, SamplingBatch], Tensor]  # logits [R, V] -> tokens [R]
 
 
-def pick_kernels(name: str, device: torch.device) -> tuple[MakeAttention, Ops, Draw]:
+logger = logging.getLogger("nanovllm")
+
+
+def pick_kernels(
+    name: str, device: torch.device, dtype: torch.dtype
+) -> tuple[MakeAttention, Ops, Draw]:
     """(attention backend, what runs between the matrix products, the sampler) of a backend's name."""
-    if name == "sdpa" or (name == "auto" and device.type != "cuda"):
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "numba"
+        if name == "numba" and (dtype is torch.float16 or find_spec("numba") is None):
+            logger.warning(
+                "torch's attention is used, which is slower: %s",
+                "Numba's kernels know no float16" if find_spec("numba") else "pip install numba",
+            )
+            name = "sdpa"
+    if name == "sdpa":
         return SdpaAttention, PLAIN, sample
+    try:
+        if name == "numba":
+            return numba_kernels(device, dtype)
+        return triton_kernels(device)
+    except ImportError as error:
+        raise ValueError(
+            f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name}, or use "
+            "attention_backend='sdpa'"
+        ) from error
+
+
+def numba_kernels(device: torch.device, dtype: torch.dtype) -> tuple[MakeAttention, Ops, Draw]:
+    if device.type != "cpu" or dtype is torch.float16:
+        raise ValueError(
+            "attention_backend='numba' is for a CPU, in float32 or bfloat16, and this is "
+            f"{device.type!r} with {str(dtype)[6:]}; use attention_backend='auto'"
+        )
+    from nanovllm.attention.numba import OPS, NumbaAttention
+
+    return NumbaAttention, OPS, sample
+
+
+def triton_kernels(device: torch.device) -> tuple[MakeAttention, Ops, Draw]:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"attention_backend='triton' needs a GPU, and the device is {device.type!r}; use "
-            "attention_backend='sdpa', or set TRITON_INTERPRET=1 to run the kernels in Triton's "
+            "attention_backend='auto', or set TRITON_INTERPRET=1 to run the kernels in Triton's "
             "interpreter (very slowly)"
         )
-    try:
-        from nanovllm.attention.triton import TritonAttention
-        from nanovllm.kernels import pointwise, sampling
-    except ImportError as error:
-        raise ValueError(
-            f"attention_backend='triton' needs Triton ({error}); pip install triton, or use "
-            "attention_backend='sdpa'"
-        ) from error
+    from nanovllm.attention.triton import TritonAttention
+    from nanovllm.kernels import pointwise, sampling
+
     return TritonAttention, Ops(pointwise.add_rms_norm, pointwise.silu_and_mul), sampling.sample
 
 

@@ -70,7 +70,7 @@ class ModelRunner:
     ) -> None:
         model_config = self.model_config
         before = memory.Snapshot.of(self.device)
-        backend, ops, self.draw = pick_kernels(config.attention_backend, self.device)
+        backend, ops, self.draw = pick_kernels(config.attention_backend, self.device, self.dtype)
         with torch_defaults(self.device, self.dtype):
             self.model = Qwen3(model_config, max_model_len, ops)
         places = self.model.checkpoint_tensors()

@@ -1,0 +1,214 @@
+"""The CPU's backend: kernels that Numba compiles for decodes, torch's attention for prompts.
+
+Owns: the KV cache, through the plain backend, which computes what has more than one query. Given:
+batches. Mutates: the slots of the tokens it is told to store, nothing else; and x and the residual
+that the operations between the matrix products are given.
+
+At one query each a step does little else than read KV. A prefix whose blocks are the same in all
+tables of a group is read once for all: two matrix products by torch, and what they found is where the
+kernel goes on from with each sequence's own blocks, as flash decoding merges its parts
+(arXiv:2311.01282).
+
+Shapes: T tokens of the step, N sequences of a group, H = K * G query heads that share K KV heads in
+groups of G, D head size, B slots of a block, P slots of the shared prefix.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.sdpa import Group, SdpaAttention
+from nanovllm.config import ModelConfig
+from nanovllm.kernels import cpu
+from nanovllm.layers.norm import add_rms_norm as plain_add_rms_norm
+from nanovllm.layers.ops import Ops
+from nanovllm.runner.batch import ForwardBatch
+
+logger = logging.getLogger("nanovllm")
+
+MIN_SAVED = 256  # tokens that a shared prefix must save the reading of, to be worth its calls
+FEW = 1 << 17  # elements: with fewer the other threads are not woken; they are 10 us away
+
+LIKE = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}  # how the kernels know a dtype
+
+
+@dataclass(slots=True)
+class Decodes:
+    """N sequences that decode together."""
+
+    tokens: Any  # [N] int64, their queries among the step's tokens
+    tables: Any  # [N, blocks] int32, without the shared ones
+    contexts: Any  # [N] int64, likewise
+    shared: Tensor | None  # [P / B] int64: the blocks of the prefix
+
+
+@dataclass(slots=True)
+class Step:
+    """What all layers share."""
+
+    slots: Any  # [T] int64
+    decodes: list[Decodes]
+    groups: list[Group]  # those of the sequences that do not decode
+
+
+class NumbaAttention:
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`num_blocks` counts the null block. The cache is allocated, not cleared."""
+        self.plain = SdpaAttention(config, num_blocks, block_size, dtype, device)
+        self.cache = self.plain.cache
+        self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.group, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
+        self.like = LIKE[dtype]
+        self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
+        self.at = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]  # K and V
+        start = time.perf_counter()
+        cpu.compile_all(self.like)
+        if (seconds := time.perf_counter() - start) > 1.5:
+            logger.info(
+                "the CPU's kernels compiled in %.1f s; the next start will find them", seconds
+            )
+
+    # ---- once a step ----
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+        seqs = len(batch.context_lens)
+        chunks = seqs - batch.num_decodes
+        decodes = []
+        if batch.num_decodes:
+            tables = batch.block_tables[chunks:].numpy()
+            contexts = batch.context_lens[chunks:].numpy().astype(np.int64)
+            tokens = batch.query_start[chunks:-1].numpy().astype(np.int64)
+            size = self.shape[2]
+            for members, shared in shared_prefixes(tables, contexts, size):
+                prefix = torch.from_numpy(tables[members[0], :shared]).long() if shared else None
+                own = np.ascontiguousarray(tables[members, shared:])
+                lengths = contexts[members] - shared * size
+                decodes.append(Decodes(tokens[members], own, lengths, prefix))
+        batch.attention = Step(batch.slots.numpy(), decodes, self.plain.groups(batch, chunks))
+
+    # ---- once a layer ----
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        step: Step = batch.attention
+        k_cache, v_cache = self.at[layer]
+        weights = [0 if w is None else w.data_ptr() for w in (q_norm, k_norm)]
+        arguments = (
+            qkv.data_ptr(), *weights, cos.data_ptr(), sin.data_ptr(), k_cache, v_cache,
+            step.slots, self.shape, self.heads, self.eps, self.like,
+        )  # fmt: skip
+        if qkv.numel() <= FEW:
+            cpu.turn_and_store_rows(*arguments, 0, len(qkv))
+        else:
+            cpu.turn_and_store(*arguments, numba.get_num_threads())
+
+        out = torch.empty((len(qkv), self.heads * self.dim), dtype=qkv.dtype)
+        if step.groups:
+            heads = qkv.view(len(qkv), -1, self.dim)
+            q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+            self.plain.attend_groups(step.groups, layer, q, k, v, out.view(q.shape))
+        for d in step.decodes:
+            before = None if d.shared is None else self._shared(d, layer, qkv)
+            first_out, first_lse = (0, 0) if before is None else (x.data_ptr() for x in before)
+            cpu.attend_decode(
+                qkv.data_ptr(), *qkv.shape, k_cache, v_cache, self.shape,
+                d.tokens, d.tables, d.contexts, first_out, first_lse,
+                out.data_ptr(), self.heads, self.like,
+            )  # fmt: skip
+        return out
+
+    def _shared(self, d: Decodes, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """What N queries find in their shared prefix: [K, N * G, D], and the log of its sum of
+        exponentials, float32 [K, N * G]."""
+        keys, values = (
+            cache.index_select(0, d.shared).transpose(0, 1).reshape(self.kv_heads, -1, self.dim)
+            for cache in self.cache[layer]
+        )  # [K, P, D]
+        queries = qkv[torch.from_numpy(d.tokens), : self.heads * self.dim]
+        queries = queries.view(-1, self.kv_heads, self.group, self.dim)
+        queries = queries.transpose(0, 1).reshape(self.kv_heads, -1, self.dim)  # [K, N * G, D]
+        none = queries.new_empty(1)  # never read
+        scores = torch.baddbmm(none, queries, keys.mT, beta=0, alpha=self.dim**-0.5).float()
+        return torch.bmm(scores.softmax(dim=-1).to(qkv.dtype), values), scores.logsumexp(dim=-1)
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        self.plain.copy_blocks(copies)
+
+
+# ---- between the matrix products ----
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm(x + residual) * weight, x + residual), in place: x and residual themselves."""
+    if residual is None:
+        return plain_add_rms_norm(x, residual, weight, eps)
+    rows, size = x.shape
+    arguments = (
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, size, eps, LIKE[x.dtype],
+    )  # fmt: skip
+    if x.numel() <= FEW:
+        cpu.add_rms_norm_rows(*arguments, 0, rows)
+    else:
+        cpu.add_rms_norm(*arguments, numba.get_num_threads())
+    return x, residual
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2F] = (gate, up) side by side -> silu(gate) * up [T, F]."""
+    rows, size = len(x), x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=x.dtype)
+    arguments = (x.data_ptr(), out.data_ptr(), rows, size, LIKE[x.dtype])
+    if x.numel() <= FEW:
+        cpu.silu_and_mul_rows(*arguments, 0, rows)
+    else:
+        cpu.silu_and_mul(*arguments, numba.get_num_threads())
+    return out
+
+
+OPS = Ops(add_rms_norm, silu_and_mul)
+
+
+def shared_prefixes(tables: Any, contexts: Any, size: int) -> list[tuple[Any, int]]:
+    """Groups of sequences (indices), and how many leading blocks all tables of a group share.
+
+    Sequences that begin with the same block form a group, if together they save enough; all others
+    form one that shares nothing. Each keeps at least one token of its own.
+    """
+    groups = []
+    alone = np.ones(len(tables), bool)
+    first, counts = np.unique(tables[:, 0], return_counts=True)
+    for block in first[counts > 1]:
+        members = np.flatnonzero(tables[:, 0] == block)
+        most = (int(contexts[members].min()) - 1) // size
+        same = (tables[members, :most] == tables[members[0], :most]).all(axis=0)
+        shared = int(same.argmin()) if not same.all() else most
+        if shared * size * (len(members) - 1) >= MIN_SAVED:
+            groups.append((members, shared))
+            alone[members] = False
+    if alone.any():
+        groups.append((np.flatnonzero(alone), 0))
+    return groups

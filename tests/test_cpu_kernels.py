@@ -1,0 +1,167 @@
+"""The kernels that Numba compiles, beside torch's functions on the same input."""
+
+import logging
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import random_llm
+from numba import njit
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention import numba as backend
+from nanovllm.kernels import cpu
+from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.norm import add_rms_norm
+from nanovllm.layers.rotary import RotaryEmbedding, norm_and_rotate
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@njit
+def rounded(x, like):
+    out = np.empty(len(x), np.uint16)
+    for i in range(len(x)):
+        out[i] = cpu.narrow(x[i], like)
+    return out
+
+
+@njit
+def widened(x):
+    out = np.empty(len(x), np.float32)
+    for i in range(len(x)):
+        out[i] = cpu.wide(x[i])
+    return out
+
+
+@njit
+def exps(x):
+    out = np.empty_like(x)
+    for i in range(len(x)):
+        out[i] = cpu.exp(x[i])
+    return out
+
+
+def test_bfloat16_is_torchs() -> None:
+    """Every bfloat16, and floats of all sizes: halfway between two, NaN and infinity among them."""
+    every = np.arange(1 << 16).astype(np.uint16)
+    as_torch = torch.from_numpy(every.copy()).view(torch.bfloat16).float().numpy()
+    np.testing.assert_array_equal(widened(every), as_torch)
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 200_000, np.uint32)
+    bits[:1000] = bits[:1000] & 0xFFFF0000 | 0x8000  # halfway
+    bits[1000:1004] = (0x7F800000, 0xFF800000, 0x7FFFFFFF, 0x7F7FFFFF)
+    floats = bits.view(np.float32)
+    wanted = torch.from_numpy(floats.copy()).bfloat16()
+    found = torch.from_numpy(rounded(floats, np.uint16(0))).view(torch.bfloat16)
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found[~found.isnan()], wanted[~wanted.isnan()])
+
+
+def test_exp() -> None:
+    # The last three: where e^x is no float.
+    x = np.concatenate((np.linspace(-87, 87, 100_001), [-1e30, 1e30, -np.inf])).astype(np.float32)
+    found = exps(x)
+    error = np.abs(found[:-3] / np.exp(x[:-3].astype(np.float64)) - 1)
+    assert (error < 3e-7 + 1e-7 * np.abs(x[:-3])).all()
+    assert found[-3] < 1e-37 and found[-1] < 1e-37 and 1e37 < found[-2] < np.inf  # noqa: PT018
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("few", [0, 1 << 30])
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_between_the_products(
+    dtype: torch.dtype, few: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one thread and on all; a NaN stays in its row."""
+    monkeypatch.setattr(backend, "FEW", few)
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(*s).to(dtype) for s in ((rows, 40), (rows, 40), (40,)))
+    if rows > 1:
+        x[0, 3] = torch.nan
+    gate_up = torch.randn(rows, 80).to(dtype) * 4
+    torch.testing.assert_close(backend.silu_and_mul(gate_up), silu_and_mul(gate_up))
+    wanted = add_rms_norm(x, residual, weight, 1e-3)
+    found = backend.add_rms_norm(x, residual, weight, 1e-3)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert found[0] is x
+    assert found[1] is residual
+    alone = torch.randn(rows, 40).to(dtype)
+    wanted = add_rms_norm(alone, None, weight, 1e-3)
+    torch.testing.assert_close(backend.add_rms_norm(alone, None, weight, 1e-3), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [0, 1, 2])
+@pytest.mark.parametrize("normed", [False, True])
+def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
+    """In place, and to the slots that were named and no others. Zero threads: the part for few rows."""
+    heads, kv_heads, dim, size, rows, eps = 4, 2, 6, 3, 5, 0.01
+    torch.manual_seed(0)
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
+    weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
+    table = RotaryEmbedding(dim, 50, 100.0, 1.0)
+    cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8])))
+    cache = torch.full((2, 6, kv_heads, size, dim), 7.0, dtype=dtype)
+    slots = np.array([4, 9, 3, 17, 11])
+    wanted = qkv.clone()
+    _, k, v = norm_and_rotate(wanted, kv_heads, dim, *weights, eps, cos, sin)
+    arguments = (
+        qkv.data_ptr(), *(0 if w is None else w.data_ptr() for w in weights), cos.data_ptr(),
+        sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, tuple(cache.shape[1:]),
+        heads, eps, backend.LIKE[dtype],
+    )  # fmt: skip
+    if threads:
+        cpu.turn_and_store(*arguments, threads)
+    else:
+        cpu.turn_and_store_rows(*arguments, 0, rows)
+    torch.testing.assert_close(qkv, wanted)
+    flat = cache.transpose(2, 3).reshape(2, -1, kv_heads, dim)
+    for stored, given, exactly in ((flat[0], k, False), (flat[1], v, True)):
+        torch.testing.assert_close(stored[slots], given)
+        assert not exactly or torch.equal(stored[slots], given)
+        others = np.setdiff1d(np.arange(18), slots)
+        assert (stored[others] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_compiled_while_serving(dtype: str) -> None:
+    """What `compile_all` compiled fits every call: prompts, decodes, a prefix in common."""
+    llm = LLM(dtype=dtype, device="cpu")
+    kernels = [k for k in vars(cpu).values() if hasattr(k, "signatures")]
+    before = [len(k.signatures) for k in kernels]
+    assert max(before) > 0
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    llm.generate([[5] * 500 + [i] for i in range(4)] + [[1, 2]], params, use_tqdm=False)
+    llm.generate([[9] * 1000, [3]], params, use_tqdm=False)
+    assert [len(k.signatures) for k in kernels] == before
+
+
+def test_without_numba(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same tokens by torch's attention, and one line that says what is missing."""
+    from conftest import make_checkpoint
+
+    make_checkpoint(tmp_path)
+    prompts = [[1 + (7 * i + n) % 150 for i in range(n)] for n in (1, 5, 40, 80)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    wanted = random_llm(tmp_path).generate(prompts, params, use_tqdm=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "nanovllm.attention.numba")
+    with caplog.at_level(logging.WARNING, logger="nanovllm"):
+        llm = random_llm(tmp_path)
+    assert "pip install numba" in caplog.text
+    found = llm.generate(prompts, params, use_tqdm=False)
+    assert [o["token_ids"] for o in found] == [o["token_ids"] for o in wanted]
+    with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
+        random_llm(tmp_path, attention_backend="numba")
+
+
+def test_float16_is_not_numbas(tmp_path) -> None:
+    with pytest.raises(ValueError, match="float32 or bfloat16, and this is 'cpu' with float16"):
+        LLM(dtype="float16", device="cpu", attention_backend="numba")
+    answer = LLM(dtype="float16", device="cpu").generate(
+        [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False
+    )
+    assert len(answer[0]["token_ids"]) == 2
