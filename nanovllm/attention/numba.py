@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.sdpa import Group, SdpaAttention
+from nanovllm.attention.sdpa import Group, Scratch, SdpaAttention
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import cpu
 from nanovllm.layers.norm import add_rms_norm as plain_add_rms_norm
@@ -45,7 +45,10 @@ class Decodes:
     tokens: Any  # [N] int64, their queries among the step's tokens
     tables: Any  # [N, blocks] int32, without the shared ones
     contexts: Any  # [N] int64, likewise
-    shared: Tensor | None  # [P / B] int64: the blocks of the prefix
+    shared: Tensor | None = (
+        None  # [2 * K * P / B] int64: the prefix, of a layer's cache as [rows, B * D]
+    )
+    queries: Tensor | None = None  # [N] int64, `tokens` for torch
 
 
 @dataclass(slots=True)
@@ -72,6 +75,10 @@ class NumbaAttention:
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
         self.like = LIKE[dtype]
+        self.scratch = Scratch(dtype, device)
+        self.offsets = np.array(
+            [[0], [num_blocks * self.kv_heads]]
+        )  # rows of a layer before K and V
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.at = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]  # K and V
         start = time.perf_counter()
@@ -94,10 +101,14 @@ class NumbaAttention:
             tokens = batch.query_start[chunks:-1].numpy().astype(np.int64)
             size = self.shape[2]
             for members, shared in shared_prefixes(tables, contexts, size):
-                prefix = torch.from_numpy(tables[members[0], :shared]).long() if shared else None
                 own = np.ascontiguousarray(tables[members, shared:])
-                lengths = contexts[members] - shared * size
-                decodes.append(Decodes(tokens[members], own, lengths, prefix))
+                group = Decodes(tokens[members], own, contexts[members] - shared * size)
+                if shared:
+                    blocks = tables[members[0], :shared].astype(np.int64) * self.kv_heads
+                    starts = np.arange(self.kv_heads) + self.offsets  # [2, K]: of K and V
+                    group.shared = torch.from_numpy((starts[..., None] + blocks).ravel())
+                    group.queries = torch.from_numpy(group.tokens)
+                decodes.append(group)
         batch.attention = Step(batch.slots.numpy(), decodes, self.plain.groups(batch, chunks))
 
     # ---- once a layer ----
@@ -140,18 +151,17 @@ class NumbaAttention:
         return out
 
     def _shared(self, d: Decodes, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """What N queries find in their shared prefix: [K, N * G, D], and the log of its sum of
-        exponentials, float32 [K, N * G]."""
-        keys, values = (
-            cache.index_select(0, d.shared).transpose(0, 1).reshape(self.kv_heads, -1, self.dim)
-            for cache in self.cache[layer]
-        )  # [K, P, D]
-        queries = qkv[torch.from_numpy(d.tokens), : self.heads * self.dim]
-        queries = queries.view(-1, self.kv_heads, self.group, self.dim)
-        queries = queries.transpose(0, 1).reshape(self.kv_heads, -1, self.dim)  # [K, N * G, D]
-        none = queries.new_empty(1)  # never read
-        scores = torch.baddbmm(none, queries, keys.mT, beta=0, alpha=self.dim**-0.5).float()
-        return torch.bmm(scores.softmax(dim=-1).to(qkv.dtype), values), scores.logsumexp(dim=-1)
+        """What N queries find in their shared prefix, and the log of its sum of exponentials: a KV
+        head's queries of all sequences are one sequence to torch. [N * G, K, D], float32 [N * G, K]."""
+        blocks = self.cache[layer].view(-1, self.shape[2] * self.dim)
+        keys, values = self.scratch.rows(blocks, d.shared).view(2, 1, self.kv_heads, -1, self.dim)
+        queries = qkv[d.queries, : self.heads * self.dim]
+        queries = queries.view(-1, self.kv_heads, self.group, self.dim).transpose(0, 1)
+        queries = queries.reshape(1, self.kv_heads, -1, self.dim)
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+            queries, keys, values
+        )
+        return out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self.plain.copy_blocks(copies)
