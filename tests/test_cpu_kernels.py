@@ -10,11 +10,12 @@ from conftest import random_llm
 from numba import njit
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention import numba as backend
 from nanovllm.kernels import cpu
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.norm import add_rms_norm
 from nanovllm.layers.rotary import RotaryEmbedding, norm_and_rotate
+from nanovllm.runner import sampler
+from nanovllm.runner.batch import SamplingBatch
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -74,21 +75,21 @@ def test_between_the_products(
     dtype: torch.dtype, few: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one thread and on all; a NaN stays in its row."""
-    monkeypatch.setattr(backend, "FEW", few)
+    monkeypatch.setattr(cpu, "FEW", few)
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*s).to(dtype) for s in ((rows, 40), (rows, 40), (40,)))
     if rows > 1:
         x[0, 3] = torch.nan
     gate_up = torch.randn(rows, 80).to(dtype) * 4
-    torch.testing.assert_close(backend.silu_and_mul(gate_up), silu_and_mul(gate_up))
+    torch.testing.assert_close(cpu.silu_and_mul(gate_up), silu_and_mul(gate_up))
     wanted = add_rms_norm(x, residual, weight, 1e-3)
-    found = backend.add_rms_norm(x, residual, weight, 1e-3)
+    found = cpu.add_rms_norm(x, residual, weight, 1e-3)
     torch.testing.assert_close(found, wanted, equal_nan=True)
     assert found[0] is x
     assert found[1] is residual
     alone = torch.randn(rows, 40).to(dtype)
     wanted = add_rms_norm(alone, None, weight, 1e-3)
-    torch.testing.assert_close(backend.add_rms_norm(alone, None, weight, 1e-3), wanted)
+    torch.testing.assert_close(cpu.add_rms_norm(alone, None, weight, 1e-3), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,7 +110,7 @@ def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
     arguments = (
         qkv.data_ptr(), *(0 if w is None else w.data_ptr() for w in weights), cos.data_ptr(),
         sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, tuple(cache.shape[1:]),
-        heads, eps, backend.LIKE[dtype],
+        heads, eps, cpu.LIKE[dtype],
     )  # fmt: skip
     if threads:
         cpu.turn_and_store(*arguments, threads)
@@ -122,6 +123,54 @@ def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
         assert not exactly or torch.equal(stored[slots], given)
         others = np.setdiff1d(np.arange(18), slots)
         assert (stored[others] == 7).all()
+
+
+def sampling(rows: int, temperature: torch.Tensor) -> SamplingBatch:
+    row = torch.ones(rows)
+    return SamplingBatch(
+        temperature, row.long() * 0, row, row * 0, torch.arange(rows) - 3, torch.arange(rows) * 7,
+        all_greedy=False, any_top_k=False, any_top_p=False, any_min_p=False,
+    )  # fmt: skip
+
+
+@njit
+def uniforms(seeds, positions):
+    out = np.empty(len(seeds))
+    for i in range(len(seeds)):
+        out[i] = cpu.uniform(seeds[i], positions[i])
+    return out
+
+
+def test_uniform() -> None:
+    seeds, positions = torch.randint(-(1 << 63), (1 << 63) - 1, (2, 1000))
+    found = uniforms(seeds.numpy(), positions.numpy())
+    np.testing.assert_array_equal(found, sampler.uniform(seeds, positions).numpy())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, cpu.CHUNK, 5000])
+def test_sample(dtype: torch.dtype, size: int) -> None:
+    """Torch's tokens, but where a number falls on an edge that sums round to this side or that."""
+    rows = 600
+    torch.manual_seed(0)
+    logits = (torch.randn(rows, size) * 3).to(dtype)
+    logits[:, ::3][:, : size // 2] = -torch.inf
+    temperature = torch.tensor([0.0, 1e-6, 0.3, 1.0, 2.5, 100.0]).repeat(100)
+    batch = sampling(rows, temperature)
+    found, wanted = cpu.sample(logits, batch), sampler.sample(logits, batch)
+    assert (found != wanted).sum() <= 3
+    assert torch.equal(found[temperature < 1e-3], wanted[temperature < 1e-3])
+    if size > 1:
+        assert (logits.gather(1, found[:, None]) > -torch.inf).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_sample_gives_tokens_of_the_vocabulary_whatever_comes(value: float) -> None:
+    for where in (slice(None), slice(5, 6)):
+        logits = torch.randn(2, 3000)
+        logits[:, where] = value
+        tokens = cpu.sample(logits, sampling(2, torch.tensor([0.0, 1.0])))
+        assert ((tokens >= 0) & (tokens < 3000)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

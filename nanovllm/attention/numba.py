@@ -1,8 +1,7 @@
 """The CPU's backend: kernels that Numba compiles for decodes, torch's attention for prompts.
 
 Owns: the KV cache, through the plain backend, which computes what has more than one query. Given:
-batches. Mutates: the slots of the tokens it is told to store, nothing else; and x and the residual
-that the operations between the matrix products are given.
+batches. Mutates: the slots of the tokens it is told to store, nothing else.
 
 At one query each a step does little else than read KV. A prefix whose blocks are the same in all
 tables of a group is read once for all: two matrix products by torch, and what they found is where the
@@ -26,16 +25,11 @@ from torch import Tensor
 from nanovllm.attention.sdpa import Group, Scratch, SdpaAttention
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import cpu
-from nanovllm.layers.norm import add_rms_norm as plain_add_rms_norm
-from nanovllm.layers.ops import Ops
 from nanovllm.runner.batch import ForwardBatch
 
 logger = logging.getLogger("nanovllm")
 
 MIN_SAVED = 256  # tokens that a shared prefix must save the reading of, to be worth its calls
-FEW = 1 << 17  # elements: with fewer the other threads are not woken; they are 10 us away
-
-LIKE = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}  # how the kernels know a dtype
 
 
 @dataclass(slots=True)
@@ -74,7 +68,7 @@ class NumbaAttention:
         self.cache = self.plain.cache
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
-        self.like = LIKE[dtype]
+        self.like = cpu.LIKE[dtype]
         self.scratch = Scratch(dtype, device)
         self.offsets = np.array(
             [[0], [num_blocks * self.kv_heads]]
@@ -130,7 +124,7 @@ class NumbaAttention:
             qkv.data_ptr(), *weights, cos.data_ptr(), sin.data_ptr(), k_cache, v_cache,
             step.slots, self.shape, self.heads, self.eps, self.like,
         )  # fmt: skip
-        if qkv.numel() <= FEW:
+        if qkv.numel() <= cpu.FEW:
             cpu.turn_and_store_rows(*arguments, 0, len(qkv))
         else:
             cpu.turn_and_store(*arguments, numba.get_num_threads())
@@ -141,7 +135,7 @@ class NumbaAttention:
             q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
             self.plain.attend_groups(step.groups, layer, q, k, v, out.view(q.shape))
         for d in step.decodes:
-            before = None if d.shared is None else self._shared(d, layer, qkv)
+            before = None if d.shared is None else self._shared(d, d.shared, layer, qkv)
             first_out, first_lse = (0, 0) if before is None else (x.data_ptr() for x in before)
             cpu.attend_decode(
                 qkv.data_ptr(), *qkv.shape, k_cache, v_cache, self.shape,
@@ -150,11 +144,11 @@ class NumbaAttention:
             )  # fmt: skip
         return out
 
-    def _shared(self, d: Decodes, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor]:
+    def _shared(self, d: Decodes, rows: Tensor, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """What N queries find in their shared prefix, and the log of its sum of exponentials: a KV
         head's queries of all sequences are one sequence to torch. [N * G, K, D], float32 [N * G, K]."""
         blocks = self.cache[layer].view(-1, self.shape[2] * self.dim)
-        keys, values = self.scratch.rows(blocks, d.shared).view(2, 1, self.kv_heads, -1, self.dim)
+        keys, values = self.scratch.rows(blocks, rows).view(2, 1, self.kv_heads, -1, self.dim)
         queries = qkv[d.queries, : self.heads * self.dim]
         queries = queries.view(-1, self.kv_heads, self.group, self.dim).transpose(0, 1)
         queries = queries.reshape(1, self.kv_heads, -1, self.dim)
@@ -165,41 +159,6 @@ class NumbaAttention:
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self.plain.copy_blocks(copies)
-
-
-# ---- between the matrix products ----
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """(RMSNorm(x + residual) * weight, x + residual), in place: x and residual themselves."""
-    if residual is None:
-        return plain_add_rms_norm(x, residual, weight, eps)
-    rows, size = x.shape
-    arguments = (
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, size, eps, LIKE[x.dtype],
-    )  # fmt: skip
-    if x.numel() <= FEW:
-        cpu.add_rms_norm_rows(*arguments, 0, rows)
-    else:
-        cpu.add_rms_norm(*arguments, numba.get_num_threads())
-    return x, residual
-
-
-def silu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2F] = (gate, up) side by side -> silu(gate) * up [T, F]."""
-    rows, size = len(x), x.shape[1] // 2
-    out = torch.empty((rows, size), dtype=x.dtype)
-    arguments = (x.data_ptr(), out.data_ptr(), rows, size, LIKE[x.dtype])
-    if x.numel() <= FEW:
-        cpu.silu_and_mul_rows(*arguments, 0, rows)
-    else:
-        cpu.silu_and_mul(*arguments, numba.get_num_threads())
-    return out
-
-
-OPS = Ops(add_rms_norm, silu_and_mul)
 
 
 def shared_prefixes(tables: Any, contexts: Any, size: int) -> list[tuple[Any, int]]:

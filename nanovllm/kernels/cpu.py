@@ -21,9 +21,15 @@ D head size, B slots of a block.
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
-from numba import carray, njit, prange, types
+from numba import carray, get_num_threads, njit, prange, types
 from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from nanovllm.layers.norm import add_rms_norm as plain_add_rms_norm
+from nanovllm.runner.batch import SamplingBatch
+from nanovllm.runner.sampler import sample as plain_sample
 
 # Sums may be reordered and products fused; but NaN and infinity are what they are.
 COMPILED: Any = dict(
@@ -31,6 +37,10 @@ COMPILED: Any = dict(
 )
 AHEAD = 2  # blocks that KV is fetched in advance: 27 -> 20 ms for 28 layers of 16 x 192 tokens
 CACHE_LINE = 64  # bytes
+CHUNK = 1024  # tokens of the vocabulary
+FEW = 1 << 17  # elements: with fewer the other threads are not woken; they are 10 us away
+
+LIKE = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}  # how kernels know a dtype
 
 f32 = np.float32
 
@@ -118,7 +128,7 @@ def exp(x):
 
 
 @njit(**COMPILED)
-def add_rms_norm_rows(x_at, residual_at, weight_at, rows, size, eps, like, start, stop):
+def _add_rms_norm_rows(x_at, residual_at, weight_at, rows, size, eps, like, start, stop):
     """residual += x; x = RMSNorm(residual) * weight. x, residual [rows, size]."""
     x, residual = array(x_at, (rows, size), like), array(residual_at, (rows, size), like)
     weight = array(weight_at, (size,), like)
@@ -135,14 +145,14 @@ def add_rms_norm_rows(x_at, residual_at, weight_at, rows, size, eps, like, start
 
 
 @njit(parallel=True, **COMPILED)
-def add_rms_norm(x_at, residual_at, weight_at, rows, size, eps, like, parts):
+def _add_rms_norm(x_at, residual_at, weight_at, rows, size, eps, like, parts):
     for p in prange(parts):
         start, stop = p * rows // parts, (p + 1) * rows // parts
-        add_rms_norm_rows(x_at, residual_at, weight_at, rows, size, eps, like, start, stop)
+        _add_rms_norm_rows(x_at, residual_at, weight_at, rows, size, eps, like, start, stop)
 
 
 @njit(**COMPILED)
-def silu_and_mul_rows(x_at, out_at, rows, size, like, start, stop):
+def _silu_and_mul_rows(x_at, out_at, rows, size, like, start, stop):
     """out [rows, size] = silu(gate) * up, of x [rows, 2, size] = (gate, up)."""
     x, out = array(x_at, (rows, 2, size), like), array(out_at, (rows, size), like)
     for i in range(start, stop):
@@ -153,10 +163,39 @@ def silu_and_mul_rows(x_at, out_at, rows, size, like, start, stop):
 
 
 @njit(parallel=True, **COMPILED)
-def silu_and_mul(x_at, out_at, rows, size, like, parts):
+def _silu_and_mul(x_at, out_at, rows, size, like, parts):
     for p in prange(parts):
         start, stop = p * rows // parts, (p + 1) * rows // parts
-        silu_and_mul_rows(x_at, out_at, rows, size, like, start, stop)
+        _silu_and_mul_rows(x_at, out_at, rows, size, like, start, stop)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm(x + residual) * weight, x + residual) in place: x and residual themselves. x [T, E]."""
+    if residual is None:
+        return plain_add_rms_norm(x, residual, weight, eps)
+    rows, size = x.shape
+    arguments = (
+        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), rows, size, eps, LIKE[x.dtype]
+    )  # fmt: skip
+    if rows * size <= FEW:
+        _add_rms_norm_rows(*arguments, 0, rows)
+    else:
+        _add_rms_norm(*arguments, get_num_threads())
+    return x, residual
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2F] = (gate, up) side by side -> silu(gate) * up [T, F]."""
+    rows, size = len(x), x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=x.dtype)
+    arguments = (x.data_ptr(), out.data_ptr(), rows, size, LIKE[x.dtype])
+    if rows * size <= FEW:
+        _silu_and_mul_rows(*arguments, 0, rows)
+    else:
+        _silu_and_mul(*arguments, get_num_threads())
+    return out
 
 
 @njit(**COMPILED)
@@ -320,13 +359,109 @@ def attend_decode(
         )  # fmt: skip
 
 
+# ---- sampling ----
+
+
+@njit(**COMPILED)
+def uniform(seed, position):
+    """In [0, 1): the number that nanovllm.runner.sampler.uniform gives."""
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    z = np.uint64(seed) + np.uint64(position) * gamma
+    for step in range(2):
+        z += np.uint64(step) * gamma
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return np.float64(z >> np.uint64(11)) * 2.0**-53
+
+
+@njit(**COMPILED)
+def _weigh(logits, top, temperature, weights):
+    """weights = e^((logits - top) / temperature), 0 where that is no float; their sum."""
+    total = f32(0)
+    for i in range(len(logits)):
+        power = (wide(logits[i]) - top) / temperature
+        weight = exp(power) if power > f32(-87) else f32(0)
+        weights[i] = weight
+        total += weight
+    return total
+
+
+@njit(**COMPILED)
+def _passes(weights, target):
+    """The first place where the sum of weights exceeds the target, and what was before it; a place
+    of weight 0 is never given, unless there is no other."""
+    place, before, total = 0, 0.0, 0.0
+    for i in range(len(weights)):
+        if weights[i] > 0:
+            place, before = i, total
+            total += weights[i]
+            if total > target:
+                break
+    return place, before
+
+
+@njit(parallel=True, **COMPILED)
+def _draw(logits_at, rows, size, temperatures, seeds, positions, tokens, like):
+    """tokens [rows], of logits [rows, size]. Read once: each chunk is weighed by its own maximum."""
+    logits = array(logits_at, (rows, size), like)
+    chunks = (size + CHUNK - 1) // CHUNK
+    tops, sums = np.empty((rows, chunks), f32), np.zeros((rows, chunks), f32)
+    for item in prange(rows * chunks):
+        row, chunk = item // chunks, item % chunks
+        part = logits[row, chunk * CHUNK : (chunk + 1) * CHUNK]
+        weights = np.empty(len(part), f32)
+        for i in range(len(part)):
+            weights[i] = wide(part[i])
+        top = highest(weights)
+        tops[row, chunk] = top
+        if temperatures[row] > 0 and top > -np.inf:
+            sums[row, chunk] = _weigh(part, top, temperatures[row], weights)
+    for row in prange(rows):
+        top, heat = highest(tops[row]), temperatures[row]
+        weights = np.zeros(CHUNK, f32)
+        if heat > 0:
+            scales = np.empty(chunks, f32)
+            total = 0.0
+            for chunk in range(chunks):
+                power = (tops[row, chunk] - top) / heat
+                scales[chunk] = sums[row, chunk] * exp(power) if power > f32(-87) else f32(0)
+                total += scales[chunk]
+            target = uniform(seeds[row], positions[row]) * total
+            chunk, before = _passes(scales, target)
+            part = logits[row, chunk * CHUNK : (chunk + 1) * CHUNK]
+            _weigh(part, top, heat, weights)
+            place, _ = _passes(weights, target - before)
+        else:
+            chunk = 0
+            while chunk < chunks - 1 and tops[row, chunk] != top:
+                chunk += 1
+            part = logits[row, chunk * CHUNK : (chunk + 1) * CHUNK]
+            place = 0
+            while place < len(part) - 1 and wide(part[place]) != top:
+                place += 1
+        tokens[row] = chunk * CHUNK + place
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """logits [R, V] -> token ids [R] int64. Filters are torch's work; a draw without any, one pass."""
+    if batch.any_top_k or batch.any_top_p or batch.any_min_p:
+        return plain_sample(logits, batch)
+    tokens = np.empty(len(logits), np.int64)
+    numbers = (x.numpy() for x in (batch.temperature, batch.seeds, batch.positions))
+    _draw(logits.data_ptr(), *logits.shape, *numbers, tokens, LIKE[logits.dtype])
+    return torch.from_numpy(tokens)
+
+
 def compile_all(like) -> None:
     """For one type: compile, or read what an earlier process compiled. Computes nothing."""
     none, tables, shape = np.empty(0, np.int64), np.empty((0, 1), np.int32), (1, 1, 1, 2)
-    add_rms_norm_rows(0, 0, 0, 0, 1, 0.0, like, 0, 0)
-    add_rms_norm(0, 0, 0, 0, 1, 0.0, like, 1)
-    silu_and_mul_rows(0, 0, 0, 1, like, 0, 0)
-    silu_and_mul(0, 0, 0, 1, like, 1)
+    _add_rms_norm_rows(0, 0, 0, 0, 1, 0.0, like, 0, 0)
+    _add_rms_norm(0, 0, 0, 0, 1, 0.0, like, 1)
+    _silu_and_mul_rows(0, 0, 0, 1, like, 0, 0)
+    _silu_and_mul(0, 0, 0, 1, like, 1)
     turn_and_store_rows(0, 0, 0, 0, 0, 0, 0, none, shape, 1, 0.0, like, 0, 0)
     turn_and_store(0, 0, 0, 0, 0, 0, 0, none, shape, 1, 0.0, like, 1)
+    ones = np.empty(0, f32)
+    _draw(0, 0, 1, ones, none, none, none, like)
     attend_decode(0, 0, 1, 0, 0, shape, none, tables, none, 0, 0, 0, 1, like)

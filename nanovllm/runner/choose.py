@@ -63,9 +63,10 @@ def numba_kernels(device: torch.device, dtype: torch.dtype) -> tuple[MakeAttenti
             "attention_backend='numba' is for a CPU, in float32 or bfloat16, and this is "
             f"{device.type!r} with {str(dtype)[6:]}; use attention_backend='auto'"
         )
-    from nanovllm.attention.numba import OPS, NumbaAttention
+    from nanovllm.attention.numba import NumbaAttention
+    from nanovllm.kernels import cpu
 
-    return NumbaAttention, OPS, sample
+    return NumbaAttention, Ops(cpu.add_rms_norm, cpu.silu_and_mul), cpu.sample
 
 
 def triton_kernels(device: torch.device) -> tuple[MakeAttention, Ops, Draw]:
