@@ -131,9 +131,8 @@ class NumbaAttention:
 
         out = torch.empty((len(qkv), self.heads * self.dim), dtype=qkv.dtype)
         if step.groups:
-            heads = qkv.view(len(qkv), -1, self.dim)
-            q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-            self.plain.attend_groups(step.groups, layer, q, k, v, out.view(q.shape))
+            queries = qkv.view(len(qkv), -1, self.dim)[:, : self.heads]
+            self.plain.attend_groups(step.groups, layer, queries, out.view(queries.shape))
         for d in step.decodes:
             before = None if d.shared is None else self._shared(d, d.shared, layer, qkv)
             first_out, first_lse = (0, 0) if before is None else (x.data_ptr() for x in before)
