@@ -1,26 +1,29 @@
 """The kernels that Numba compiles, beside torch's functions on the same input."""
 
 import logging
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import random_llm
-from numba import njit
+from conftest import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import cpu
 from nanovllm.layers.activation import silu_and_mul
 from nanovllm.layers.norm import add_rms_norm
 from nanovllm.layers.rotary import RotaryEmbedding, norm_and_rotate
 from nanovllm.runner import sampler
 from nanovllm.runner.batch import SamplingBatch
 
+numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
+
+from nanovllm.kernels import cpu  # noqa: E402
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@njit
+@numba.njit
 def rounded(x, like):
     out = np.empty(len(x), np.uint16)
     for i in range(len(x)):
@@ -28,7 +31,7 @@ def rounded(x, like):
     return out
 
 
-@njit
+@numba.njit
 def widened(x):
     out = np.empty(len(x), np.float32)
     for i in range(len(x)):
@@ -36,7 +39,7 @@ def widened(x):
     return out
 
 
-@njit
+@numba.njit
 def exps(x):
     out = np.empty_like(x)
     for i in range(len(x)):
@@ -133,7 +136,7 @@ def sampling(rows: int, temperature: torch.Tensor) -> SamplingBatch:
     )  # fmt: skip
 
 
-@njit
+@numba.njit
 def uniforms(seeds, positions):
     out = np.empty(len(seeds))
     for i in range(len(seeds)):
@@ -190,8 +193,6 @@ def test_without_numba(
     tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same tokens by torch's attention, and one line that says what is missing."""
-    from conftest import make_checkpoint
-
     make_checkpoint(tmp_path)
     prompts = [[1 + (7 * i + n) % 150 for i in range(n)] for n in (1, 5, 40, 80)]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -214,3 +215,15 @@ def test_float16_is_not_numbas(tmp_path) -> None:
         [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False
     )
     assert len(answer[0]["token_ids"]) == 2
+
+
+def test_without_a_folder_for_compiled_code(tmp_path) -> None:
+    """Neither __pycache__ nor a home that can be written: compiled all the same, and not kept."""
+    code = (
+        "import numba.core.caching as c\n"
+        "c.CacheImpl._locator_classes = []\n"
+        "from nanovllm.kernels import cpu\n"
+        "assert not cpu.COMPILED['cache']\n"
+        "import numpy as np; cpu.compile_all(np.float32(0))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -78,9 +78,12 @@ class NumbaAttention:
         start = time.perf_counter()
         cpu.compile_all(self.like)
         if (seconds := time.perf_counter() - start) > 1.5:
-            logger.info(
-                "the CPU's kernels compiled in %.1f s; the next start will find them", seconds
+            kept = (
+                "kept for the next start"
+                if cpu.keeps_code()
+                else "set NUMBA_CACHE_DIR to keep them"
             )
+            logger.info("the CPU's kernels compiled in %.1f s; %s", seconds, kept)
 
     # ---- once a step ----
 

@@ -31,9 +31,22 @@ from nanovllm.layers.norm import add_rms_norm as plain_add_rms_norm
 from nanovllm.runner.batch import SamplingBatch
 from nanovllm.runner.sampler import sample as plain_sample
 
+
+def keeps_code() -> bool:
+    """Whether Numba finds a folder that it may write to; it refuses to decorate if not."""
+    try:
+        njit(cache=True)(keeps_code)
+    except RuntimeError:
+        return False
+    return True
+
+
 # Sums may be reordered and products fused; but NaN and infinity are what they are.
 COMPILED: Any = dict(
-    cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "arcp", "nsz"}
+    cache=keeps_code(),
+    nogil=True,
+    error_model="numpy",
+    fastmath={"reassoc", "contract", "arcp", "nsz"},
 )
 AHEAD = 2  # blocks that KV is fetched in advance: 27 -> 20 ms for 28 layers of 16 x 192 tokens
 CACHE_LINE = 64  # bytes
@@ -262,7 +275,7 @@ def fetch(cache, block, head, slot):
         prefetch(cache.ctypes.data + slots * row + line)
 
 
-@njit(cache=True, fastmath=True)  # as if there were no NaN, or it would be no vector code
+@njit(**{**COMPILED, "fastmath": True})  # as if there were no NaN: else it is no vector code
 def highest(row):
     top = row[0]
     for x in row:
