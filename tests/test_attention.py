@@ -168,11 +168,24 @@ def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) 
     shared = {long: [0, 2, 3, 5], short: [6, 7, 9], few: [10, 11]}
     step = compare(NumbaAttention, lengths, block_size, heads, 5, shared)
     found = {
-        tuple(g.tokens.tolist()): 0 if g.shared is None else len(g.shared) // (2 * heads[1])
+        tuple(g.tokens.tolist()): len(g.prefix.rows) // (2 * heads[1]) if g.prefix else 0
         for g in step.decodes
     }
     assert found == {(10, 11, 13): long, (14, 15, 17): short, (12, 16, 18, 19, 20, 21): 0}
     assert sorted(len(g.contexts) for g in step.decodes) == [3, 3, 6]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
+    """Their tokens are taken one by one; not those of a long one, nor of one that shares little."""
+    number, few = 320 // block_size, 64 // block_size
+    lengths = [(400, 0), (20, 320), (33, 325), (60, 320), (65, 320), (9, 70), (8, 64), (1, 330)]
+    shared = {number: [0, 1, 2, 3, 4, 7], few: [5, 6]}
+    step = compare(NumbaAttention, lengths, block_size, (4, 2), 3, shared)
+    (decodes,) = step.decodes
+    assert len(decodes.prefix.rows) == 2 * 2 * number
+    assert len(decodes.tokens) == 20 + 33 + 60 + 1
+    assert sorted(group.queries for group in step.groups) == [8, 9, 65, 400]
 
 
 def test_threads_share_the_work() -> None:

@@ -29,20 +29,27 @@ from nanovllm.runner.batch import ForwardBatch
 
 logger = logging.getLogger("nanovllm")
 
+# What torch's own attention calls, which gives (out, log of the sum of exponentials).
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+MAX_OWN = 64  # tokens that a chunk whose queries are taken one by one may read on its own
 MIN_SAVED = 256  # tokens that a shared prefix must save the reading of, to be worth its calls
 
 
 @dataclass(slots=True)
 class Decodes:
-    """N sequences that decode together."""
+    """N queries of as many sequences; or of fewer, each token of a chunk as if it were a sequence."""
 
-    tokens: Any  # [N] int64, their queries among the step's tokens
+    tokens: Any  # [N] int64, the queries among the step's tokens
     tables: Any  # [N, blocks] int32, without the shared ones
     contexts: Any  # [N] int64, likewise
-    shared: Tensor | None = (
-        None  # [2 * K * P / B] int64: the prefix, of a layer's cache as [rows, B * D]
-    )
-    queries: Tensor | None = None  # [N] int64, `tokens` for torch
+    prefix: "Prefix | None"
+
+
+@dataclass(slots=True)
+class Prefix:
+    queries: Tensor  # [K * N * G] int64, of the projection as [rows, D]
+    rows: Tensor  # [2 * K * P / B] int64, of a layer's cache as [rows, B * D]: K, then V
 
 
 @dataclass(slots=True)
@@ -51,7 +58,7 @@ class Step:
 
     slots: Any  # [T] int64
     decodes: list[Decodes]
-    groups: list[Group]  # those of the sequences that do not decode
+    groups: list[Group]  # of the other sequences
 
 
 class NumbaAttention:
@@ -70,43 +77,54 @@ class NumbaAttention:
         self.group, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
         self.like = cpu.LIKE[dtype]
         self.scratch = Scratch(dtype, device)
-        self.offsets = np.array(
-            [[0], [num_blocks * self.kv_heads]]
-        )  # rows of a layer before K and V
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.at = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]  # K and V
         start = time.perf_counter()
         cpu.compile_all(self.like)
         if (seconds := time.perf_counter() - start) > 1.5:
-            kept = (
-                "kept for the next start"
-                if cpu.keeps_code()
-                else "set NUMBA_CACHE_DIR to keep them"
-            )
+            kept = "for the next start too" if cpu.keeps_code() else "not kept: set NUMBA_CACHE_DIR"
             logger.info("the CPU's kernels compiled in %.1f s; %s", seconds, kept)
 
     # ---- once a step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
-        seqs = len(batch.context_lens)
-        chunks = seqs - batch.num_decodes
+        starts = batch.query_start.numpy().astype(np.int64)
+        contexts = batch.context_lens.numpy().astype(np.int64)
+        tables, queries = batch.block_tables.numpy(), np.diff(starts)
+        decoding = np.zeros(len(queries), bool)
+        decoding[len(queries) - batch.num_decodes :] = True
+        self._add_chunks(decoding, queries, contexts, tables)
+
+        of = np.repeat(np.flatnonzero(decoding), queries[decoding])  # the sequence of each query
+        tokens = np.flatnonzero(np.repeat(decoding, queries))
+        contexts = contexts[of] - queries[of] + 1 + tokens - starts[of]
         decodes = []
-        if batch.num_decodes:
-            tables = batch.block_tables[chunks:].numpy()
-            contexts = batch.context_lens[chunks:].numpy().astype(np.int64)
-            tokens = batch.query_start[chunks:-1].numpy().astype(np.int64)
-            size = self.shape[2]
-            for members, shared in shared_prefixes(tables, contexts, size):
-                own = np.ascontiguousarray(tables[members, shared:])
-                group = Decodes(tokens[members], own, contexts[members] - shared * size)
-                if shared:
-                    blocks = tables[members[0], :shared].astype(np.int64) * self.kv_heads
-                    starts = np.arange(self.kv_heads) + self.offsets  # [2, K]: of K and V
-                    group.shared = torch.from_numpy((starts[..., None] + blocks).ravel())
-                    group.queries = torch.from_numpy(group.tokens)
-                decodes.append(group)
-        batch.attention = Step(batch.slots.numpy(), decodes, self.plain.groups(batch, chunks))
+        for members, shared in shared_prefixes(tables[of], contexts, self.shape[2]):
+            table = tables[of[members]]
+            prefix = self._prefix(tokens[members], table[0, :shared]) if shared else None
+            own = contexts[members] - shared * self.shape[2]
+            own_table = np.ascontiguousarray(table[:, shared:])
+            decodes.append(Decodes(tokens[members], own_table, own, prefix))
+        groups = self.plain.groups(batch, np.flatnonzero(~decoding))
+        batch.attention = Step(batch.slots.numpy(), decodes, groups)
+
+    def _add_chunks(self, decoding: Any, queries: Any, contexts: Any, tables: Any) -> None:
+        """Short chunks behind a prefix that others read too: each of their tokens decodes."""
+        size = self.shape[2]
+        short = np.flatnonzero(~decoding & (queries < contexts) & (queries <= MAX_OWN))
+        past = contexts[short] - queries[short]
+        for members, shared in shared_prefixes(tables[short], past + 1, size) if len(short) else ():
+            if shared and (contexts[short[members]] - shared * size).max() <= MAX_OWN:
+                decoding[short[members]] = True
+
+    def _prefix(self, tokens: Any, blocks: Any) -> Prefix:
+        num_blocks, kv_heads, *_ = self.shape
+        heads = np.arange(self.heads).reshape(kv_heads, 1, self.group)
+        queries = tokens[:, None] * (self.heads + 2 * kv_heads) + heads  # [K, N, G]
+        kinds = np.array([0, num_blocks]).reshape(2, 1, 1)
+        rows = (kinds + blocks) * kv_heads + np.arange(kv_heads)[:, None]  # [2, K, P / B]
+        return Prefix(torch.from_numpy(queries.ravel()), torch.from_numpy(rows.ravel()))
 
     # ---- once a layer ----
 
@@ -137,7 +155,8 @@ class NumbaAttention:
             queries = qkv.view(len(qkv), -1, self.dim)[:, : self.heads]
             self.plain.attend_groups(step.groups, layer, queries, out.view(queries.shape))
         for d in step.decodes:
-            before = None if d.shared is None else self._shared(d, d.shared, layer, qkv)
+            # Kept until the kernel has read them, by the names.
+            before = None if d.prefix is None else self._read_prefix(d.prefix, layer, qkv)
             first_out, first_lse = (0, 0) if before is None else (x.data_ptr() for x in before)
             cpu.attend_decode(
                 qkv.data_ptr(), *qkv.shape, k_cache, v_cache, self.shape,
@@ -146,18 +165,15 @@ class NumbaAttention:
             )  # fmt: skip
         return out
 
-    def _shared(self, d: Decodes, rows: Tensor, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """What N queries find in their shared prefix, and the log of its sum of exponentials: a KV
-        head's queries of all sequences are one sequence to torch. [N * G, K, D], float32 [N * G, K]."""
+    def _read_prefix(self, prefix: Prefix, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """What N queries find in it, and the log of its sum of exponentials: torch is given one
+        sequence with N * G queries for each KV head. In memory [K, N * G, D], float32 [N * G, K]."""
         blocks = self.cache[layer].view(-1, self.shape[2] * self.dim)
-        keys, values = self.scratch.rows(blocks, rows).view(2, 1, self.kv_heads, -1, self.dim)
-        queries = qkv[d.queries, : self.heads * self.dim]
-        queries = queries.view(-1, self.kv_heads, self.group, self.dim).transpose(0, 1)
-        queries = queries.reshape(1, self.kv_heads, -1, self.dim)
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-            queries, keys, values
+        keys, values = self.scratch.rows(blocks, prefix.rows).view(
+            2, 1, self.kv_heads, -1, self.dim
         )
-        return out.transpose(1, 2).contiguous(), lse.transpose(1, 2).contiguous()
+        queries = qkv.view(-1, self.dim).index_select(0, prefix.queries)
+        return flash_attention(queries.view(1, self.kv_heads, -1, self.dim), keys, values)
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self.plain.copy_blocks(copies)

@@ -74,16 +74,15 @@ class SdpaAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         rows = self.rows(batch.slots).flatten(1)
-        batch.attention = Step(rows, self.groups(batch, len(batch.context_lens)))
+        batch.attention = Step(rows, self.groups(batch, np.arange(len(batch.context_lens))))
 
-    def groups(self, batch: ForwardBatch, first: int) -> list[Group]:
-        """Rectangles of the `first` sequences."""
-        starts = batch.query_start[: first + 1].cpu().numpy().astype(np.int64)
-        contexts = batch.context_lens[:first].tolist()
+    def groups(self, batch: ForwardBatch, seqs: np.ndarray) -> list[Group]:
+        """Rectangles of these sequences."""
+        starts = batch.query_start.cpu().numpy().astype(np.int64)
+        contexts = batch.context_lens.cpu().numpy()
         # (query length, context length, first token, sequence), alike ones side by side
-        items = sorted(
-            zip(np.diff(starts).tolist(), contexts, starts.tolist(), range(first), strict=False)
-        )
+        columns = (np.diff(starts)[seqs], contexts[seqs], starts[seqs], seqs)
+        items = sorted(zip(*(c.tolist() for c in columns), strict=True))
         return [self._group(batch, alike) for alike in rectangles(items)]
 
     def _group(self, batch: ForwardBatch, group: list[tuple[int, int, int, int]]) -> Group:

@@ -350,7 +350,7 @@ def attend_decode(
     """q [rows, width], of which the first H * D numbers are queries; out [rows, H, D]: `tokens` [N]
     of them.
 
-    tables [N, blocks] and contexts [N] are of what each reads itself. first_out [N, G, K, D] and
+    tables [N, blocks] and contexts [N] are of what each reads itself. first_out [K, N, G, D] and
     first_lse [N, G, K]; addresses may be 0: nothing came before. All heads of a KV head in turn, so
     that sequences which share blocks find them in the cache.
     """
@@ -362,7 +362,7 @@ def attend_decode(
         head, i = item // n, item % n
         query = q[tokens[i], head * group * dim : (head + 1) * group * dim].reshape(group, dim)
         if first_lse_at != 0:
-            first_out = array(first_out_at, (n, group, kv_heads, dim), like)[i, :, head]
+            first_out = array(first_out_at, (kv_heads, n, group, dim), like)[head, i]
             first_lse = array(first_lse_at, (n, group, kv_heads), f32(0))[i, :, head]
         else:
             first_out, first_lse = query, np.full(group, f32(-np.inf))
