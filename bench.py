@@ -9,7 +9,8 @@
     python bench.py --host-only          what a step costs the host, on a runner that computes nothing
     python bench.py --policy fcfs sjf    waiting time and time to first token under each policy
     python bench.py --startup --memory   what starting costs, and host memory over 10,000 requests
-    python bench.py --kernels            the kernels, one by one
+    python bench.py --step               a decode step against its products and its KV alone (CPU)
+    python bench.py --kernels            the kernels, one by one (GPU)
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early. They
 run in turns (A B A B); a ratio is the median over the turns, with the least and the most beside it.
@@ -86,7 +87,8 @@ def make_parser() -> Parser:
     other.add_argument("--policy", nargs="+", choices=("fcfs", "sjf"), help="compare policies")
     other.add_argument("--startup", action="store_true", help="seconds until LLM() is ready")
     other.add_argument("--memory", action="store_true", help="host memory over 10,000 requests")
-    other.add_argument("--kernels", action="store_true", help="the kernels, one by one")
+    other.add_argument("--kernels", action="store_true", help="on a GPU: the kernels, one by one")
+    other.add_argument("--step", action="store_true", help="on a CPU: a decode step against its products and its KV alone")
     # fmt: on
     return parser
 
@@ -113,7 +115,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--plot {args.plot}: name a .png, .pdf or .svg file")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install -e '.[bench]'")
-    if args.host_only or args.policy or args.startup or args.memory or args.kernels:
+    if args.host_only or args.policy or args.startup or args.memory or args.kernels or args.step:
         for name in ("json", "plot", "baseline"):
             if getattr(args, name):
                 raise ValueError(
@@ -149,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         options = engine_options(args.set)
         if args.kernels:
             return int(importlib.import_module("nanovllm.benchmarks.kernels").main() or 0)
-        if args.host_only or args.policy or args.startup or args.memory:
+        if args.host_only or args.policy or args.startup or args.memory or args.step:
             return instead(args)
         found = throughput(args, options, shlex.join(["bench.py", *argv]))
     except (TypeError, ValueError) as error:
@@ -177,6 +179,8 @@ def instead(args: argparse.Namespace) -> int:
         modes.startup()
     if args.memory:
         modes.memory(args.dtype)
+    if args.step:
+        importlib.import_module("nanovllm.benchmarks.step").main()
     print(f"other processes: {verdict(neighbours.share())}")
     return 0
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import make_checkpoint, random_llm
 
-from nanovllm.benchmarks import baselines, noise, process, roofline, shapes, throughput
+from nanovllm.benchmarks import baselines, noise, process, roofline, shapes, step, throughput
 from nanovllm.benchmarks.measure import run_ours, where
 from nanovllm.benchmarks.workloads import WORKLOADS, Workload, make_workload
 from nanovllm.config import ModelConfig
@@ -433,3 +433,18 @@ def test_plot_is_drawn(
     argv = f"--model {tiny} --num-seqs 2 --output 2 3 --repeats 1 --set device=cpu --plot {kept}"
     assert bench.main(argv.split()) == 0
     assert kept.read_bytes().startswith(b"\x89PNG")
+
+
+def test_step(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(step, "SHAPE", "cpu-small")
+    assert bench.main(["--step"]) == 0
+    out = capsys.readouterr().out
+    found = {line[:26].strip(): float(line[26:].split()[0]) for line in out.split("\n")[2:5]}
+    assert list(found) == [
+        "the engine's step",
+        "its linear layers alone",
+        "KV gathered, two products",
+    ]
+    assert 0 < found["its linear layers alone"] < found["the engine's step"]
