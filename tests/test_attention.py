@@ -179,12 +179,15 @@ def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) 
 def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
     """Their tokens are taken one by one; not those of a long one, nor of one that shares little."""
     number, few = 320 // block_size, 64 // block_size
-    lengths = [(400, 0), (20, 320), (33, 325), (60, 320), (65, 320), (9, 70), (8, 64), (1, 330)]
-    shared = {number: [0, 1, 2, 3, 4, 7], few: [5, 6]}
+    # The last, a decode, shares a little with all of them: that must not take their prefix from them.
+    lengths = [(400, 0), (20, 320), (33, 325), (60, 320), (65, 320), (9, 70), (8, 64), (1, 30)]
+    shared = {number: [0, 1, 2, 3, 4], few: [5, 6], 16 // block_size: [0, 7]}
     step = compare(NumbaAttention, lengths, block_size, (4, 2), 3, shared)
-    (decodes,) = step.decodes
-    assert len(decodes.prefix.rows) == 2 * 2 * number
-    assert len(decodes.tokens) == 20 + 33 + 60 + 1
+    chunks, decodes = step.decodes
+    assert len(chunks.prefix.rows) == 2 * 2 * number
+    assert len(chunks.tokens) == 20 + 33 + 60
+    assert chunks.tables.shape[1] == -(-60 // block_size)
+    assert len(decodes.tokens) == 1
     assert sorted(group.queries for group in step.groups) == [8, 9, 65, 400]
 
 

@@ -108,8 +108,7 @@ def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
     cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8])))
     cache = torch.full((2, 6, kv_heads, size, dim), 7.0, dtype=dtype)
     slots = np.array([4, 9, 3, 17, 11])
-    wanted = qkv.clone()
-    _, k, v = norm_and_rotate(wanted, kv_heads, dim, *weights, eps, cos, sin)
+    q, k, v = norm_and_rotate(qkv.clone(), kv_heads, dim, *weights, eps, cos, sin)
     arguments = (
         qkv.data_ptr(), *(0 if w is None else w.data_ptr() for w in weights), cos.data_ptr(),
         sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, tuple(cache.shape[1:]),
@@ -119,10 +118,14 @@ def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
         cpu.turn_and_store(*arguments, threads)
     else:
         cpu.turn_and_store_rows(*arguments, 0, rows)
-    torch.testing.assert_close(qkv, wanted)
+    # torch rounds each product to bfloat16, the kernel the sum alone
+    near = (
+        {"atol": 0.01, "rtol": 0.016} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
+    )
+    torch.testing.assert_close(qkv, torch.cat((q, k, v), dim=1).flatten(1), **near)
     flat = cache.transpose(2, 3).reshape(2, -1, kv_heads, dim)
     for stored, given, exactly in ((flat[0], k, False), (flat[1], v, True)):
-        torch.testing.assert_close(stored[slots], given)
+        torch.testing.assert_close(stored[slots], given, **near)
         assert not exactly or torch.equal(stored[slots], given)
         others = np.setdiff1d(np.arange(18), slots)
         assert (stored[others] == 7).all()
@@ -158,13 +161,26 @@ def test_sample(dtype: torch.dtype, size: int) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(rows, size) * 3).to(dtype)
     logits[:, ::3][:, : size // 2] = -torch.inf
-    temperature = torch.tensor([0.0, 1e-6, 0.3, 1.0, 2.5, 100.0]).repeat(100)
+    temperature = torch.tensor([0.0, 1e-42, 0.3, 1.0, 2.5, 100.0]).repeat(100)
     batch = sampling(rows, temperature)
     found, wanted = cpu.sample(logits, batch), sampler.sample(logits, batch)
     assert (found != wanted).sum() <= 3
     assert torch.equal(found[temperature < 1e-3], wanted[temperature < 1e-3])
     if size > 1:
         assert (logits.gather(1, found[:, None]) > -torch.inf).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sample_with_filters(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = (torch.randn(300, 2000) * 3).to(dtype)
+    batch = sampling(300, torch.tensor([0.0, 0.3, 1.0]).repeat(100))
+    batch.any_top_k = batch.any_top_p = batch.any_min_p = True
+    batch.top_k = torch.tensor([0, 1, 5, 50]).repeat(75)
+    batch.top_p, batch.min_p = torch.tensor([1.0, 0.5, 0.9]).repeat(100), torch.full((300,), 0.02)
+    found, wanted = cpu.sample(logits, batch), sampler.sample(logits, batch)
+    assert (found != wanted).sum() <= 2
+    assert torch.equal(found[::3], logits.float().argmax(dim=-1)[::3])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -186,6 +202,7 @@ def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     llm.generate([[5] * 500 + [i] for i in range(4)] + [[1, 2]], params, use_tqdm=False)
     llm.generate([[9] * 1000, [3]], params, use_tqdm=False)
+    llm.generate([[9, 3]], SamplingParams(max_tokens=4, logprobs=1), use_tqdm=False)
     assert [len(k.signatures) for k in kernels] == before
 
 
@@ -201,11 +218,26 @@ def test_without_numba(
     monkeypatch.delitem(sys.modules, "nanovllm.attention.numba")
     with caplog.at_level(logging.WARNING, logger="nanovllm"):
         llm = random_llm(tmp_path)
-    assert "pip install numba" in caplog.text
+    assert "torch's attention is used, which is slower" in caplog.text
     found = llm.generate(prompts, params, use_tqdm=False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in wanted]
     with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
         random_llm(tmp_path, attention_backend="numba")
+
+
+def test_a_forked_process_is_told() -> None:
+    """OpenMP's threads are not in it: it would hang."""
+    code = (
+        "import os; from nanovllm import LLM, SamplingParams\n"
+        "llm, params = LLM(), SamplingParams(max_tokens=2)\n"
+        "llm.generate([[5]], params, use_tqdm=False)\n"
+        "if not os.fork():\n"
+        "    try: llm.generate([[5]], params, use_tqdm=False)\n"
+        "    except RuntimeError as error: os._exit(7 if 'another process' in str(error) else 1)\n"
+        "    os._exit(2)\n"
+        "assert os.waitstatus_to_exitcode(os.wait()[1]) == 7\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_float16_is_not_numbas(tmp_path) -> None:

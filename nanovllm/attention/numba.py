@@ -13,6 +13,7 @@ groups of G, D head size, B slots of a block, P slots of the shared prefix.
 """
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,7 @@ class NumbaAttention:
         device: torch.device,
     ) -> None:
         """`num_blocks` counts the null block. The cache is allocated, not cleared."""
+        self.process = os.getpid()
         self.plain = SdpaAttention(config, num_blocks, block_size, dtype, device)
         self.cache = self.plain.cache
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -88,35 +90,51 @@ class NumbaAttention:
     # ---- once a step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
+        if os.getpid() != self.process:  # the threads of OpenMP are not in a forked process
+            raise RuntimeError(
+                "this LLM was made in another process; make one in each, or spawn them"
+            )
         numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
         starts = batch.query_start.numpy().astype(np.int64)
         contexts = batch.context_lens.numpy().astype(np.int64)
         tables, queries = batch.block_tables.numpy(), np.diff(starts)
-        decoding = np.zeros(len(queries), bool)
-        decoding[len(queries) - batch.num_decodes :] = True
-        self._add_chunks(decoding, queries, contexts, tables)
+        size, first = self.shape[2], len(queries) - batch.num_decodes
 
-        of = np.repeat(np.flatnonzero(decoding), queries[decoding])  # the sequence of each query
-        tokens = np.flatnonzero(np.repeat(decoding, queries))
-        contexts = contexts[of] - queries[of] + 1 + tokens - starts[of]
-        decodes = []
-        for members, shared in shared_prefixes(tables[of], contexts, self.shape[2]):
-            table = tables[of[members]]
-            prefix = self._prefix(tokens[members], table[0, :shared]) if shared else None
-            own = contexts[members] - shared * self.shape[2]
-            own_table = np.ascontiguousarray(table[:, shared:])
-            decodes.append(Decodes(tokens[members], own_table, own, prefix))
-        groups = self.plain.groups(batch, np.flatnonzero(~decoding))
-        batch.attention = Step(batch.slots.numpy(), decodes, groups)
+        def group(members: Any, shared: int) -> Decodes:
+            of = np.repeat(members, queries[members])  # the sequence of each query
+            ends = np.cumsum(queries[members])
+            at = np.arange(len(of)) - np.repeat(ends - queries[members], queries[members])
+            own = contexts[of] - queries[of] + 1 + at - shared * size
+            width = shared + -(-int(own.max()) // size)
+            tokens = starts[of] + at
+            prefix = self._prefix(tokens, tables[members[0], :shared]) if shared else None
+            return Decodes(tokens, np.ascontiguousarray(tables[of, shared:width]), own, prefix)
 
-    def _add_chunks(self, decoding: Any, queries: Any, contexts: Any, tables: Any) -> None:
-        """Short chunks behind a prefix that others read too: each of their tokens decodes."""
+        chunks, taken = np.arange(first), self._short_chunks(first, queries, contexts, tables)
+        decodes = [group(*found) for found in taken]
+        if batch.num_decodes:
+            found = shared_prefixes(tables[first:], contexts[first:], size)
+            decodes += [group(first + members, shared) for members, shared in found]
+        for members, _ in taken:
+            chunks = np.setdiff1d(chunks, members)
+        batch.attention = Step(batch.slots.numpy(), decodes, self.plain.groups(batch, chunks))
+
+    def _short_chunks(
+        self, first: int, queries: Any, contexts: Any, tables: Any
+    ) -> list[tuple[Any, int]]:
+        """Of the `first` sequences groups of short chunks behind a prefix that they share, and its
+        blocks: each of their tokens may be taken as if it decoded."""
         size = self.shape[2]
-        short = np.flatnonzero(~decoding & (queries < contexts) & (queries <= MAX_OWN))
-        past = contexts[short] - queries[short]
-        for members, shared in shared_prefixes(tables[short], past + 1, size) if len(short) else ():
-            if shared and (contexts[short[members]] - shared * size).max() <= MAX_OWN:
-                decoding[short[members]] = True
+        short = np.flatnonzero((queries < contexts)[:first] & (queries <= MAX_OWN)[:first])
+        if not len(short):
+            return []
+        past = (contexts - queries)[short]
+        groups = shared_prefixes(tables[short], past + 1, size)
+        return [
+            (short[members], shared)
+            for members, shared in groups
+            if shared and (contexts[short[members]] - shared * size).max() <= MAX_OWN
+        ]
 
     def _prefix(self, tokens: Any, blocks: Any) -> Prefix:
         num_blocks, kv_heads, *_ = self.shape

@@ -121,9 +121,8 @@ class SdpaAttention:
         sin: Tensor,
         batch: ForwardBatch,
     ) -> Tensor:
-        q, _, _ = norm_and_rotate(qkv, self.kv_heads, self.dim, q_norm, k_norm, self.eps, cos, sin)
-        kv = qkv.unflatten(-1, (-1, self.dim))[:, -2 * self.kv_heads :]  # one call stores both
-        self.cache[layer].view(-1, self.dim)[batch.attention.rows] = kv
+        q, k, v = norm_and_rotate(qkv, self.kv_heads, self.dim, q_norm, k_norm, self.eps, cos, sin)
+        self.cache[layer].view(-1, self.dim)[batch.attention.rows] = torch.cat((k, v), dim=1)
         out = torch.empty_like(q)
         self.attend_groups(batch.attention.groups, layer, q, out)
         return out.flatten(1)

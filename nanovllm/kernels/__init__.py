@@ -1,5 +1,5 @@
-"""Triton kernels. Each has its plain-torch reference beside it; tests run both on the same input.
+"""Triton's kernels for a GPU, and in cpu.py Numba's for a CPU.
 
-Where a CPU runs the plain version anyway, that one is the reference, and it stands in
-nanovllm.layers or nanovllm.runner: a formula stands in one place.
+Each has its plain-torch reference beside it, or in nanovllm.layers or nanovllm.runner where that one
+runs by itself too: a formula stands in one place. Tests run both on the same input.
 """

@@ -1,7 +1,7 @@
 """Residual add with RMSNorm, and SwiGLU's gate: each one pass over memory instead of several.
 
 Owns: nothing. Given: activations. Mutates: nothing. Their references are the plain-torch functions
-of nanovllm.layers, which a CPU runs.
+of nanovllm.layers.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The sampler on a GPU: temperature, top-k, top-p, min-p and the draw, without a sort or a sync.
 
 Owns: nothing. Given: logits and a SamplingBatch. Mutates: nothing. The reference is
-nanovllm.runner.sampler, which a CPU runs: the same filters, and the same draw from the same number.
+nanovllm.runner.sampler: the same filters, and the same draw from the same number.
 
 Three launches, and what a row does not ask for it skips on the device, so that one captured graph
 serves every mix of rows:

@@ -1,7 +1,7 @@
 """Between the projection and attention, in one launch: RMSNorm of q and k, rotary, KV store.
 
 Owns: nothing. Given: the packed projection and the cos and sin of the step's positions. Mutates: the
-slots of the step's tokens in one layer's cache. The reference is the code that runs on a CPU.
+slots of the step's tokens in one layer's cache. The reference is nanovllm.layers.
 
 One program takes a token and a few of its H + 2K heads: q heads are normalised, turned and written
 to a tensor of their own, k heads the same but to the cache, v heads to the cache as they are.
@@ -109,7 +109,7 @@ def reference(
     v_cache: Tensor,
 ) -> Tensor:
     _, kv_heads, block, dim = k_cache.shape
-    q, k, v = norm_and_rotate(qkv.clone(), kv_heads, dim, q_weight, k_weight, eps, cos, sin)
+    q, k, v = norm_and_rotate(qkv, kv_heads, dim, q_weight, k_weight, eps, cos, sin)
     k_cache[slots // block, :, slots % block] = k
     v_cache[slots // block, :, slots % block] = v
     return q

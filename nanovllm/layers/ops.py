@@ -1,4 +1,4 @@
-"""Ops: the functions between the matrix products, which a GPU runs as one kernel each.
+"""Ops: the functions between the matrix products, which kernels do in one pass each. Their arguments may be used up.
 
 The model is given a set of them: `PLAIN`, torch functions, or that of its attention backend.
 """

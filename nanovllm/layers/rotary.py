@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.layers.norm import normalize
-from nanovllm.layers.parts import parts
+from nanovllm.layers.norm import rms_norm
 
 
 class RotaryEmbedding:
@@ -39,20 +38,17 @@ def norm_and_rotate(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The packed projection [T, (H + 2K) D] -> q [T, H, D], k and v [T, K, D]: parts of it.
+    """The packed projection [T, (H + 2K) D] -> q [T, H, D], k and v [T, K, D].
 
-    q and k are normalised per head if there are weights [D], and turned, in place. The two go
-    through as one: on a CPU a decode's few tokens cost what the calls cost.
+    q and k are normalised per head, if there are weights [D], and turned.
     """
     heads = qkv.unflatten(-1, (-1, head_dim))
-    num_heads = heads.shape[1] - 2 * kv_heads
-    turning = heads[:, : num_heads + kv_heads]
-    for x, c, s in parts(turning, cos, sin):
-        normed = x
-        if q_weight is not None and k_weight is not None:
-            normed = normalize(x, eps, torch.empty_like(x))
-            normed[:, :num_heads].mul_(q_weight)
-            normed[:, num_heads:].mul_(k_weight)
-        # (a, b) -> (a cos - b sin, b cos + a sin). Both arguments are copies, so x may be written.
-        torch.addcmul(normed * c, normed.roll(head_dim // 2, dims=-1), s, out=x)
-    return heads.split([num_heads, kv_heads, kv_heads], dim=1)
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if q_weight is not None and k_weight is not None:
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    return turn(q, cos, sin), turn(k, cos, sin), v
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves (a, b) -> (a cos - b sin, b cos + a sin): the tables hold the sign. x [T, heads, D]."""
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin

@@ -51,6 +51,10 @@ class SamplingBatch:
     any_top_p: bool
     any_min_p: bool
 
+    @property
+    def filters(self) -> bool:
+        return self.any_top_k or self.any_top_p or self.any_min_p
+
 
 @dataclass(slots=True)
 class Steady:

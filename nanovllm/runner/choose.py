@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
@@ -38,11 +37,11 @@ def pick_kernels(
     """(attention backend, what runs between the matrix products, the sampler) of a backend's name."""
     if name == "auto":
         name = "triton" if device.type == "cuda" else "numba"
-        if name == "numba" and (dtype is torch.float16 or find_spec("numba") is None):
-            logger.warning(
-                "torch's attention is used, which is slower: %s",
-                "Numba's kernels know no float16" if find_spec("numba") else "pip install numba",
-            )
+        if name == "numba":
+            try:
+                return numba_kernels(device, dtype)
+            except (ImportError, ValueError) as error:
+                logger.warning("torch's attention is used, which is slower: %s", error)
             name = "sdpa"
     if name == "sdpa":
         return SdpaAttention, PLAIN, sample
@@ -61,7 +60,7 @@ def numba_kernels(device: torch.device, dtype: torch.dtype) -> tuple[MakeAttenti
     if device.type != "cpu" or dtype is torch.float16:
         raise ValueError(
             "attention_backend='numba' is for a CPU, in float32 or bfloat16, and this is "
-            f"{device.type!r} with {str(dtype)[6:]}; use attention_backend='auto'"
+            f"{device.type!r} with {str(dtype)[6:]}; use attention_backend='sdpa'"
         )
     from nanovllm.attention.numba import NumbaAttention
     from nanovllm.kernels import cpu

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanovllm.layers.parts import parts
 from nanovllm.runner.batch import SamplingBatch
 
 NOTHING = float("-inf")
@@ -25,23 +24,28 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.all_greedy:
         return largest(logits)
     is_greedy = batch.temperature == 0
-    greedy = largest(logits[is_greedy]) if is_greedy.any() else None
     temperature = torch.where(is_greedy, 1.0, batch.temperature)[:, None]
-    if batch.any_top_k or batch.any_top_p or batch.any_min_p:
-        logits = logits.float()
-        # Less the largest: a tiny temperature must not overflow.
-        logits = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
-        temperature = torch.ones_like(temperature)
-        if batch.any_top_k:
-            keep_top_k(logits, batch.top_k)
-        if batch.any_top_p:
-            keep_top_p(logits, batch.top_p)
-        if batch.any_min_p:
-            keep_min_p(logits, batch.min_p)
+    if batch.filters:
+        logits, temperature = filtered(logits, temperature, batch), torch.ones_like(temperature)
     tokens = draw(logits, temperature, uniform(batch.seeds, batch.positions))
-    if greedy is not None:
-        tokens[is_greedy] = greedy
+    if is_greedy.any():
+        tokens[is_greedy] = largest(logits[is_greedy])
     return tokens
+
+
+def filtered(logits: Tensor, temperature: Tensor, batch: SamplingBatch) -> Tensor:
+    """logits [R, V], temperature [R, 1] -> logits at that temperature, less the largest, float32;
+    hidden ones are minus infinity."""
+    logits = logits.float()
+    # Less the largest: a tiny temperature must not overflow.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature)
+    if batch.any_top_k:
+        keep_top_k(logits, batch.top_k)
+    if batch.any_top_p:
+        keep_top_p(logits, batch.top_p)
+    if batch.any_min_p:
+        keep_min_p(logits, batch.min_p)
+    return logits
 
 
 def largest(logits: Tensor) -> Tensor:
@@ -89,12 +93,10 @@ def draw(logits: Tensor, temperature: Tensor, u: Tensor) -> Tensor:
 
     logits [R, V], temperature [R, 1]. In two levels, a group of tokens and then one of the group: a
     float32 sum over the whole vocabulary would round rare tokens away, and one in double precision
-    would take its time. A few rows at a time, which stay in the cache from pass to pass.
+    would take its time.
     """
     top = logits.amax(dim=-1, keepdim=True).float()
-    sums = torch.cat(
-        [groups(weights(x, m, t), Tensor.sum) for x, m, t in parts(logits, top, temperature)]
-    ).double()
+    sums = groups(weights(logits, top, temperature), Tensor.sum).double()
     cumulative = sums.cumsum(dim=-1)
     target = u[:, None] * cumulative[:, -1:]
     group = _passes(cumulative, target)
