@@ -4,9 +4,8 @@ Owns: the KV cache, through the plain backend, which computes what has more than
 batches. Mutates: the slots of the tokens it is told to store, nothing else.
 
 At one query each a step does little else than read KV. A prefix whose blocks are the same in all
-tables of a group is read once for all: two matrix products by torch, and what they found is where the
-kernel goes on from with each sequence's own blocks, as flash decoding merges its parts
-(arXiv:2311.01282).
+tables of a group is read once for all, by torch's flash attention; from what it found the kernel goes on
+with each sequence's own blocks, as flash decoding merges its parts (arXiv:2311.01282).
 
 Shapes: T tokens of the step, N sequences of a group, H = K * G query heads that share K KV heads in
 groups of G, D head size, B slots of a block, P slots of the shared prefix.
@@ -100,7 +99,7 @@ class NumbaAttention:
         tables, queries = batch.block_tables.numpy(), np.diff(starts)
         size, first = self.shape[2], len(queries) - batch.num_decodes
 
-        def group(members: Any, shared: int) -> Decodes:
+        def decodes_of(members: Any, shared: int) -> Decodes:
             of = np.repeat(members, queries[members])  # the sequence of each query
             ends = np.cumsum(queries[members])
             at = np.arange(len(of)) - np.repeat(ends - queries[members], queries[members])
@@ -110,13 +109,12 @@ class NumbaAttention:
             prefix = self._prefix(tokens, tables[members[0], :shared]) if shared else None
             return Decodes(tokens, np.ascontiguousarray(tables[of, shared:width]), own, prefix)
 
-        chunks, taken = np.arange(first), self._short_chunks(first, queries, contexts, tables)
-        decodes = [group(*found) for found in taken]
+        short = self._short_chunks(first, queries, contexts, tables)
+        decodes = [decodes_of(members, shared) for members, shared in short]
         if batch.num_decodes:
             found = shared_prefixes(tables[first:], contexts[first:], size)
-            decodes += [group(first + members, shared) for members, shared in found]
-        for members, _ in taken:
-            chunks = np.setdiff1d(chunks, members)
+            decodes += [decodes_of(first + members, shared) for members, shared in found]
+        chunks = np.setdiff1d(np.arange(first), [i for members, _ in short for i in members])
         batch.attention = Step(batch.slots.numpy(), decodes, self.plain.groups(batch, chunks))
 
     def _short_chunks(
@@ -173,7 +171,7 @@ class NumbaAttention:
             queries = qkv.view(len(qkv), -1, self.dim)[:, : self.heads]
             self.plain.attend_groups(step.groups, layer, queries, out.view(queries.shape))
         for d in step.decodes:
-            # Kept until the kernel has read them, by the names.
+            # `before` holds the tensors until the kernel has read them.
             before = None if d.prefix is None else self._read_prefix(d.prefix, layer, qkv)
             first_out, first_lse = (0, 0) if before is None else (x.data_ptr() for x in before)
             cpu.attend_decode(

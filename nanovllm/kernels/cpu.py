@@ -276,9 +276,8 @@ def fetch(cache, block, head, slot):
         prefetch(cache.ctypes.data + slots * row + line)
 
 
-@njit(
-    **{**COMPILED, "fastmath": COMPILED["fastmath"] | {"nnan"}}
-)  # as if there were no NaN: else it is no vector code
+# As if there were no NaN: else it is no vector code.
+@njit(**{**COMPILED, "fastmath": COMPILED["fastmath"] | {"nnan"}})
 def highest(row):
     top = row[0]
     for x in row:
@@ -354,8 +353,8 @@ def attend_decode(
     of them.
 
     tables [N, blocks] and contexts [N] are of what each reads itself. first_out [K, N, G, D] and
-    first_lse [N, G, K]; addresses may be 0: nothing came before. All heads of a KV head in turn, so
-    that sequences which share blocks find them in the cache.
+    first_lse [N, G, K]; addresses may be 0: nothing came before. All sequences of a KV head in turn,
+    so that those which share blocks find them in the processor's cache.
     """
     kv_heads, dim = shape[1], shape[3]
     n, group = len(contexts), heads // kv_heads

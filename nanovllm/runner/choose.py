@@ -27,7 +27,6 @@ MakeAttention: TypeAlias = Callable[
 ]
 Draw: TypeAlias = Callable[[Tensor, SamplingBatch], Tensor]  # logits [R, V] -> tokens [R]
 
-
 logger = logging.getLogger("nanovllm")
 
 
