@@ -256,6 +256,6 @@ def test_without_a_folder_for_compiled_code(tmp_path) -> None:
         "c.CacheImpl._locator_classes = []\n"
         "from nanovllm.kernels import cpu\n"
         "assert not cpu.COMPILED['cache']\n"
-        "import numpy as np; cpu.compile_all(np.float32(0))\n"
+        "import numpy as np; cpu.compile_all(np.float32(0), None)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -81,7 +81,9 @@ class NumbaAttention:
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.at = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]  # K and V
         start = time.perf_counter()
-        cpu.compile_all(self.like)
+        fits = dtype is torch.bfloat16 and cpu.fits_tiles(self.group, block_size, self.dim)
+        self.in_tiles = True if fits and cpu.has_matrix_units() else None
+        cpu.compile_all(self.like, self.in_tiles)
         if (seconds := time.perf_counter() - start) > 1.5:
             kept = "for the next start too" if cpu.keeps_code() else "not kept: set NUMBA_CACHE_DIR"
             logger.info("the CPU's kernels compiled in %.1f s; %s", seconds, kept)
@@ -177,7 +179,7 @@ class NumbaAttention:
             cpu.attend_decode(
                 qkv.data_ptr(), *qkv.shape, k_cache, v_cache, self.shape,
                 d.tokens, d.tables, d.contexts, first_out, first_lse,
-                out.data_ptr(), self.heads, self.like,
+                out.data_ptr(), self.heads, self.like, self.in_tiles,
             )  # fmt: skip
         return out
 

@@ -18,11 +18,14 @@ Shapes: T tokens, N sequences that decode, H = K * G query heads that share K KV
 D head size, B slots of a block.
 """
 
+import ctypes
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import carray, get_num_threads, njit, prange, types
 from numba.extending import intrinsic, overload
 from torch import Tensor
@@ -48,13 +51,16 @@ COMPILED: Any = dict(
     error_model="numpy",
     fastmath={"reassoc", "contract", "arcp", "nsz"},
 )
+# As if there were no NaN: else a maximum is no vector code.
+NO_NAN: Any = COMPILED | {"fastmath": COMPILED["fastmath"] | {"nnan"}}
 AHEAD = 2  # blocks that KV is fetched in advance: 27 -> 20 ms for 28 layers of 16 x 192 tokens
 CACHE_LINE = 64  # bytes
 CHUNK = 1024  # tokens of the vocabulary
 COLDEST = np.float32(1.2e-38)  # a temperature that has a reciprocal
 FEW = 1 << 17  # elements: with fewer the other threads are not woken; they are 10 us away
 
-LIKE = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}  # how kernels know a dtype
+BFLOAT16 = np.uint16(0)
+LIKE = {torch.bfloat16: BFLOAT16, torch.float32: np.float32(0)}  # how kernels know a dtype
 
 f32 = np.float32
 
@@ -136,6 +142,71 @@ def exp(x):
     power = power * part + f32(6.9315308e-1)
     power = power * part + f32(9.9999994e-1)
     return power * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+# ---- matrix units: Intel's AMX. Eight tiles, known by number, of up to 16 rows of up to 64 bytes ----
+
+
+def has_matrix_units() -> bool:
+    """Whether the processor has them for bfloat16, and the system lets this process use them."""
+    named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
+    if named or not get_host_cpu_features().get("amx-bf16"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
+
+def instruction(name, kinds, operands):
+    """What @intrinsic asks for. A tile's number is a part of its instruction: a literal."""
+
+    def generate(context, builder, signature, args):
+        values, byte, full = [], ir.IntType(8), f"llvm.x86.{name}"
+        for kind, operand, arg in zip(kinds.split(), operands, args, strict=True):
+            if kind == "tile":
+                values.append(byte(operand.literal_value))
+            elif kind == "address":
+                values.append(builder.inttoptr(arg, byte.as_pointer()))
+            else:
+                values.append(context.cast(builder, arg, operand, types.int64))
+        of = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        function = builder.module.globals.get(full) or ir.Function(builder.module, of, full)
+        builder.call(function, values)
+        return context.get_dummy_value()
+
+    return types.void(*operands), generate
+
+
+@intrinsic
+def tile_shapes(typing, address):
+    """64 bytes: 1; from the 16th on each tile's bytes of a row, in two; from the 48th on its rows."""
+    return instruction("ldtilecfg", "address", (address,))
+
+
+@intrinsic
+def tile_release(typing):
+    return instruction("tilerelease", "", ())
+
+
+@intrinsic(prefer_literal=True)
+def tile_clear(typing, tile):
+    return instruction("tilezero", "tile", (tile,))
+
+
+@intrinsic(prefer_literal=True)
+def tile_load(typing, tile, address, stride):
+    """From rows that begin `stride` bytes apart."""
+    return instruction("tileloadd64", "tile address bytes", (tile, address, stride))
+
+
+@intrinsic(prefer_literal=True)
+def tile_store(typing, tile, address, stride):
+    return instruction("tilestored64", "tile address bytes", (tile, address, stride))
+
+
+@intrinsic(prefer_literal=True)
+def tile_dot(typing, sums, a, b):
+    """sums[m, n] += a[m, 2k] b[k, 2n] + a[m, 2k + 1] b[k, 2n + 1] for all k: bfloat16, to float32."""
+    return instruction("tdpbf16ps", "tile tile tile", (sums, a, b))
 
 
 # ---- between the matrix products: rows [start, stop), or all of them in parts ----
@@ -269,15 +340,19 @@ def turn_and_store(
 
 
 @njit(**COMPILED)
-def fetch(cache, block, head, slot):
-    row = cache.shape[3] * cache.itemsize
-    slots = (np.int64(block) * cache.shape[1] + head) * cache.shape[2] + slot
-    for line in range(0, row, CACHE_LINE):
-        prefetch(cache.ctypes.data + slots * row + line)
+def place(cache, block, head, slot):
+    """The address of a token's K or V."""
+    row = (np.int64(block) * cache.shape[1] + head) * cache.shape[2] + slot
+    return np.int64(cache.ctypes.data) + row * cache.shape[3] * cache.itemsize
 
 
-# As if there were no NaN: else it is no vector code.
-@njit(**{**COMPILED, "fastmath": COMPILED["fastmath"] | {"nnan"}})
+@njit(**COMPILED)
+def fetch(address, size):
+    for line in range(0, size, CACHE_LINE):
+        prefetch(address + line)
+
+
+@njit(**NO_NAN)
 def highest(row):
     top = row[0]
     for x in row:
@@ -294,6 +369,7 @@ def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse,
     the tokens before these, and the log of its sum of exponentials: minus infinity if there are none.
     """
     size, dim, group = k_cache.shape[2], k_cache.shape[3], len(q)
+    row = dim * k_cache.itemsize
     blocks, scale = (context + size - 1) // size, f32(1) / np.sqrt(f32(dim))
     query = np.zeros((group + group % 2, dim), f32)
     found = np.zeros_like(query)
@@ -306,7 +382,7 @@ def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse,
     for i in range(blocks):
         block, ahead = table[i], table[min(i + AHEAD, blocks - 1)]
         for j in range(min(size, context - i * size)):
-            fetch(k_cache, ahead, head, j)
+            fetch(place(k_cache, ahead, head, j), row)
             for g in range(0, group, 2):
                 a, b = f32(0), f32(0)
                 for d in range(dim):
@@ -331,7 +407,7 @@ def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse,
     for i in range(blocks):
         block, ahead = table[i], table[min(i + AHEAD, blocks - 1)]
         for j in range(min(size, context - i * size)):
-            fetch(v_cache, ahead, head, j)
+            fetch(place(v_cache, ahead, head, j), row)
             for g in range(0, group, 2):
                 a, b = weights[g, i * size + j], weights[g + 1, i * size + j]
                 for d in range(dim):
@@ -344,10 +420,104 @@ def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse,
             out[g, d] = narrow(found[g, d] / mass[g], like)
 
 
+FOUND, WEIGHTS, KV, QUERY, SCORES = range(5)  # tiles
+ROWS = 16  # of a tile
+
+
+def fits_tiles(group: int, size: int, dim: int) -> bool:
+    """Whether attend_head_in_tiles takes so many query heads of a KV head, slots of a block, and so on."""
+    return 2 * group <= ROWS and size % ROWS == 0 and dim % 32 == 0
+
+
+@njit(**NO_NAN)
+def attend_head_in_tiles(q, k_cache, v_cache, head, table, context, first_out, first_lse, out):
+    """attend_head in bfloat16 by the matrix units, which take K and V as they lie in the cache.
+
+    K q: 16 tokens by 32 dimensions, times the queries in pairs of dimensions. w V: a tile of V, as the
+    right operand, has pairs of dimensions where it should have pairs of tokens; so weights (w, 0) find
+    the even dimensions of the sum and (0, w) the odd ones, and each query has a row of both. Weights are
+    rounded to bfloat16, and so summed.
+    """
+    size, dim, group = k_cache.shape[2], k_cache.shape[3], len(q)
+    tiles, row, scale = (context + ROWS - 1) // ROWS, 2 * dim, f32(1) / np.sqrt(f32(dim))
+    shapes = np.zeros(64, np.uint8)
+    shapes[0], shapes[16:26:2], shapes[48:53] = 1, 64, ROWS
+    shapes[48 + FOUND] = shapes[48 + WEIGHTS] = 2 * group
+    shapes[16 + 2 * QUERY] = shapes[16 + 2 * SCORES] = 4 * group
+    tile_shapes(shapes.ctypes.data)
+    keys, values = np.empty((2, tiles + AHEAD), np.int64)  # addresses of 16 tokens
+    for i in range(tiles + AHEAD):
+        slot = min(i, tiles - 1) * ROWS
+        keys[i] = place(k_cache, table[slot // size], head, slot % size)
+        values[i] = place(v_cache, table[slot // size], head, slot % size)
+
+    query = np.empty((dim // 2, group, 2), np.uint16)
+    for d in range(dim // 2):
+        for g in range(group):
+            query[d, g, 0], query[d, g, 1] = q[g, 2 * d], q[g, 2 * d + 1]
+    part = np.empty((ROWS, group), f32)
+    scores = np.empty((group, tiles * ROWS), f32)
+    for i in range(tiles):
+        fetch(keys[i + AHEAD], ROWS * row)
+        tile_clear(SCORES)
+        for c in range(dim // 32):
+            tile_load(KV, keys[i] + 64 * c, row)
+            tile_load(QUERY, query.ctypes.data + 64 * group * c, 4 * group)
+            tile_dot(SCORES, KV, QUERY)
+        tile_store(SCORES, part.ctypes.data, 4 * group)
+        for g in range(group):
+            for t in range(ROWS):
+                scores[g, i * ROWS + t] = part[t, g] * scale
+
+    weights = np.empty((2, group, tiles * ROWS), np.uint32)
+    found = np.zeros((dim // 32, 2, group, 16), f32)
+    mass = np.empty(group, f32)
+    for g in range(group):
+        for t in range(context, tiles * ROWS):
+            scores[g, t] = -np.inf
+        top = max(first_lse[g], highest(scores[g]))
+        before = exp(first_lse[g] - top) if first_lse[g] > -np.inf else f32(0)
+        total = before
+        for t in range(tiles * ROWS):
+            weight = np.uint32(narrow(exp(scores[g, t] - top), BFLOAT16))
+            upper = np.uint32(weight << np.uint32(16))
+            weights[0, g, t], weights[1, g, t] = weight, upper
+            total += upper.view(np.float32)
+        mass[g] = total
+        if before > 0:
+            for d in range(dim):
+                found[d // 32, d % 2, g, d % 32 // 2] = before * wide(first_out[g, d])
+
+    # What the cache holds behind the last token may be NaN, and that times 0 is NaN.
+    last = np.zeros((ROWS, dim), np.uint16)
+    stored = array(values[tiles - 1], (ROWS, dim), BFLOAT16)
+    for t in range(context - (tiles - 1) * ROWS):
+        for d in range(dim):
+            last[t, d] = stored[t, d]
+    values[tiles - 1] = np.int64(last.ctypes.data)
+    for c in range(dim // 32):
+        sums = found[c].ctypes.data
+        tile_load(FOUND, sums, 64)
+        for i in range(tiles):
+            if c == 0:
+                fetch(values[i + AHEAD], ROWS * row)
+            tile_load(WEIGHTS, weights.ctypes.data + 64 * i, 64 * tiles)
+            tile_load(KV, values[i] + 64 * c, row)
+            tile_dot(FOUND, WEIGHTS, KV)
+        tile_store(FOUND, sums, 64)
+    tile_release()
+    for g in range(group):
+        scale = f32(1) / mass[g]
+        for c in range(dim // 32):
+            for d in range(16):
+                out[g, 32 * c + 2 * d] = narrow(found[c, 0, g, d] * scale, BFLOAT16)
+                out[g, 32 * c + 2 * d + 1] = narrow(found[c, 1, g, d] * scale, BFLOAT16)
+
+
 @njit(parallel=True, **COMPILED)
 def attend_decode(
     q_at, rows, width, k_at, v_at, shape, tokens, tables, contexts, first_out_at, first_lse_at,
-    out_at, heads, like,
+    out_at, heads, like, in_tiles,
 ):  # fmt: skip
     """q [rows, width], of which the first H * D numbers are queries; out [rows, H, D]: `tokens` [N]
     of them.
@@ -368,10 +538,16 @@ def attend_decode(
             first_lse = array(first_lse_at, (n, group, kv_heads), f32(0))[i, :, head]
         else:
             first_out, first_lse = query, np.full(group, f32(-np.inf))
-        attend_head(
-            query, k_cache, v_cache, head, tables[i], contexts[i], first_out, first_lse,
-            out[tokens[i], head], like,
-        )  # fmt: skip
+        if in_tiles is None:
+            attend_head(
+                query, k_cache, v_cache, head, tables[i], contexts[i], first_out, first_lse,
+                out[tokens[i], head], like,
+            )  # fmt: skip
+        else:
+            attend_head_in_tiles(
+                query, k_cache, v_cache, head, tables[i], contexts[i], first_out, first_lse,
+                out[tokens[i], head],
+            )  # fmt: skip
 
 
 # ---- sampling ----
@@ -471,7 +647,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.from_numpy(tokens)
 
 
-def compile_all(like) -> None:
+def compile_all(like, in_tiles) -> None:
     """For one type: compile, or read what an earlier process compiled. Computes nothing."""
     none, tables, shape = np.empty(0, np.int64), np.empty((0, 1), np.int32), (1, 1, 1, 2)
     _add_rms_norm_rows(0, 0, 0, 0, 1, 0.0, like, 0, 0)
@@ -482,4 +658,4 @@ def compile_all(like) -> None:
     turn_and_store(0, 0, 0, 0, 0, 0, 0, none, shape, 1, 0.0, like, 1)
     for kind in (like, f32(0)):  # logits that rules have changed are float32
         _draw(0, 0, 1, np.empty(0, f32), none, none, none, kind)
-    attend_decode(0, 0, 1, 0, 0, shape, none, tables, none, 0, 0, 0, 1, like)
+    attend_decode(0, 0, 1, 0, 0, shape, none, tables, none, 0, 0, 0, 1, like, in_tiles)
