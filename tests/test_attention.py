@@ -187,7 +187,20 @@ def test_a_prefix_and_the_rest_in_bfloat16() -> None:
         step = compare(
             NumbaAttention, lengths, 16, (4, 2), 1, {20: [0, 1, 2, 3]}, torch.bfloat16, dim
         )
-        assert [d.prefix is not None for d in step.decodes] == [True]
+        assert prefixes(step, 16, 2) == dict.fromkeys(range(4), 320)
+
+
+def prefixes(step: Any, block_size: int, kv_heads: int) -> dict[int, int]:
+    """Tokens of the step that read a prefix with others -> its length. None reads two."""
+    read = [
+        (i, int(length))
+        for pack, length in zip(step.decodes.packs, step.decodes.shared, strict=True)
+        for i in pack[pack >= 0]
+    ]
+    for p in step.prefixes:
+        read += [(i, len(p.rows) // (2 * kv_heads) * block_size) for i in p.readers]
+    assert len(dict(read)) == len(read)
+    return {int(step.decodes.tokens[i]): length for i, length in read}
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
@@ -200,12 +213,9 @@ def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) 
     few = -(-16 // block_size)
     shared = {long: [0, 2, 3, 5], short: [6, 7, 9], few: [10, 11]}
     step = compare(NumbaAttention, lengths, block_size, heads, 5, shared)
-    found = {
-        tuple(g.tokens.tolist()): len(g.prefix.rows) // (2 * heads[1]) if g.prefix else 0
-        for g in step.decodes
-    }
-    assert found == {(10, 11, 13): long, (14, 15, 17): short, (12, 16, 18, 19, 20, 21): 0}
-    assert sorted(len(g.contexts) for g in step.decodes) == [3, 3, 6]
+    read = prefixes(step, block_size, heads[1])
+    assert read == dict.fromkeys((10, 11, 13), 320) | dict.fromkeys((14, 15, 17), 192)
+    assert len(step.decodes.tokens) == 12
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
@@ -216,11 +226,10 @@ def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
     lengths = [(400, 0), (20, 320), (33, 325), (60, 320), (65, 320), (9, 70), (8, 64), (1, 30)]
     shared = {number: [0, 1, 2, 3, 4], few: [5, 6], 16 // block_size: [0, 7]}
     step = compare(NumbaAttention, lengths, block_size, (4, 2), 3, shared)
-    chunks, decodes = step.decodes
-    assert len(chunks.prefix.rows) == 2 * 2 * number
-    assert len(chunks.tokens) == 20 + 33 + 60
-    assert chunks.tables.shape[1] == -(-60 // block_size)
-    assert len(decodes.tokens) == 1
+    assert len(step.prefixes) == 1
+    assert prefixes(step, block_size, 2) == dict.fromkeys(range(400, 400 + 20 + 33 + 60), 320)
+    assert len(step.decodes.tokens) == 20 + 33 + 60 + 1
+    assert step.decodes.tables.shape[1] == -(-60 // block_size)
     assert sorted(group.queries for group in step.groups) == [8, 9, 65, 400]
 
 

@@ -19,6 +19,7 @@ from nanovllm.runner.batch import SamplingBatch
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
 from nanovllm.kernels import cpu  # noqa: E402
+from nanovllm.models.compiled import CompiledLayers  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -204,6 +205,44 @@ def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     llm.generate([[9] * 1000, [3]], params, use_tqdm=False)
     llm.generate([[9, 3]], SamplingParams(max_tokens=4, logprobs=1), use_tqdm=False)
     assert [len(k.signatures) for k in kernels] == before
+
+
+@pytest.mark.skipif(not cpu.has_matrix_units(), reason="no AMX on this processor")
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("tie", [False, True])
+def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
+    """Every batch of a run by both: decodes of 1 to 70 sequences, a prefix that some share, chunks."""
+    make_checkpoint(tmp_path, family, tie=tie)
+    llm = random_llm(tmp_path, dtype="bfloat16", num_kvcache_blocks=1000)
+    runner = llm.engine.runner
+    model, compiled, sizes = runner.model, runner.layers, []
+    assert isinstance(compiled, CompiledLayers)
+
+    class Both:
+        logits = model.logits
+
+        @staticmethod
+        def forward(batch, attention):
+            found = compiled.forward(batch, attention)
+            wanted = model.forward(batch, attention)
+            torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.05)
+            torch.testing.assert_close(
+                compiled.logits(found), model.logits(found), atol=0.02, rtol=0.016
+            )
+            sizes.append(len(batch.input_ids))
+            return wanted
+
+    calls = []
+    layers = cpu.layers
+    runner.layers = Both
+    params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
+    prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "layers", lambda *a: (calls.append(a[3]), layers(*a)))
+        llm.generate(prompts, params, use_tqdm=False)
+    assert {1, 16, 17, 33, 64, 65} <= set(sizes)
+    assert {1, 16, 17, 33, 64} <= set(calls)
+    assert max(calls) == 64
 
 
 def test_without_numba(

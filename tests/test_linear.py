@@ -9,7 +9,7 @@ import torch
 from conftest import make_checkpoint, random_llm
 from torch.nn import functional as F
 
-from nanovllm.layers.linear import linear, packed
+from nanovllm.layers.linear import address, lies_in_tiles, linear, packed
 
 needs_tiles = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 tiles on this processor"
@@ -39,6 +39,41 @@ def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert packed(wide) is wide
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     assert packed(narrow) is narrow
+
+
+@needs_tiles
+@pytest.mark.parametrize("shape", [(512, 256), (32, 32), (96, 64)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) -> None:
+    cpu = pytest.importorskip("nanovllm.kernels.cpu")
+    if not cpu.has_matrix_units():
+        pytest.skip("no AMX on this processor")
+    torch.manual_seed(0)
+    weight = weights(*shape)
+    tiles, b = packed(weight), weights(shape[0]) if bias else None
+    assert lies_in_tiles(tiles)
+    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 200):
+        x, found = torch.randn(rows, shape[1]).bfloat16(), torch.full((rows + 1, shape[0]), 7.0)
+        found = found.bfloat16()
+        cpu.linear(
+            x.data_ptr(), address(tiles), 0 if b is None else b.data_ptr(), found.data_ptr(),
+            rows, *shape[::-1], 3,
+        )  # fmt: skip
+        torch.testing.assert_close(found[:rows], F.linear(x, weight, b), atol=0.02, rtol=0.016)
+        assert (found[rows] == 7).all()
+
+
+@needs_tiles
+def test_what_does_not_lie_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = weights(64, 64)
+    tiles = packed(weight)
+    assert not lies_in_tiles(weight)
+    assert not lies_in_tiles(packed(weights(100, 64)))
+    assert not lies_in_tiles(packed(weights(64, 70)))
+    # As if torch packed in another way: the numbers are those of another weight.
+    other = packed(weights(64, 64))
+    monkeypatch.setattr("nanovllm.layers.linear.address", lambda _: address(other))
+    assert not lies_in_tiles(tiles)
 
 
 @needs_tiles

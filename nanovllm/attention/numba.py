@@ -33,22 +33,18 @@ logger = logging.getLogger("nanovllm")
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 MAX_OWN = 64  # tokens that a chunk whose queries are taken one by one may read on its own
+MANY = (
+    128  # queries of a KV head in one prefix: with more torch's attention is faster, 77 ms for 160
+)
 MIN_SAVED = 256  # tokens that a shared prefix must save the reading of, to be worth its calls
 
 
 @dataclass(slots=True)
-class Decodes:
-    """N queries of as many sequences; or of fewer, each token of a chunk as if it were a sequence."""
-
-    tokens: Any  # [N] int64, the queries among the step's tokens
-    tables: Any  # [N, blocks] int32, without the shared ones
-    contexts: Any  # [N] int64, likewise
-    prefix: "Prefix | None"
-
-
-@dataclass(slots=True)
 class Prefix:
-    queries: Tensor  # [K * N * G] int64, of the projection as [rows, D]
+    """What many of the queries that decode read first, together."""
+
+    readers: Any  # [n] int64, of those queries
+    queries: Tensor  # [K * n * G] int64, of the projection as [rows, D]
     rows: Tensor  # [2 * K * P / B] int64, of a layer's cache as [rows, B * D]: K, then V
 
 
@@ -57,7 +53,8 @@ class Step:
     """What all layers share."""
 
     slots: Any  # [T] int64
-    decodes: list[Decodes]
+    decodes: cpu.Decodes | None
+    prefixes: list[Prefix]
     groups: list[Group]  # of the other sequences
 
 
@@ -100,24 +97,69 @@ class NumbaAttention:
         contexts = batch.context_lens.numpy().astype(np.int64)
         tables, queries = batch.block_tables.numpy(), np.diff(starts)
         size, first = self.shape[2], len(queries) - batch.num_decodes
-
-        def decodes_of(members: Any, shared: int) -> Decodes:
-            of = np.repeat(members, queries[members])  # the sequence of each query
-            ends = np.cumsum(queries[members])
-            at = np.arange(len(of)) - np.repeat(ends - queries[members], queries[members])
-            own = contexts[of] - queries[of] + 1 + at - shared * size
-            width = shared + -(-int(own.max()) // size)
-            tokens = starts[of] + at
-            prefix = self._prefix(tokens, tables[members[0], :shared]) if shared else None
-            return Decodes(tokens, np.ascontiguousarray(tables[of, shared:width]), own, prefix)
-
         short = self._short_chunks(first, queries, contexts, tables)
-        decodes = [decodes_of(members, shared) for members, shared in short]
+        chunks = np.setdiff1d(np.arange(first), [i for members, _ in short for i in members])
+        groups = short
         if batch.num_decodes:
             found = shared_prefixes(tables[first:], contexts[first:], size)
-            decodes += [decodes_of(first + members, shared) for members, shared in found]
-        chunks = np.setdiff1d(np.arange(first), [i for members, _ in short for i in members])
-        batch.attention = Step(batch.slots.numpy(), decodes, self.plain.groups(batch, chunks))
+            groups = short + [(first + members, shared) for members, shared in found]
+        batch.attention = step = Step(
+            batch.slots.numpy(), None, [], self.plain.groups(batch, chunks)
+        )
+        if groups:
+            self._decodes(step, groups, starts, queries, contexts, tables)
+
+    def _decodes(
+        self, step: Step, groups: list[tuple[Any, int]], starts: Any, queries: Any, contexts: Any,
+        tables: Any,
+    ) -> None:  # fmt: skip
+        """To `step`, from groups of sequences and the blocks that each group shares."""
+        size, together = self.shape[2], max(1, cpu.PACK // self.group)
+        sequences = np.concatenate([members for members, _ in groups])
+        shared = np.repeat(
+            [number for _, number in groups], [len(members) for members, _ in groups]
+        )
+        of = np.repeat(np.arange(len(sequences)), queries[sequences])  # the sequence of each query
+        ends = np.cumsum(queries[sequences])
+        at = np.arange(len(of)) - np.repeat(ends - queries[sequences], queries[sequences])
+        sequence, prefix = sequences[of], shared[of]
+        own = contexts[sequence] - queries[sequence] + 1 + at - prefix * size
+        columns = prefix[:, None] + np.arange(-(-int(own.max()) // size))
+        columns = np.minimum(columns, tables.shape[1] - 1)
+
+        packs, first, numbers = [], [], []
+        for members, number in groups:
+            if not number:
+                continue
+            readers = np.flatnonzero(np.isin(sequence, members))
+            if len(readers) * self.group > MANY:
+                tokens = (starts[sequence] + at)[readers]
+                step.prefixes.append(self._prefix(readers, tokens, tables[members[0], :number]))
+                continue
+            for i in range(0, len(readers), together):
+                rows = readers[i : i + together]
+                packs.append(np.pad(rows, (0, together - len(rows)), constant_values=-1))
+                first.append(members[0])
+                numbers.append(number)
+        prefixes = tables[np.array(first, np.int64), : max(numbers, default=0)]
+        step.decodes = cpu.Decodes(
+            starts[sequence] + at,
+            tables[sequence[:, None], columns],
+            own,
+            np.array(packs, np.int64).reshape(-1, together),
+            np.ascontiguousarray(prefixes),
+            np.array(numbers, np.int64) * size,
+            np.empty((len(of), self.shape[1], self.group, self.dim), type(self.like)),
+            np.full((len(of), self.shape[1], self.group), -np.inf, np.float32),
+        )
+
+    def _prefix(self, readers: Any, tokens: Any, blocks: Any) -> Prefix:
+        num_blocks, kv_heads, *_ = self.shape
+        heads = np.arange(self.heads).reshape(kv_heads, 1, self.group)
+        queries = tokens[:, None] * (self.heads + 2 * kv_heads) + heads  # [K, n, G]
+        kinds = np.array([0, num_blocks]).reshape(2, 1, 1)
+        rows = (kinds + blocks) * kv_heads + np.arange(kv_heads)[:, None]  # [2, K, P / B]
+        return Prefix(readers, torch.from_numpy(queries.ravel()), torch.from_numpy(rows.ravel()))
 
     def _short_chunks(
         self, first: int, queries: Any, contexts: Any, tables: Any
@@ -135,14 +177,6 @@ class NumbaAttention:
             for members, shared in groups
             if shared and (contexts[short[members]] - shared * size).max() <= MAX_OWN
         ]
-
-    def _prefix(self, tokens: Any, blocks: Any) -> Prefix:
-        num_blocks, kv_heads, *_ = self.shape
-        heads = np.arange(self.heads).reshape(kv_heads, 1, self.group)
-        queries = tokens[:, None] * (self.heads + 2 * kv_heads) + heads  # [K, N, G]
-        kinds = np.array([0, num_blocks]).reshape(2, 1, 1)
-        rows = (kinds + blocks) * kv_heads + np.arange(kv_heads)[:, None]  # [2, K, P / B]
-        return Prefix(torch.from_numpy(queries.ravel()), torch.from_numpy(rows.ravel()))
 
     # ---- once a layer ----
 
@@ -172,26 +206,27 @@ class NumbaAttention:
         if step.groups:
             queries = qkv.view(len(qkv), -1, self.dim)[:, : self.heads]
             self.plain.attend_groups(step.groups, layer, queries, out.view(queries.shape))
-        for d in step.decodes:
-            # `before` holds the tensors until the kernel has read them.
-            before = None if d.prefix is None else self._read_prefix(d.prefix, layer, qkv)
-            first_out, first_lse = (0, 0) if before is None else (x.data_ptr() for x in before)
+        if step.decodes is not None:
+            for prefix in step.prefixes:
+                self._read_prefix(prefix, step.decodes, layer, qkv)
             cpu.attend_decode(
-                qkv.data_ptr(), *qkv.shape, k_cache, v_cache, self.shape,
-                d.tokens, d.tables, d.contexts, first_out, first_lse,
-                out.data_ptr(), self.heads, self.like, self.in_tiles,
+                qkv.data_ptr(), len(qkv), out.data_ptr(), self.heads, k_cache, v_cache, self.shape,
+                step.decodes, self.like, self.in_tiles,
             )  # fmt: skip
         return out
 
-    def _read_prefix(self, prefix: Prefix, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """What N queries find in it, and the log of its sum of exponentials: torch is given one
-        sequence with N * G queries for each KV head. In memory [K, N * G, D], float32 [N * G, K]."""
+    def _read_prefix(self, prefix: Prefix, decodes: cpu.Decodes, layer: int, qkv: Tensor) -> None:
+        """To decodes.first_*: torch is given one sequence with n * G queries for each KV head."""
         blocks = self.cache[layer].view(-1, self.shape[2] * self.dim)
         keys, values = self.scratch.rows(blocks, prefix.rows).view(
             2, 1, self.kv_heads, -1, self.dim
         )
         queries = qkv.view(-1, self.dim).index_select(0, prefix.queries)
-        return flash_attention(queries.view(1, self.kv_heads, -1, self.dim), keys, values)
+        out, lse = flash_attention(queries.view(1, self.kv_heads, -1, self.dim), keys, values)
+        out = out.view(torch.uint16) if out.dtype is torch.bfloat16 else out
+        apart = (len(prefix.readers), self.group)  # [K, n * G] -> [n, K, G]
+        decodes.first_out[prefix.readers] = out[0].unflatten(1, apart).transpose(0, 1).numpy()
+        decodes.first_lse[prefix.readers] = lse[0].unflatten(1, apart).transpose(0, 1).numpy()
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self.plain.copy_blocks(copies)

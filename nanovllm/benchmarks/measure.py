@@ -148,7 +148,10 @@ def where(llm: LLM, workload: Workload, first: int, last: int) -> Where:
 
 @contextmanager
 def call_times(llm: LLM) -> Iterator[dict[str, float]]:
-    """On a CPU: exclusive seconds of the calls that make up a step; what runs in one runs in no other."""
+    """On a CPU: exclusive seconds of the calls that make up a step; what runs in one runs in no other.
+
+    Layer by layer also where a decode step is one call otherwise (models/compiled.py).
+    """
     parts: dict[str, float] = {}
     running: list[str] = []
     since = 0.0
@@ -181,6 +184,7 @@ def call_times(llm: LLM) -> Iterator[dict[str, float]]:
         ("norms, activation", runner.model, "forward"),
     ]
     with ExitStack() as stack:
+        stack.enter_context(replaced(runner, "layers", runner.model))
         for part, thing, name in calls:
             call = getattr(thing, name)
             if callable(call):

@@ -175,6 +175,7 @@ def table(report: Report) -> str:
                 line += " noisy"
         lines.append(line.rstrip())
     parts = sorted(report.where.parts.items(), key=lambda p: -p[1])
+    layers = ", layer by layer" if report.machine["device"] == "CPU" else ""
     shares = ", ".join(f"{name} {seconds / report.where.seconds:.0%}" for name, seconds in parts)
     begin, end = report.where.steps
     lines += [
@@ -191,7 +192,7 @@ def table(report: Report) -> str:
         f"weights, {need.kv_bytes / 1e9:,.1f} GB of KV) and {need.decode_flops / 1e12:,.2f} TFLOP",
         f"floor                 {floor.total:,.2f} s ({floor.prefill:,.2f} prefill, {floor.decode:,.2f} decode); "
         f"took {report.run.seconds:,.2f} s: {report.reached:.0%} of the floor's speed",
-        f"where it went         {shares} (steps {begin:,} to {end:,} of a run of its own)",
+        f"where it went         {shares} (steps {begin:,} to {end:,} of a run of its own{layers})",
     ]
     return "\n".join(lines)
 

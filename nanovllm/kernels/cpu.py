@@ -19,7 +19,7 @@ D head size, B slots of a block.
 """
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -157,7 +157,10 @@ def has_matrix_units() -> bool:
 
 
 def instruction(name, kinds, operands):
-    """What @intrinsic asks for. A tile's number is a part of its instruction: a literal."""
+    """What @intrinsic asks for. A tile's number is a part of its instruction: a literal.
+
+    An address keeps no array: Numba lets go of one after the last line, or loop, that names it.
+    """
 
     def generate(context, builder, signature, args):
         values, byte, full = [], ir.IntType(8), f"llvm.x86.{name}"
@@ -166,6 +169,9 @@ def instruction(name, kinds, operands):
                 values.append(byte(operand.literal_value))
             elif kind == "address":
                 values.append(builder.inttoptr(arg, byte.as_pointer()))
+            elif kind == "array":
+                start = context.make_array(operand)(context, builder, arg).data
+                values.append(builder.bitcast(start, byte.as_pointer()))
             else:
                 values.append(context.cast(builder, arg, operand, types.int64))
         of = ir.FunctionType(ir.VoidType(), [value.type for value in values])
@@ -177,9 +183,9 @@ def instruction(name, kinds, operands):
 
 
 @intrinsic
-def tile_shapes(typing, address):
-    """64 bytes: 1; from the 16th on each tile's bytes of a row, in two; from the 48th on its rows."""
-    return instruction("ldtilecfg", "address", (address,))
+def tile_shapes(typing, shapes):
+    """uint8 [64]: 1; from the 16th on each tile's bytes of a row, in two; from the 48th on its rows."""
+    return instruction("ldtilecfg", "array", (shapes,))
 
 
 @intrinsic
@@ -354,19 +360,26 @@ def fetch(address, size):
 
 @njit(**NO_NAN)
 def highest(row):
-    top = row[0]
-    for x in row:
-        top = max(top, x)
+    """By 16 at a time: LLVM makes no vector code of a plain maximum."""
+    tops, whole = np.full(16, row[0]), len(row) // 16 * 16
+    for i in range(0, whole, 16):
+        for c in range(16):
+            tops[c] = max(tops[c], row[i + c])
+    top = tops[0]
+    for c in range(1, 16):
+        top = max(top, tops[c])
+    for i in range(whole, len(row)):
+        top = max(top, row[i])
     return top
 
 
 @njit(**COMPILED)
-def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse, out, like):
-    """One query of each of G heads that share KV head `head`, over `context` tokens.
+def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like):
+    """G queries that share KV head `head`, each over `context` tokens.
 
-    q, out [G, D]; table [blocks]. K and V are read once, for two queries at a time: an odd last
-    one has a companion of zeros. first_out [G, D] and first_lse [G] are what the queries found in
-    the tokens before these, and the log of its sum of exponentials: minus infinity if there are none.
+    q, out [G, D]; table [blocks]; lse [G], the log of the sum of exponentials. first_out and first_lse
+    are what was found in the tokens before these, with minus infinity if there are none. K and V are
+    read once, for two queries at a time: an odd last one has a companion of zeros.
     """
     size, dim, group = k_cache.shape[2], k_cache.shape[3], len(q)
     row = dim * k_cache.itemsize
@@ -375,6 +388,7 @@ def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse,
     found = np.zeros_like(query)
     weights = np.empty((len(query), context), f32)  # at first the scores
     mass = np.empty(group, f32)  # the sum of weights
+    tops = np.empty(group, f32)
     for g in range(group):
         for d in range(dim):
             query[g, d] = wide(q[g, d]) * scale
@@ -394,6 +408,7 @@ def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse,
 
     for g in range(group):
         top = max(first_lse[g], highest(weights[g]))
+        tops[g] = top
         before = exp(first_lse[g] - top) if first_lse[g] > -np.inf else f32(0)
         mass[g] = before
         for t in range(context):
@@ -416,21 +431,25 @@ def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse,
                     found[g + 1, d] += b * x
 
     for g in range(group):
+        lse[g] = tops[g] + np.log(mass[g])
         for d in range(dim):
             out[g, d] = narrow(found[g, d] / mass[g], like)
 
 
 FOUND, WEIGHTS, KV, QUERY, SCORES = range(5)  # tiles
 ROWS = 16  # of a tile
+PACK = 8  # queries at most that read a prefix together
 
 
 def fits_tiles(group: int, size: int, dim: int) -> bool:
     """Whether attend_head_in_tiles takes so many query heads of a KV head, slots of a block, and so on."""
-    return 2 * group <= ROWS and size % ROWS == 0 and dim % 32 == 0
+    return group <= PACK and size % ROWS == 0 and dim % 32 == 0
 
 
 @njit(**NO_NAN)
-def attend_head_in_tiles(q, k_cache, v_cache, head, table, context, first_out, first_lse, out):
+def attend_head_in_tiles(
+    q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse
+):  # fmt: skip
     """attend_head in bfloat16 by the matrix units, which take K and V as they lie in the cache.
 
     K q: 16 tokens by 32 dimensions, times the queries in pairs of dimensions. w V: a tile of V, as the
@@ -444,17 +463,18 @@ def attend_head_in_tiles(q, k_cache, v_cache, head, table, context, first_out, f
     shapes[0], shapes[16:26:2], shapes[48:53] = 1, 64, ROWS
     shapes[48 + FOUND] = shapes[48 + WEIGHTS] = 2 * group
     shapes[16 + 2 * QUERY] = shapes[16 + 2 * SCORES] = 4 * group
-    tile_shapes(shapes.ctypes.data)
+    tile_shapes(shapes)
     keys, values = np.empty((2, tiles + AHEAD), np.int64)  # addresses of 16 tokens
     for i in range(tiles + AHEAD):
         slot = min(i, tiles - 1) * ROWS
         keys[i] = place(k_cache, table[slot // size], head, slot % size)
         values[i] = place(v_cache, table[slot // size], head, slot % size)
 
-    query = np.empty((dim // 2, group, 2), np.uint16)
-    for d in range(dim // 2):
-        for g in range(group):
-            query[d, g, 0], query[d, g, 1] = q[g, 2 * d], q[g, 2 * d + 1]
+    pairs = array(q.ctypes.data, (group, dim // 2), np.uint32(0))
+    query = np.empty((dim // 2, group), np.uint32)
+    for g in range(group):
+        for d in range(dim // 2):
+            query[d, g] = pairs[g, d]
     part = np.empty((ROWS, group), f32)
     scores = np.empty((group, tiles * ROWS), f32)
     for i in range(tiles):
@@ -484,6 +504,7 @@ def attend_head_in_tiles(q, k_cache, v_cache, head, table, context, first_out, f
             weights[0, g, t], weights[1, g, t] = weight, upper
             total += upper.view(np.float32)
         mass[g] = total
+        lse[g] = top + np.log(total)
         if before > 0:
             for d in range(dim):
                 found[d // 32, d % 2, g, d % 32 // 2] = before * wide(first_out[g, d])
@@ -494,7 +515,6 @@ def attend_head_in_tiles(q, k_cache, v_cache, head, table, context, first_out, f
     for t in range(context - (tiles - 1) * ROWS):
         for d in range(dim):
             last[t, d] = stored[t, d]
-    values[tiles - 1] = np.int64(last.ctypes.data)
     for c in range(dim // 32):
         sums = found[c].ctypes.data
         tile_load(FOUND, sums, 64)
@@ -502,52 +522,200 @@ def attend_head_in_tiles(q, k_cache, v_cache, head, table, context, first_out, f
             if c == 0:
                 fetch(values[i + AHEAD], ROWS * row)
             tile_load(WEIGHTS, weights.ctypes.data + 64 * i, 64 * tiles)
-            tile_load(KV, values[i] + 64 * c, row)
+            at = values[i] if i < tiles - 1 else np.int64(last.ctypes.data)
+            tile_load(KV, at + 64 * c, row)
             tile_dot(FOUND, WEIGHTS, KV)
         tile_store(FOUND, sums, 64)
     tile_release()
+    pairs = array(out.ctypes.data, (group, dim // 2), np.uint32(0))
     for g in range(group):
         scale = f32(1) / mass[g]
         for c in range(dim // 32):
+            even, odd, pair = found[c, 0, g], found[c, 1, g], pairs[g, 16 * c : 16 * c + 16]
             for d in range(16):
-                out[g, 32 * c + 2 * d] = narrow(found[c, 0, g, d] * scale, BFLOAT16)
-                out[g, 32 * c + 2 * d + 1] = narrow(found[c, 1, g, d] * scale, BFLOAT16)
+                upper = np.uint32(narrow(odd[d] * scale, BFLOAT16)) << np.uint32(16)
+                pair[d] = np.uint32(upper | np.uint32(narrow(even[d] * scale, BFLOAT16)))
+
+
+@njit(**COMPILED)
+def attend_any_head(
+    q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like, in_tiles
+):  # fmt: skip
+    if in_tiles is None:
+        attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like)
+    else:
+        attend_head_in_tiles(
+            q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse
+        )  # fmt: skip
+
+
+class Decodes(NamedTuple):
+    """N queries, and what each reads: first, with others, a prefix; then tokens of its own."""
+
+    tokens: Any  # [N] int64, the queries among the step's tokens
+    tables: Any  # [N, blocks] int32, without the prefix's
+    contexts: Any  # [N] int64, likewise; at least 1
+    packs: Any  # [P, PACK] int64: which of the N read a prefix together; -1: nobody
+    prefixes: Any  # [P, blocks] int32
+    shared: Any  # [P] int64, tokens of each prefix
+    first_out: Any  # [N, K, G, D], what each finds in the prefix
+    first_lse: Any  # [N, K, G] float32; minus infinity where there is none
 
 
 @njit(parallel=True, **COMPILED)
-def attend_decode(
-    q_at, rows, width, k_at, v_at, shape, tokens, tables, contexts, first_out_at, first_lse_at,
-    out_at, heads, like, in_tiles,
-):  # fmt: skip
-    """q [rows, width], of which the first H * D numbers are queries; out [rows, H, D]: `tokens` [N]
-    of them.
+def attend_decode(qkv_at, rows, out_at, heads, k_at, v_at, shape, decodes, like, in_tiles):
+    """qkv [rows, (H + 2K) D], out [rows, H, D]: those rows that decode.
 
-    tables [N, blocks] and contexts [N] are of what each reads itself. first_out [K, N, G, D] and
-    first_lse [N, G, K]; addresses may be 0: nothing came before. All sequences of a KV head in turn,
-    so that those which share blocks find them in the processor's cache.
+    All sequences of a KV head in turn, so that those which share blocks find them in the processor's
+    cache. `in_tiles` is True or None: what an `if` of None leaves out is not compiled, and without
+    matrix units it could not be.
     """
+    tokens, tables, contexts, packs, prefixes, shared, first_out, first_lse = decodes
     kv_heads, dim = shape[1], shape[3]
-    n, group = len(contexts), heads // kv_heads
-    q, out = array(q_at, (rows, width), like), array(out_at, (rows, kv_heads, group, dim), like)
+    n, group = len(tokens), heads // kv_heads
+    qkv = array(qkv_at, (rows, heads // group * (group + 2), dim), like)
+    out = array(out_at, (rows, heads, dim), like)
     k_cache, v_cache = array(k_at, shape, like), array(v_at, shape, like)
+    for item in prange(kv_heads * len(packs)):
+        head, p = item // len(packs), item % len(packs)
+        count = 0
+        while count < packs.shape[1] and packs[p, count] >= 0:
+            count += 1
+        query = np.empty((count * group, dim), qkv.dtype)
+        found, lse = np.empty_like(query), np.full(len(query), f32(-np.inf))
+        for m in range(count):
+            for g in range(group):
+                query[m * group + g] = qkv[tokens[packs[p, m]], head * group + g]
+        attend_any_head(
+            query, k_cache, v_cache, head, prefixes[p], shared[p], found, lse.copy(), found, lse,
+            like, in_tiles,
+        )  # fmt: skip
+        for m in range(count):
+            for g in range(group):
+                first_out[packs[p, m], head, g] = found[m * group + g]
+                first_lse[packs[p, m], head, g] = lse[m * group + g]
     for item in prange(kv_heads * n):
         head, i = item // n, item % n
-        query = q[tokens[i], head * group * dim : (head + 1) * group * dim].reshape(group, dim)
-        if first_lse_at != 0:
-            first_out = array(first_out_at, (kv_heads, n, group, dim), like)[head, i]
-            first_lse = array(first_lse_at, (n, group, kv_heads), f32(0))[i, :, head]
-        else:
-            first_out, first_lse = query, np.full(group, f32(-np.inf))
-        if in_tiles is None:
-            attend_head(
-                query, k_cache, v_cache, head, tables[i], contexts[i], first_out, first_lse,
-                out[tokens[i], head], like,
-            )  # fmt: skip
-        else:
-            attend_head_in_tiles(
-                query, k_cache, v_cache, head, tables[i], contexts[i], first_out, first_lse,
-                out[tokens[i], head],
-            )  # fmt: skip
+        at = slice(head * group, (head + 1) * group)
+        attend_any_head(
+            qkv[tokens[i], at], k_cache, v_cache, head, tables[i], contexts[i],
+            first_out[i, head], first_lse[i, head], out[tokens[i], at], np.empty(group, f32),
+            like, in_tiles,
+        )  # fmt: skip
+
+
+# ---- a whole decode step ----
+
+AHEAD_BYTES = 4096  # that weights are fetched in advance: 42 -> 36 ms for the layers of Qwen3-0.6B
+# What `layers` is told of each layer, all addresses; 0: there is no such weight.
+(
+    ATTENTION_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUT, OUT_BIAS, MLP_NORM, GATE_UP, DOWN, K_CACHE,
+    V_CACHE,
+) = range(12)  # fmt: skip
+
+
+@njit(**COMPILED)
+def linear_blocks(x_at, weight_at, bias_at, out_at, rows, inputs, outputs, start, stop):
+    """out [rows, outputs] = x [rows, inputs] W^T + bias: blocks [start, stop) of 32 outputs.
+
+    W as oneDNN packs it, [outputs / 32, inputs / 2, 32, 2]: two tiles of 16 outputs side by side. Rows
+    are taken in panels of two tiles; all tiles are of the same height, so the last may begin early and
+    compute rows again.
+    """
+    out = array(out_at, (rows, outputs // 32, 32), BFLOAT16)
+    panels = (rows + 2 * ROWS - 1) // (2 * ROWS)
+    both = rows > ROWS
+    height = (rows + 2 * panels - 1) // (2 * panels) if both else rows
+    shapes = np.zeros(64, np.uint8)
+    shapes[0], shapes[16:32:2], shapes[48:54], shapes[54:56] = 1, 64, height, ROWS
+    tile_shapes(shapes)
+    sums = np.empty((2, height, 32), f32)
+    sums_at, half_size, line = np.int64(sums.ctypes.data), 128 * height, 2 * inputs
+    bias = np.zeros(32, f32)
+    for block in range(start, stop):
+        if bias_at != 0:
+            for c in range(32):
+                bias[c] = wide(array(bias_at, (outputs,), BFLOAT16)[32 * block + c])
+        for panel in range(panels):
+            first = min(2 * panel * height, rows - height)
+            second = min(first + height, rows - height)
+            left, right, at = (
+                x_at + first * line,
+                x_at + second * line,
+                weight_at + block * 32 * line,
+            )
+            tile_clear(0)
+            tile_clear(1)
+            tile_clear(2)
+            tile_clear(3)
+            for _ in range(inputs // 32):
+                if panel == 0:
+                    fetch(at + AHEAD_BYTES, 2048)
+                tile_load(6, at, 128)
+                tile_load(7, at + 64, 128)
+                tile_load(4, left, line)
+                tile_dot(0, 4, 6)
+                tile_dot(1, 4, 7)
+                if both:
+                    tile_load(5, right, line)
+                    tile_dot(2, 5, 6)
+                    tile_dot(3, 5, 7)
+                left, right, at = left + 64, right + 64, at + 2048
+            tile_store(0, sums_at, 128)
+            tile_store(1, sums_at + 64, 128)
+            tile_store(2, sums_at + half_size, 128)
+            tile_store(3, sums_at + half_size + 64, 128)
+            for half in range(2 if both else 1):
+                begin = second if half else first
+                for i in range(height):
+                    total, row = sums[half, i], out[begin + i, block]
+                    for c in range(32):
+                        row[c] = narrow(total[c] + bias[c], BFLOAT16)
+    tile_release()
+
+
+@njit(parallel=True, **COMPILED)
+def linear(x_at, weight_at, bias_at, out_at, rows, inputs, outputs, parts):
+    blocks = outputs // 32
+    for p in prange(parts):
+        start, stop = p * blocks // parts, (p + 1) * blocks // parts
+        linear_blocks(x_at, weight_at, bias_at, out_at, rows, inputs, outputs, start, stop)
+
+
+@njit(**COMPILED)
+def layers(
+    addresses, x_at, residual_at, rows, size, cos_at, sin_at, feed_forward, heads, eps, shape, slots,
+    decodes, parts,
+):  # fmt: skip
+    """All layers of a step that only decodes, by the matrix units: what models.qwen3.Layer does.
+
+    addresses [layers, 12]; x, residual [rows, size] in place: at first their sum is what was embedded, at
+    last what the final norm takes. cos, sin [rows, D].
+    """
+    _, kv_heads, _, dim = shape
+    width, found_width = (heads + 2 * kv_heads) * dim, heads * dim
+    qkv, found = np.empty((rows, width), np.uint16), np.empty((rows, found_width), np.uint16)
+    gate_up = np.empty((rows, 2 * feed_forward), np.uint16)
+    opened = np.empty((rows, feed_forward), np.uint16)
+    like = BFLOAT16
+    for i in range(len(addresses)):
+        at = addresses[i]
+        qkv_at, found_at = qkv.ctypes.data, found.ctypes.data  # in the loop: see `instruction`
+        gate_up_at, opened_at = gate_up.ctypes.data, opened.ctypes.data
+        _add_rms_norm(x_at, residual_at, at[ATTENTION_NORM], rows, size, eps, like, parts)
+        linear(x_at, at[QKV], at[QKV_BIAS], qkv_at, rows, size, width, parts)
+        turn_and_store(
+            qkv_at, at[Q_NORM], at[K_NORM], cos_at, sin_at, at[K_CACHE], at[V_CACHE], slots, shape,
+            heads, eps, like, parts,
+        )  # fmt: skip
+        attend_decode(
+            qkv_at, rows, found_at, heads, at[K_CACHE], at[V_CACHE], shape, decodes, like, True
+        )
+        linear(found_at, at[OUT], at[OUT_BIAS], x_at, rows, found_width, size, parts)
+        _add_rms_norm(x_at, residual_at, at[MLP_NORM], rows, size, eps, like, parts)
+        linear(x_at, at[GATE_UP], 0, gate_up_at, rows, size, 2 * feed_forward, parts)
+        _silu_and_mul(gate_up_at, opened_at, rows, feed_forward, like, parts)
+        linear(opened_at, at[DOWN], 0, x_at, rows, feed_forward, size, parts)
 
 
 # ---- sampling ----
@@ -649,7 +817,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def compile_all(like, in_tiles) -> None:
     """For one type: compile, or read what an earlier process compiled. Computes nothing."""
-    none, tables, shape = np.empty(0, np.int64), np.empty((0, 1), np.int32), (1, 1, 1, 2)
+    none, shape = np.empty(0, np.int64), (1, 1, 1, 2)
     _add_rms_norm_rows(0, 0, 0, 0, 1, 0.0, like, 0, 0)
     _add_rms_norm(0, 0, 0, 0, 1, 0.0, like, 1)
     _silu_and_mul_rows(0, 0, 0, 1, like, 0, 0)
@@ -658,4 +826,16 @@ def compile_all(like, in_tiles) -> None:
     turn_and_store(0, 0, 0, 0, 0, 0, 0, none, shape, 1, 0.0, like, 1)
     for kind in (like, f32(0)):  # logits that rules have changed are float32
         _draw(0, 0, 1, np.empty(0, f32), none, none, none, kind)
-    attend_decode(0, 0, 1, 0, 0, shape, none, tables, none, 0, 0, 0, 1, like, in_tiles)
+    decodes = decodes_of_none(like)
+    attend_decode(0, 0, 0, 1, 0, 0, shape, decodes, like, in_tiles)
+    if in_tiles:
+        addresses = np.empty((0, 12), np.int64)
+        layers(addresses, 0, 0, 0, 1, 0, 0, 1, 1, 0.0, shape, none, decodes, 1)
+
+
+def decodes_of_none(like) -> Decodes:
+    none, nones = np.empty(0, np.int64), np.empty((0, 1), np.int64)
+    tables = nones.astype(np.int32)
+    first_lse = np.empty((0, 1, 1), f32)
+    first_out = np.empty((0, 1, 1, 2), type(like))
+    return Decodes(none, tables, none, nones, tables, none, first_out, first_lse)

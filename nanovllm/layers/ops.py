@@ -5,6 +5,7 @@ The model is given a set of them: `PLAIN`, torch functions, or that of its atten
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,8 @@ class Ops:
     # (x, residual or None, weight, eps) -> (RMSNorm(x + residual) * weight, x + residual)
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]  # (gate, up) side by side -> silu(gate) * up
+    # (model, attention backend) -> what has a forward like the model's, in fewer calls; or None
+    compile_layers: Callable[[Any, Any], Any] = lambda model, attention: None
 
 
 PLAIN = Ops(add_rms_norm, silu_and_mul)

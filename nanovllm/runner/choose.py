@@ -63,8 +63,9 @@ def numba_kernels(device: torch.device, dtype: torch.dtype) -> tuple[MakeAttenti
         )
     from nanovllm.attention.numba import NumbaAttention
     from nanovllm.kernels import cpu
+    from nanovllm.models.compiled import compile_layers
 
-    return NumbaAttention, Ops(cpu.add_rms_norm, cpu.silu_and_mul), cpu.sample
+    return NumbaAttention, Ops(cpu.add_rms_norm, cpu.silu_and_mul, compile_layers), cpu.sample
 
 
 def triton_kernels(device: torch.device) -> tuple[MakeAttention, Ops, Draw]:

@@ -106,6 +106,7 @@ class ModelRunner:
             "than there are; lower num_kvcache_blocks or kv_cache_memory_bytes"
         ):
             self.attention = make_attention(self.num_blocks + 1)
+        self.layers = ops.compile_layers(self.model, self.attention) or self.model
         self.rows = RowBuffers(
             config.max_num_seqs,
             -(-max_model_len // config.kvcache_block_size),
@@ -145,7 +146,7 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.moved(plan, self.rows)
         self.attention.prepare(batch)
-        hidden = self.model.forward(batch, self.attention)
+        hidden = self.layers.forward(batch, self.attention)
         prompt_logprobs = {}
         for i, chunk in enumerate(plan.chunks):
             if chunk.targets:
@@ -191,7 +192,7 @@ class ModelRunner:
             return to_host(forward.tokens, drawn)
         assert forward.sampling is not None
         ruled = self.rows.ruled
-        logits = self.model.logits(forward.hidden)
+        logits = self.layers.logits(forward.hidden)
         if ruled:
             logits = logits.float()
         raw = {i: logits[i].clone() for i, row in ruled if row.rules.logprobs is not None}
