@@ -77,6 +77,8 @@ class NumbaAttention:
         self.scratch = Scratch(dtype, device)
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.at = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]  # K and V
+        if not cpu.compiled_before():
+            logger.info("the CPU's kernels are being compiled, which takes 10 to 20 s")
         start = time.perf_counter()
         fits = dtype is torch.bfloat16 and cpu.fits_tiles(self.group, block_size, self.dim)
         self.in_tiles = True if fits and cpu.has_matrix_units() else None

@@ -19,6 +19,7 @@ D head size, B slots of a block.
 """
 
 import ctypes
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -537,16 +538,31 @@ def attend_head_in_tiles(
                 pair[d] = np.uint32(upper | np.uint32(narrow(even[d] * scale, BFLOAT16)))
 
 
-@njit(**COMPILED)
 def attend_any_head(
     q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like, in_tiles
 ):  # fmt: skip
-    if in_tiles is None:
+    """By attend_head, or `in_tiles`, which is True or None: a type, because without matrix units the
+    other is not to be compiled."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(attend_any_head)
+def _attend_any_head(
+    q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like, in_tiles
+):  # fmt: skip
+    def plain(
+        q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like, in_tiles
+    ):  # fmt: skip
         attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like)
-    else:
+
+    def tiles(
+        q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like, in_tiles
+    ):  # fmt: skip
         attend_head_in_tiles(
             q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse
         )  # fmt: skip
+
+    return plain if in_tiles == types.none else tiles
 
 
 class Decodes(NamedTuple):
@@ -567,8 +583,7 @@ def attend_decode(qkv_at, rows, out_at, heads, k_at, v_at, shape, decodes, like,
     """qkv [rows, (H + 2K) D], out [rows, H, D]: those rows that decode.
 
     All sequences of a KV head in turn, so that those which share blocks find them in the processor's
-    cache. `in_tiles` is True or None: what an `if` of None leaves out is not compiled, and without
-    matrix units it could not be.
+    cache.
     """
     tokens, tables, contexts, packs, prefixes, shared, first_out, first_lse = decodes
     kv_heads, dim = shape[1], shape[3]
@@ -582,18 +597,24 @@ def attend_decode(qkv_at, rows, out_at, heads, k_at, v_at, shape, decodes, like,
         while count < packs.shape[1] and packs[p, count] >= 0:
             count += 1
         query = np.empty((count * group, dim), qkv.dtype)
-        found, lse = np.empty_like(query), np.full(len(query), f32(-np.inf))
-        for m in range(count):
-            for g in range(group):
-                query[m * group + g] = qkv[tokens[packs[p, m]], head * group + g]
+        found, nothing, lse = (
+            np.empty_like(query),
+            np.empty(len(query), f32),
+            np.empty(len(query), f32),
+        )
+        for row in range(count * group):
+            nothing[row] = -np.inf
+            for d in range(dim):
+                query[row, d] = qkv[tokens[packs[p, row // group]], head * group + row % group, d]
         attend_any_head(
-            query, k_cache, v_cache, head, prefixes[p], shared[p], found, lse.copy(), found, lse,
-            like, in_tiles,
+            query, k_cache, v_cache, head, prefixes[p], shared[p], found, nothing, found, lse, like,
+            in_tiles,
         )  # fmt: skip
-        for m in range(count):
-            for g in range(group):
-                first_out[packs[p, m], head, g] = found[m * group + g]
-                first_lse[packs[p, m], head, g] = lse[m * group + g]
+        for row in range(count * group):
+            i, g = packs[p, row // group], row % group
+            first_lse[i, head, g] = lse[row]
+            for d in range(dim):
+                first_out[i, head, g, d] = found[row, d]
     for item in prange(kv_heads * n):
         head, i = item // n, item % n
         at = slice(head * group, (head + 1) * group)
@@ -685,7 +706,7 @@ def linear(x_at, weight_at, bias_at, out_at, rows, inputs, outputs, parts):
 @njit(**COMPILED)
 def layers(
     addresses, x_at, residual_at, rows, size, cos_at, sin_at, feed_forward, heads, eps, shape, slots,
-    decodes, parts,
+    decodes, in_tiles, parts,
 ):  # fmt: skip
     """All layers of a step that only decodes, by the matrix units: what models.qwen3.Layer does.
 
@@ -697,11 +718,12 @@ def layers(
     qkv, found = np.empty((rows, width), np.uint16), np.empty((rows, found_width), np.uint16)
     gate_up = np.empty((rows, 2 * feed_forward), np.uint16)
     opened = np.empty((rows, feed_forward), np.uint16)
-    like = BFLOAT16
+    like, no_bias = BFLOAT16, np.int64(0)
     for i in range(len(addresses)):
         at = addresses[i]
-        qkv_at, found_at = qkv.ctypes.data, found.ctypes.data  # in the loop: see `instruction`
-        gate_up_at, opened_at = gate_up.ctypes.data, opened.ctypes.data
+        # In the loop: see `instruction`. Signed as other addresses are: else all is compiled again.
+        qkv_at, found_at = np.int64(qkv.ctypes.data), np.int64(found.ctypes.data)
+        gate_up_at, opened_at = np.int64(gate_up.ctypes.data), np.int64(opened.ctypes.data)
         _add_rms_norm(x_at, residual_at, at[ATTENTION_NORM], rows, size, eps, like, parts)
         linear(x_at, at[QKV], at[QKV_BIAS], qkv_at, rows, size, width, parts)
         turn_and_store(
@@ -709,13 +731,13 @@ def layers(
             heads, eps, like, parts,
         )  # fmt: skip
         attend_decode(
-            qkv_at, rows, found_at, heads, at[K_CACHE], at[V_CACHE], shape, decodes, like, True
+            qkv_at, rows, found_at, heads, at[K_CACHE], at[V_CACHE], shape, decodes, like, in_tiles
         )
         linear(found_at, at[OUT], at[OUT_BIAS], x_at, rows, found_width, size, parts)
         _add_rms_norm(x_at, residual_at, at[MLP_NORM], rows, size, eps, like, parts)
-        linear(x_at, at[GATE_UP], 0, gate_up_at, rows, size, 2 * feed_forward, parts)
+        linear(x_at, at[GATE_UP], no_bias, gate_up_at, rows, size, 2 * feed_forward, parts)
         _silu_and_mul(gate_up_at, opened_at, rows, feed_forward, like, parts)
-        linear(opened_at, at[DOWN], 0, x_at, rows, feed_forward, size, parts)
+        linear(opened_at, at[DOWN], no_bias, x_at, rows, feed_forward, size, parts)
 
 
 # ---- sampling ----
@@ -815,6 +837,12 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.from_numpy(tokens)
 
 
+def compiled_before() -> bool:
+    """Whether compiled code is kept for some type and some version of this file."""
+    folder = attend_decode.stats.cache_path
+    return folder is not None and any(Path(folder).glob("cpu.attend_decode-*.nbc"))
+
+
 def compile_all(like, in_tiles) -> None:
     """For one type: compile, or read what an earlier process compiled. Computes nothing."""
     none, shape = np.empty(0, np.int64), (1, 1, 1, 2)
@@ -830,7 +858,7 @@ def compile_all(like, in_tiles) -> None:
     attend_decode(0, 0, 0, 1, 0, 0, shape, decodes, like, in_tiles)
     if in_tiles:
         addresses = np.empty((0, 12), np.int64)
-        layers(addresses, 0, 0, 0, 1, 0, 0, 1, 1, 0.0, shape, none, decodes, 1)
+        layers(addresses, 0, 0, 0, 1, 0, 0, 1, 1, 0.0, shape, none, decodes, in_tiles, 1)
 
 
 def decodes_of_none(like) -> Decodes:
