@@ -233,6 +233,12 @@ def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
     assert sorted(group.queries for group in step.groups) == [8, 9, 65, 400]
 
 
+def test_the_cache_begins_with_a_page() -> None:
+    """Else every row would lie in one cache line too many: 24 instead of 20 ms of a decode step."""
+    for num_blocks in (1, 7, 1000):
+        assert make(NumbaAttention, (4, 2), num_blocks, 16).cache.data_ptr() % 4096 == 0
+
+
 def test_threads_share_the_work() -> None:
     """More threads than torch has are never used, and fewer give the same numbers."""
     before = torch.get_num_threads()

@@ -1,6 +1,8 @@
 """The kernels that Numba compiles, beside torch's functions on the same input."""
 
 import logging
+import os
+import platform
 import subprocess
 import sys
 
@@ -262,6 +264,28 @@ def test_without_numba(
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in wanted]
     with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
         random_llm(tmp_path, attention_backend="numba")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
+def test_without_matrix_units(tmp_path) -> None:
+    """A processor that lacks them is given no code for them, which it could not even compile."""
+    code = (
+        "from nanovllm import LLM\n"
+        "from nanovllm.kernels import cpu\n"
+        "llm = LLM(dtype='bfloat16', device='cpu')\n"
+        "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
+        "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
+        "assert llm.engine.runner.layers is llm.engine.runner.model\n"
+        "assert not cpu.attend_head_in_tiles.signatures and not cpu.linear.signatures\n"
+        "assert cpu.attend_head.signatures\n"
+    )
+    variables = os.environ | {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "34 + 58 = 92\n"
+    assert "being compiled" in done.stderr
 
 
 def test_a_forked_process_is_told() -> None:

@@ -4,8 +4,9 @@ Owns: the KV cache, through the plain backend, which computes what has more than
 batches. Mutates: the slots of the tokens it is told to store, nothing else.
 
 At one query each a step does little else than read KV. A prefix whose blocks are the same in all
-tables of a group is read once for all, by torch's flash attention; from what it found the kernel goes on
-with each sequence's own blocks, as flash decoding merges its parts (arXiv:2311.01282).
+tables of a group is read first, for several queries at once: by the same kernel, or for many queries by
+torch's flash attention. From what was found the kernel goes on with each sequence's own blocks, as flash
+decoding merges its parts (arXiv:2311.01282).
 
 Shapes: T tokens of the step, N sequences of a group, H = K * G query heads that share K KV heads in
 groups of G, D head size, B slots of a block, P slots of the shared prefix.

@@ -5,7 +5,8 @@ Owns: nothing. Given: addresses of contiguous memory. Mutates: what each kernel 
 Between two matrix products torch makes a dozen calls, and there a call costs 10 to 15 us whatever it
 computes: the product has streamed its weights through the caches, so it starts cold. Here it is one
 call, which goes over memory once. It is given addresses, because to make a Numba array of a tensor costs
-more than many a kernel takes. Work on few rows is done by the calling thread alone.
+more than many a kernel takes. Work on few rows is done by the calling thread alone; but where `layers`
+calls, the others are awake: it is all layers of a step that only decodes, products included, in one call.
 
 bfloat16, which numpy does not know, is the upper half of a float32 and comes as uint16. `like` is a
 number of the type that is stored: it picks the code. All arithmetic is in float32, and rounded where
@@ -19,6 +20,8 @@ D head size, B slots of a block.
 """
 
 import ctypes
+import platform
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,7 +55,7 @@ COMPILED: Any = dict(
     error_model="numpy",
     fastmath={"reassoc", "contract", "arcp", "nsz"},
 )
-# As if there were no NaN: else a maximum is no vector code.
+# As if there were no NaN: only then is a maximum vector code.
 NO_NAN: Any = COMPILED | {"fastmath": COMPILED["fastmath"] | {"nnan"}}
 AHEAD = 2  # blocks that KV is fetched in advance: 27 -> 20 ms for 28 layers of 16 x 192 tokens
 CACHE_LINE = 64  # bytes
@@ -151,7 +154,9 @@ def exp(x):
 def has_matrix_units() -> bool:
     """Whether the processor has them for bfloat16, and the system lets this process use them."""
     named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
-    if named or not get_host_cpu_features().get("amx-bf16"):
+    if named or sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    if not get_host_cpu_features().get("amx-bf16"):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
@@ -571,7 +576,9 @@ class Decodes(NamedTuple):
     tokens: Any  # [N] int64, the queries among the step's tokens
     tables: Any  # [N, blocks] int32, without the prefix's
     contexts: Any  # [N] int64, likewise; at least 1
-    packs: Any  # [P, PACK] int64: which of the N read a prefix together; -1: nobody
+    packs: (
+        Any  # [P, M] int64, M * G at most PACK: which of the N read a prefix together; -1: nobody
+    )
     prefixes: Any  # [P, blocks] int32
     shared: Any  # [P] int64, tokens of each prefix
     first_out: Any  # [N, K, G, D], what each finds in the prefix
@@ -641,7 +648,7 @@ def linear_blocks(x_at, weight_at, bias_at, out_at, rows, inputs, outputs, start
 
     W as oneDNN packs it, [outputs / 32, inputs / 2, 32, 2]: two tiles of 16 outputs side by side. Rows
     are taken in panels of two tiles; all tiles are of the same height, so the last may begin early and
-    compute rows again.
+    compute rows again. Tiles 4 and 5 are rows of x, 6 and 7 are outputs, 0 to 3 their sums.
     """
     out = array(out_at, (rows, outputs // 32, 32), BFLOAT16)
     panels = (rows + 2 * ROWS - 1) // (2 * ROWS)

@@ -106,6 +106,7 @@ class ModelRunner:
             "than there are; lower num_kvcache_blocks or kv_cache_memory_bytes"
         ):
             self.attention = make_attention(self.num_blocks + 1)
+        # The model, or what computes the same in fewer calls.
         self.layers = ops.compile_layers(self.model, self.attention) or self.model
         self.rows = RowBuffers(
             config.max_num_seqs,
