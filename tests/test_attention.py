@@ -206,7 +206,8 @@ def prefixes(step: Any, block_size: int, kv_heads: int) -> dict[int, int]:
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) -> None:
-    """Two families of a common prefix, two that share too little, and others, some not decoding."""
+    """Two families of a common prefix, two that share too little, and others, some not decoding. Of 8
+    heads one query fills a pack, and there is nothing to share."""
     long, short = 320 // block_size, 192 // block_size
     pasts = [321, 400, 380, 500, 200, 192 + 1, 210, 250, 17, 40, 20, 0]
     lengths = [(7, 500), (3, 0)] + [(1, past) for past in pasts]
@@ -214,7 +215,8 @@ def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) 
     shared = {long: [0, 2, 3, 5], short: [6, 7, 9], few: [10, 11]}
     step = compare(NumbaAttention, lengths, block_size, heads, 5, shared)
     read = prefixes(step, block_size, heads[1])
-    assert read == dict.fromkeys((10, 11, 13), 320) | dict.fromkeys((14, 15, 17), 192)
+    wanted = dict.fromkeys((10, 11, 13), 320) | dict.fromkeys((14, 15, 17), 192)
+    assert read == ({} if heads == (8, 1) else wanted)
     assert len(step.decodes.tokens) == 12
 
 
@@ -231,6 +233,17 @@ def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
     assert len(step.decodes.tokens) == 20 + 33 + 60 + 1
     assert step.decodes.tables.shape[1] == -(-60 // block_size)
     assert sorted(group.queries for group in step.groups) == [8, 9, 65, 400]
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (8, 1)])
+@pytest.mark.parametrize("count", [64, 65])
+def test_who_reads_a_long_prefix(heads: tuple[int, int], count: int) -> None:
+    """Of more than 64 rows torch, if they have more than 128 queries."""
+    lengths = [(1, 320 + i) for i in range(count)]
+    step = compare(NumbaAttention, lengths, 16, heads, 0, {20: list(range(count))})
+    read = prefixes(step, 16, 1)
+    assert len(step.prefixes) == (count > 64)
+    assert read == ({} if heads == (8, 1) and count == 64 else dict.fromkeys(range(count), 320))
 
 
 def test_the_cache_begins_with_a_page() -> None:

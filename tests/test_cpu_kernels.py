@@ -285,7 +285,18 @@ def test_without_matrix_units(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "34 + 58 = 92\n"
-    assert "being compiled" in done.stderr
+    assert "compiling the CPU's kernels" in done.stderr
+
+
+def test_numba_leaves_torch_its_threads() -> None:
+    """It sets OpenMP's number to all cores when it starts."""
+    code = (
+        "import numba, torch; from nanovllm import LLM, SamplingParams\n"
+        "LLM().generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)\n"
+        "assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)\n"
+    )
+    variables = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], env=variables, check=True)
 
 
 def test_a_forked_process_is_told() -> None:

@@ -70,6 +70,9 @@ def test_what_does_not_lie_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not lies_in_tiles(weight)
     assert not lies_in_tiles(packed(weights(100, 64)))
     assert not lies_in_tiles(packed(weights(64, 70)))
+    tiny = weight.clone()
+    tiny[3], tiny[:, 5] = 1e-39, 0  # numbers that the matrix units take for 0
+    assert lies_in_tiles(packed(tiny)) == lies_in_tiles(tiles)
     # As if torch packed in another way: the numbers are those of another weight.
     other = packed(weights(64, 64))
     monkeypatch.setattr("nanovllm.layers.linear.address", lambda _: address(other))

@@ -26,6 +26,7 @@ from torch import Tensor
 from nanovllm.attention.sdpa import Group, Scratch, SdpaAttention
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import cpu
+from nanovllm.layers.linear import TOKENS
 from nanovllm.runner.batch import ForwardBatch
 
 logger = logging.getLogger("nanovllm")
@@ -34,10 +35,11 @@ logger = logging.getLogger("nanovllm")
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 MAX_OWN = 64  # tokens that a chunk whose queries are taken one by one may read on its own
-MANY = (
-    128  # queries of a KV head in one prefix: with more torch's attention is faster, 77 ms for 160
+# Queries of a KV head in one prefix: more are faster by torch (960 of 512 tokens, 28 layers: 80 ms, not 240).
+MANY = 128
+MIN_SAVED = (
+    256  # tokens that a shared prefix must save the reading of, to be worth a pass of its own
 )
-MIN_SAVED = 256  # tokens that a shared prefix must save the reading of, to be worth its calls
 
 
 @dataclass(slots=True)
@@ -78,15 +80,14 @@ class NumbaAttention:
         self.scratch = Scratch(dtype, device)
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.at = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]  # K and V
-        if not cpu.compiled_before():
-            logger.info("the CPU's kernels are being compiled, which takes 10 to 20 s")
-        start = time.perf_counter()
+        start, threads = time.perf_counter(), torch.get_num_threads()
         fits = dtype is torch.bfloat16 and cpu.fits_tiles(self.group, block_size, self.dim)
         self.in_tiles = True if fits and cpu.has_matrix_units() else None
         cpu.compile_all(self.like, self.in_tiles)
+        torch.set_num_threads(threads)  # Numba, when it starts its own, sets them to all cores
         if (seconds := time.perf_counter() - start) > 1.5:
             kept = "for the next start too" if cpu.keeps_code() else "not kept: set NUMBA_CACHE_DIR"
-            logger.info("the CPU's kernels compiled in %.1f s; %s", seconds, kept)
+            logger.info("compiled in %.1f s; %s", seconds, kept)
 
     # ---- once a step ----
 
@@ -118,6 +119,17 @@ class NumbaAttention:
     ) -> None:  # fmt: skip
         """To `step`, from groups of sequences and the blocks that each group shares."""
         size, together = self.shape[2], max(1, cpu.PACK // self.group)
+        # Few rows are one call with all else (models/compiled.py), which torch can be no part of.
+        total = sum(int(queries[members].sum()) for members, _ in groups)
+        by_torch = [
+            total > TOKENS and int(queries[members].sum()) * self.group > MANY
+            for members, _ in groups
+        ]
+        if together == 1:  # nobody to share a pass with
+            groups = [
+                (members, number if torchs else 0)
+                for (members, number), torchs in zip(groups, by_torch, strict=True)
+            ]
         sequences = np.concatenate([members for members, _ in groups])
         shared = np.repeat(
             [number for _, number in groups], [len(members) for members, _ in groups]
@@ -131,11 +143,11 @@ class NumbaAttention:
         columns = np.minimum(columns, tables.shape[1] - 1)
 
         packs, first, numbers = [], [], []
-        for members, number in groups:
+        for (members, number), torchs in zip(groups, by_torch, strict=True):
             if not number:
                 continue
             readers = np.flatnonzero(np.isin(sequence, members))
-            if len(readers) * self.group > MANY:
+            if torchs:
                 tokens = (starts[sequence] + at)[readers]
                 step.prefixes.append(self._prefix(readers, tokens, tables[members[0], :number]))
                 continue

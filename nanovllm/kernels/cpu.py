@@ -6,7 +6,7 @@ Between two matrix products torch makes a dozen calls, and there a call costs 10
 computes: the product has streamed its weights through the caches, so it starts cold. Here it is one
 call, which goes over memory once. It is given addresses, because to make a Numba array of a tensor costs
 more than many a kernel takes. Work on few rows is done by the calling thread alone; but where `layers`
-calls, the others are awake: it is all layers of a step that only decodes, products included, in one call.
+calls, the others are awake: it is all layers of a decode step, products included, in one call.
 
 bfloat16, which numpy does not know, is the upper half of a float32 and comes as uint16. `like` is a
 number of the type that is stored: it picks the code. All arithmetic is in float32, and rounded where
@@ -20,9 +20,9 @@ D head size, B slots of a block.
 """
 
 import ctypes
+import logging
 import platform
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
@@ -37,6 +37,8 @@ from torch import Tensor
 from nanovllm.layers.norm import add_rms_norm as plain_add_rms_norm
 from nanovllm.runner.batch import SamplingBatch
 from nanovllm.runner.sampler import filtered
+
+logger = logging.getLogger("nanovllm")
 
 
 def keeps_code() -> bool:
@@ -89,9 +91,9 @@ def prefetch(typing, address):
     def generate(context, builder, signature, args):
         byte, i32, name = ir.IntType(8).as_pointer(), ir.IntType(32), "llvm.prefetch.p0"
         kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-        instruction = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
         to_read, keep, data = i32(0), i32(3), i32(1)
-        builder.call(instruction, [builder.inttoptr(args[0], byte), to_read, keep, data])
+        builder.call(function, [builder.inttoptr(args[0], byte), to_read, keep, data])
         return context.get_dummy_value()
 
     return types.void(address), generate
@@ -448,7 +450,7 @@ PACK = 8  # queries at most that read a prefix together
 
 
 def fits_tiles(group: int, size: int, dim: int) -> bool:
-    """Whether attend_head_in_tiles takes so many query heads of a KV head, slots of a block, and so on."""
+    """Whether attend_head_in_tiles takes so many queries, slots of a block and dimensions."""
     return group <= PACK and size % ROWS == 0 and dim % 32 == 0
 
 
@@ -461,7 +463,9 @@ def attend_head_in_tiles(
     K q: 16 tokens by 32 dimensions, times the queries in pairs of dimensions. w V: a tile of V, as the
     right operand, has pairs of dimensions where it should have pairs of tokens; so weights (w, 0) find
     the even dimensions of the sum and (0, w) the odd ones, and each query has a row of both. Weights are
-    rounded to bfloat16, and so summed.
+    rounded to bfloat16, and so summed. An infinity in V spoils its pair, too: 0 times it is NaN.
+
+    Arrays whose addresses are taken are named again where those are used: see `instruction`.
     """
     size, dim, group = k_cache.shape[2], k_cache.shape[3], len(q)
     tiles, row, scale = (context + ROWS - 1) // ROWS, 2 * dim, f32(1) / np.sqrt(f32(dim))
@@ -589,8 +593,8 @@ class Decodes(NamedTuple):
 def attend_decode(qkv_at, rows, out_at, heads, k_at, v_at, shape, decodes, like, in_tiles):
     """qkv [rows, (H + 2K) D], out [rows, H, D]: those rows that decode.
 
-    All sequences of a KV head in turn, so that those which share blocks find them in the processor's
-    cache.
+    First the packs, to decodes.first_out and first_lse; then each query its own tokens, those of a KV
+    head in turn, so that queries which share blocks find them in the processor's cache.
     """
     tokens, tables, contexts, packs, prefixes, shared, first_out, first_lse = decodes
     kv_heads, dim = shape[1], shape[3]
@@ -715,7 +719,7 @@ def layers(
     addresses, x_at, residual_at, rows, size, cos_at, sin_at, feed_forward, heads, eps, shape, slots,
     decodes, in_tiles, parts,
 ):  # fmt: skip
-    """All layers of a step that only decodes, by the matrix units: what models.qwen3.Layer does.
+    """All layers of a decode step, by the matrix units: what models.qwen3.Layer does.
 
     addresses [layers, 12]; x, residual [rows, size] in place: at first their sum is what was embedded, at
     last what the final norm takes. cos, sin [rows, D].
@@ -844,16 +848,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     return torch.from_numpy(tokens)
 
 
-def compiled_before() -> bool:
-    """Whether compiled code is kept for some type and some version of this file."""
-    folder = attend_decode.stats.cache_path
-    return folder is not None and any(Path(folder).glob("cpu.attend_decode-*.nbc"))
-
-
 def compile_all(like, in_tiles) -> None:
     """For one type: compile, or read what an earlier process compiled. Computes nothing."""
+    kernel = _add_rms_norm_rows
+    known, read = len(kernel.signatures), len(kernel.stats.cache_hits)
+    kernel(0, 0, 0, 0, 1, 0.0, like, 0, 0)
+    if len(kernel.signatures) > known and len(kernel.stats.cache_hits) == read:
+        logger.info("compiling the CPU's kernels for the first time, which takes 10 to 20 s")
     none, shape = np.empty(0, np.int64), (1, 1, 1, 2)
-    _add_rms_norm_rows(0, 0, 0, 0, 1, 0.0, like, 0, 0)
     _add_rms_norm(0, 0, 0, 0, 1, 0.0, like, 1)
     _silu_and_mul_rows(0, 0, 0, 1, like, 0, 0)
     _silu_and_mul(0, 0, 0, 1, like, 1)

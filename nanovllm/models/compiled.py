@@ -1,4 +1,4 @@
-"""The layers of a step that only decodes, in one call: on a CPU what a CUDA graph is to a GPU.
+"""The layers of a decode step, in one call: on a CPU what a CUDA graph is to a GPU.
 
 Owns: the addresses of the weights. Given: the model, once packed, and the CPU's attention backend.
 Mutates: the KV cache.
@@ -34,7 +34,7 @@ class CompiledLayers:
         self.head = address(model.head) if lies_in_tiles(model.head) else 0
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
-        """What model.forward gives; and by it, if there are chunks or many rows."""
+        """What model.forward gives; and by it, if there are many rows, or torch has attention to do."""
         step, model, config = batch.attention, self.model, self.model.config
         if step.groups or step.prefixes or len(batch.input_ids) > TOKENS:
             return model.forward(batch, attention)

@@ -35,13 +35,16 @@ def pick_kernels(
 ) -> tuple[MakeAttention, Ops, Draw]:
     """(attention backend, what runs between the matrix products, the sampler) of a backend's name."""
     if name == "auto":
-        name = "triton" if device.type == "cuda" else "numba"
-        if name == "numba":
+        name = "triton" if device.type == "cuda" else "sdpa"
+        if name == "sdpa" and dtype is torch.float16:
+            logger.warning(
+                "torch's attention is used, which is slower: there is no other in float16"
+            )
+        elif name == "sdpa":
             try:
                 return numba_kernels(device, dtype)
-            except (ImportError, ValueError) as error:
+            except ImportError as error:
                 logger.warning("torch's attention is used, which is slower: %s", error)
-            name = "sdpa"
     if name == "sdpa":
         return SdpaAttention, PLAIN, sample
     try:
