@@ -25,7 +25,7 @@ class CompiledLayers:
     """Made by `compile_layers`."""
 
     def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
-        self.model, self.attention = model, attention
+        self.model = model
         rows = [
             (*addresses(layer), *cache)
             for layer, cache in zip(model.layers, attention.at, strict=True)
@@ -72,16 +72,10 @@ def addresses(layer: Layer) -> list[int]:
     """As kernels.cpu.layers wants them, but for the cache's."""
     a, mlp = layer.attention, layer.mlp
     return [
-        *(
-            at(layer.attention_norm),
-            address(a.qkv.weight),
-            at(a.qkv.bias),
-            at(a.q_norm),
-            at(a.k_norm),
-        ),
-        *(address(a.out.weight), at(a.out.bias), at(layer.mlp_norm)),
-        *(address(mlp.gate_up.weight), address(mlp.down.weight)),
-    ]
+        at(layer.attention_norm), address(a.qkv.weight), at(a.qkv.bias), at(a.q_norm), at(a.k_norm),
+        address(a.out.weight), at(a.out.bias), at(layer.mlp_norm), address(mlp.gate_up.weight),
+        address(mlp.down.weight),
+    ]  # fmt: skip
 
 
 def at(tensor: Tensor | None) -> int:
