@@ -9,7 +9,8 @@ with AMX, Qwen3-0.6B's shape, GB/s of weights read (plain, packed), layers and h
     1,024 and more   equal, within 4 %: the products take longer than the weights
 
 With AVX512-BF16 and no AMX, packed weights take 0.75 to 0.85 of the time for 1 to 16 tokens, and the
-same for many. float32 stays plain: its kernels need no tiles.
+same for many. float32 stays plain: its kernels need no tiles. In a decode step kernels/cpu.py reads the
+tiles itself, if they lie as it knows them.
 """
 
 import ctypes

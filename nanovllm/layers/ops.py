@@ -18,7 +18,7 @@ class Ops:
     # (x, residual or None, weight, eps) -> (RMSNorm(x + residual) * weight, x + residual)
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]  # (gate, up) side by side -> silu(gate) * up
-    # (model, attention backend) -> what has a forward like the model's, in fewer calls; or None
+    # (model, attention backend) -> what has the model's forward and logits, in fewer calls; or None
     compile_layers: Callable[[Any, Any], Any] = lambda model, attention: None
 
 
