@@ -181,6 +181,17 @@ def test_what_the_matrix_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_tiles(*fits) is None
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)])
+@pytest.mark.parametrize("dim", [8, 32, 96, 160])
+def test_short_chunks_in_bfloat16(heads: tuple[int, int], dim: int) -> None:
+    """Queries of one pack see different numbers of tokens; of 160 dimensions sums take two rounds."""
+    lengths = [(20, 320), (33, 325), (1, 330), (60, 320), (7, 333), (1, 5)]
+    step = compare(
+        NumbaAttention, lengths, 16, heads, 2, {20: [0, 1, 2, 3, 4]}, torch.bfloat16, dim
+    )
+    assert alone(step) == 20 + 33 + 1 + 60 + 7 + 1
+
+
 def test_a_prefix_and_the_rest_in_bfloat16() -> None:
     lengths = [(1, past) for past in (321, 400, 380, 320)]
     for dim in (8, 64):
@@ -192,15 +203,22 @@ def test_a_prefix_and_the_rest_in_bfloat16() -> None:
 
 def prefixes(step: Any, block_size: int, kv_heads: int) -> dict[int, int]:
     """Tokens of the step that read a prefix with others -> its length. None reads two."""
+    packs = step.reads.prefixes
     read = [
-        (i, int(length))
-        for pack, length in zip(step.decodes.packs, step.decodes.shared, strict=True)
-        for i in pack[pack >= 0]
+        (int(token), int(length))
+        for tokens, lengths in zip(packs.queries, packs.contexts, strict=True)
+        for token, length in zip(tokens, lengths, strict=True)
+        if token >= 0
     ]
     for p in step.prefixes:
-        read += [(i, len(p.rows) // (2 * kv_heads) * block_size) for i in p.readers]
+        read += [(int(t), len(p.rows) // (2 * kv_heads) * block_size) for t in p.tokens]
     assert len(dict(read)) == len(read)
-    return {int(step.decodes.tokens[i]): length for i, length in read}
+    return dict(read)
+
+
+def alone(step: Any) -> int:
+    """How many tokens of the step read tokens of their own."""
+    return int((step.reads.own.queries >= 0).sum())
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
@@ -217,12 +235,12 @@ def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) 
     read = prefixes(step, block_size, heads[1])
     wanted = dict.fromkeys((10, 11, 13), 320) | dict.fromkeys((14, 15, 17), 192)
     assert read == ({} if heads == (8, 1) else wanted)
-    assert len(step.decodes.tokens) == 12
+    assert alone(step) == 12
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
-    """Their tokens are taken one by one; not those of a long one, nor of one that shares little."""
+    """Their tokens are taken as decodes are; not those of a long one, nor of one that shares little."""
     number, few = 320 // block_size, 64 // block_size
     # The last, a decode, shares a little with all of them: that must not take their prefix from them.
     lengths = [(400, 0), (20, 320), (33, 325), (60, 320), (65, 320), (9, 70), (8, 64), (1, 30)]
@@ -230,8 +248,8 @@ def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
     step = compare(NumbaAttention, lengths, block_size, (4, 2), 3, shared)
     assert len(step.prefixes) == 1
     assert prefixes(step, block_size, 2) == dict.fromkeys(range(400, 400 + 20 + 33 + 60), 320)
-    assert len(step.decodes.tokens) == 20 + 33 + 60 + 1
-    assert step.decodes.tables.shape[1] == -(-60 // block_size)
+    assert alone(step) == 20 + 33 + 60 + 1
+    assert step.reads.own.tables.shape[1] == -(-60 // block_size)
     assert sorted(group.queries for group in step.groups) == [8, 9, 65, 400]
 
 

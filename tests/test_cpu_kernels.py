@@ -276,8 +276,8 @@ def test_without_matrix_units(tmp_path) -> None:
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
         "assert llm.engine.runner.layers is llm.engine.runner.model\n"
-        "assert not cpu.attend_head_in_tiles.signatures and not cpu.linear.signatures\n"
-        "assert cpu.attend_head.signatures\n"
+        "assert not cpu.attend_packs_in_tiles.signatures and not cpu.linear.signatures\n"
+        "assert cpu.attend_packs.signatures\n"
     )
     variables = os.environ | {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(

@@ -46,7 +46,7 @@ MIN_SAVED = (
 class Prefix:
     """What many of the queries that decode read first, together."""
 
-    readers: Any  # [n] int64, of those queries
+    tokens: Any  # [n] int64, of the step's
     queries: Tensor  # [K * n * G] int64, of the projection as [rows, D]
     rows: Tensor  # [2 * K * P / B] int64, of a layer's cache as [rows, B * D]: K, then V
 
@@ -56,7 +56,7 @@ class Step:
     """What all layers share."""
 
     slots: Any  # [T] int64
-    decodes: cpu.Decodes | None
+    reads: cpu.Reads | None
     prefixes: list[Prefix]
     groups: list[Group]  # of the other sequences
 
@@ -111,70 +111,57 @@ class NumbaAttention:
             batch.slots.numpy(), None, [], self.plain.groups(batch, chunks)
         )
         if groups:
-            self._decodes(step, groups, starts, queries, contexts, tables)
+            self._reads(step, groups, starts, queries, contexts, tables)
 
-    def _decodes(
+    def _reads(
         self, step: Step, groups: list[tuple[Any, int]], starts: Any, queries: Any, contexts: Any,
         tables: Any,
     ) -> None:  # fmt: skip
-        """To `step`, from groups of sequences and the blocks that each group shares."""
+        """To `step`, from groups of sequences and how many leading blocks each group shares."""
         size, together = self.shape[2], max(1, cpu.PACK // self.group)
         # Few rows are one call with all else (models/compiled.py), which torch can be no part of.
-        total = sum(int(queries[members].sum()) for members, _ in groups)
-        by_torch = [
-            total > TOKENS and int(queries[members].sum()) * self.group > MANY
-            for members, _ in groups
-        ]
-        if together == 1:  # nobody to share a pass with
-            groups = [
-                (members, number if torchs else 0)
-                for (members, number), torchs in zip(groups, by_torch, strict=True)
-            ]
-        sequences = np.concatenate([members for members, _ in groups])
-        shared = np.repeat(
-            [number for _, number in groups], [len(members) for members, _ in groups]
-        )
-        of = np.repeat(np.arange(len(sequences)), queries[sequences])  # the sequence of each query
-        ends = np.cumsum(queries[sequences])
-        at = np.arange(len(of)) - np.repeat(ends - queries[sequences], queries[sequences])
-        sequence, prefix = sequences[of], shared[of]
-        own = contexts[sequence] - queries[sequence] + 1 + at - prefix * size
-        columns = prefix[:, None] + np.arange(-(-int(own.max()) // size))
-        columns = np.minimum(columns, tables.shape[1] - 1)
-
-        packs, first, numbers = [], [], []
-        for (members, number), torchs in zip(groups, by_torch, strict=True):
-            if not number:
-                continue
-            readers = np.flatnonzero(np.isin(sequence, members))
-            if torchs:
-                tokens = (starts[sequence] + at)[readers]
-                step.prefixes.append(self._prefix(readers, tokens, tables[members[0], :number]))
-                continue
-            for i in range(0, len(readers), together):
-                rows = readers[i : i + together]
-                packs.append(np.pad(rows, (0, together - len(rows)), constant_values=-1))
-                first.append(members[0])
-                numbers.append(number)
-        prefixes = tables[np.array(first, np.int64), : max(numbers, default=0)]
-        step.decodes = cpu.Decodes(
-            starts[sequence] + at,
-            tables[sequence[:, None], columns],
-            own,
-            np.array(packs, np.int64).reshape(-1, together),
-            np.ascontiguousarray(prefixes),
-            np.array(numbers, np.int64) * size,
-            np.empty((len(of), self.shape[1], self.group, self.dim), type(self.like)),
-            np.full((len(of), self.shape[1], self.group), -np.inf, np.float32),
+        many = sum(int(queries[members].sum()) for members, _ in groups) > TOKENS
+        packed, first, lengths = [np.empty((0, together), np.int64)], [], []
+        sequences, shared = [], []
+        for members, number in groups:
+            if number:
+                tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
+                if many and len(tokens) * self.group > MANY:
+                    step.prefixes.append(self._prefix(tokens, tables[members[0], :number]))
+                elif together > 1:
+                    filled = np.pad(tokens, (0, -len(tokens) % together), constant_values=-1)
+                    packed.append(filled.reshape(-1, together))
+                    first += [members[0]] * len(packed[-1])
+                    lengths += [number] * len(packed[-1])
+                else:  # nobody to share a pass with
+                    number = 0
+            sequences.append(members)
+            shared.append(np.full(len(members), number))
+        prefixes = cpu.Packs(
+            np.concatenate(packed),
+            np.repeat(np.array(lengths, np.int64)[:, None] * size, together, axis=1),
+            tables[np.array(first, np.int64), : max(lengths, default=0)],
         )
 
-    def _prefix(self, readers: Any, tokens: Any, blocks: Any) -> Prefix:
+        each = -(-queries[np.concatenate(sequences)] // together)  # sequence's number of packs
+        at = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
+        seqs = np.repeat(np.concatenate(sequences), each)[:, None]
+        past = np.repeat(np.concatenate(shared), each)[:, None]  # blocks
+        tokens = starts[seqs] + at[:, None] * together + np.arange(together)
+        seen = contexts[seqs] - starts[seqs + 1] + 1 + tokens - past * size
+        tokens[tokens >= starts[seqs + 1]] = -1
+        columns = past + np.arange(-(-int((contexts[seqs] - past * size).max()) // size))
+        own = cpu.Packs(tokens, seen, tables[seqs, np.minimum(columns, tables.shape[1] - 1)])
+        lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
+        step.reads = cpu.Reads(prefixes, own, lse)
+
+    def _prefix(self, tokens: Any, blocks: Any) -> Prefix:
         num_blocks, kv_heads, *_ = self.shape
         heads = np.arange(self.heads).reshape(kv_heads, 1, self.group)
         queries = tokens[:, None] * (self.heads + 2 * kv_heads) + heads  # [K, n, G]
         kinds = np.array([0, num_blocks]).reshape(2, 1, 1)
         rows = (kinds + blocks) * kv_heads + np.arange(kv_heads)[:, None]  # [2, K, P / B]
-        return Prefix(readers, torch.from_numpy(queries.ravel()), torch.from_numpy(rows.ravel()))
+        return Prefix(tokens, torch.from_numpy(queries.ravel()), torch.from_numpy(rows.ravel()))
 
     def _short_chunks(
         self, first: int, queries: Any, contexts: Any, tables: Any
@@ -221,27 +208,27 @@ class NumbaAttention:
         if step.groups:
             queries = qkv.view(len(qkv), -1, self.dim)[:, : self.heads]
             self.plain.attend_groups(step.groups, layer, queries, out.view(queries.shape))
-        if step.decodes is not None:
+        if step.reads is not None:
             for prefix in step.prefixes:
-                self._read_prefix(prefix, step.decodes, layer, qkv)
-            cpu.attend_decode(
+                self._read_prefix(prefix, step.reads.lse, layer, qkv, out)
+            cpu.attend(
                 qkv.data_ptr(), len(qkv), out.data_ptr(), self.heads, k_cache, v_cache, self.shape,
-                step.decodes, self.like, self.in_tiles,
+                step.reads, self.like, self.in_tiles, numba.get_num_threads(),
             )  # fmt: skip
         return out
 
-    def _read_prefix(self, prefix: Prefix, decodes: cpu.Decodes, layer: int, qkv: Tensor) -> None:
-        """To decodes.first_*: torch is given one sequence with n * G queries for each KV head."""
+    def _read_prefix(self, prefix: Prefix, lse: Any, layer: int, qkv: Tensor, out: Tensor) -> None:
+        """To `lse` and `out`: torch is given one sequence with n * G queries for each KV head."""
         blocks = self.cache[layer].view(-1, self.shape[2] * self.dim)
         keys, values = self.scratch.rows(blocks, prefix.rows).view(
             2, 1, self.kv_heads, -1, self.dim
         )
         queries = qkv.view(-1, self.dim).index_select(0, prefix.queries)
-        out, lse = flash_attention(queries.view(1, self.kv_heads, -1, self.dim), keys, values)
-        out = out.view(torch.uint16) if out.dtype is torch.bfloat16 else out
-        apart = (len(prefix.readers), self.group)  # [K, n * G] -> [n, K, G]
-        decodes.first_out[prefix.readers] = out[0].unflatten(1, apart).transpose(0, 1).numpy()
-        decodes.first_lse[prefix.readers] = lse[0].unflatten(1, apart).transpose(0, 1).numpy()
+        found, logs = flash_attention(queries.view(1, self.kv_heads, -1, self.dim), keys, values)
+        apart = (len(prefix.tokens), self.group)  # [K, n * G] -> [n, K, G]
+        found = found[0].unflatten(1, apart).transpose(0, 1)
+        out[torch.from_numpy(prefix.tokens)] = found.reshape(len(prefix.tokens), -1)
+        lse[prefix.tokens] = logs[0].unflatten(1, apart).transpose(0, 1).flatten(1).numpy()
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         self.plain.copy_blocks(copies)

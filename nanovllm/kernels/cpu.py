@@ -353,6 +353,22 @@ def turn_and_store(
 # ---- decode attention ----
 
 
+class Packs(NamedTuple):
+    """P times up to M queries that read the same blocks, each as many tokens of them as it may see."""
+
+    queries: Any  # [P, M] int64, of the step's tokens; -1: nobody. M * G is PACK at most, or G
+    contexts: Any  # [P, M] int64, ascending; at least 1
+    tables: Any  # [P, blocks] int32
+
+
+class Reads(NamedTuple):
+    """What the queries that are not torch's read: first with others a prefix, then tokens of their own."""
+
+    prefixes: Packs
+    own: Packs
+    lse: Any  # [T, H] float32, the log of the prefix's sum of exponentials; minus infinity: no prefix
+
+
 @njit(**COMPILED)
 def place(cache, block, head, slot):
     """The address of a token's K or V."""
@@ -382,257 +398,273 @@ def highest(row):
 
 
 @njit(**COMPILED)
-def attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like):
-    """G queries that share KV head `head`, each over `context` tokens.
+def readers(queries):
+    count = 0
+    while count < len(queries) and queries[count] >= 0:
+        count += 1
+    return count
 
-    q, out [G, D]; table [blocks]; lse [G], the log of the sum of exponentials. first_out and first_lse
-    are what was found in the tokens before these, with minus infinity if there are none. K and V are
-    read once, for two queries at a time: an odd last one has a companion of zeros.
+
+@njit(**COMPILED)
+def attend_packs(qkv, out, lse, k_cache, v_cache, packs, first, start, stop):
+    """Each pack's queries over their tokens, for items [start, stop) of the K * P heads and packs.
+
+    qkv [T, H + 2K, D]; out [T, H, D]; lse [T, H]. If this is the `first` reading lse is written; else
+    lse and out are what the first one found. K and V are read once, for two queries at a time: an odd
+    last one has a companion of zeros.
     """
-    size, dim, group = k_cache.shape[2], k_cache.shape[3], len(q)
-    row = dim * k_cache.itemsize
-    blocks, scale = (context + size - 1) // size, f32(1) / np.sqrt(f32(dim))
-    query = np.zeros((group + group % 2, dim), f32)
-    found = np.zeros_like(query)
-    weights = np.empty((len(query), context), f32)  # at first the scores
-    mass = np.empty(group, f32)  # the sum of weights
-    tops = np.empty(group, f32)
-    for g in range(group):
-        for d in range(dim):
-            query[g, d] = wide(q[g, d]) * scale
-
-    for i in range(blocks):
-        block, ahead = table[i], table[min(i + AHEAD, blocks - 1)]
-        for j in range(min(size, context - i * size)):
-            fetch(place(k_cache, ahead, head, j), row)
-            for g in range(0, group, 2):
-                a, b = f32(0), f32(0)
-                for d in range(dim):
-                    x = wide(k_cache[block, head, j, d])
-                    a += query[g, d] * x
-                    b += query[g + 1, d] * x
-                weights[g, i * size + j] = a
-                weights[g + 1, i * size + j] = b
-
-    for g in range(group):
-        top = max(first_lse[g], highest(weights[g]))
-        tops[g] = top
-        before = exp(first_lse[g] - top) if first_lse[g] > -np.inf else f32(0)
-        mass[g] = before
-        for t in range(context):
-            weight = exp(weights[g, t] - top)
-            weights[g, t] = weight
-            mass[g] += weight
-        if before > 0:
+    queries, contexts, tables = packs
+    size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]
+    row, scale = dim * k_cache.itemsize, f32(1) / np.sqrt(f32(dim))
+    for item in range(start, stop):
+        head, p = item // len(queries), item % len(queries)
+        table, count = tables[p], readers(queries[p])
+        rows, context = count * group, contexts[p, count - 1]
+        blocks = (context + size - 1) // size
+        query = np.zeros((rows + rows % 2, dim), f32)
+        found = np.zeros_like(query)
+        weights = np.empty((len(query), context), f32)  # at first the scores
+        for r in range(rows):
+            of = qkv[queries[p, r // group], head * group + r % group]
             for d in range(dim):
-                found[g, d] = before * wide(first_out[g, d])
+                query[r, d] = wide(of[d]) * scale
 
-    for i in range(blocks):
-        block, ahead = table[i], table[min(i + AHEAD, blocks - 1)]
-        for j in range(min(size, context - i * size)):
-            fetch(place(v_cache, ahead, head, j), row)
-            for g in range(0, group, 2):
-                a, b = weights[g, i * size + j], weights[g + 1, i * size + j]
+        for i in range(blocks):
+            block, ahead = table[i], table[min(i + AHEAD, blocks - 1)]
+            for j in range(min(size, context - i * size)):
+                fetch(place(k_cache, ahead, head, j), row)
+                for r in range(0, rows, 2):
+                    a, b = f32(0), f32(0)
+                    for d in range(dim):
+                        x = wide(k_cache[block, head, j, d])
+                        a += query[r, d] * x
+                        b += query[r + 1, d] * x
+                    weights[r, i * size + j] = a
+                    weights[r + 1, i * size + j] = b
+
+        mass = np.empty(rows, f32)  # the sum of weights
+        for r in range(rows):
+            token, h = queries[p, r // group], head * group + r % group
+            seen = contexts[p, r // group]
+            known = f32(-np.inf) if first else lse[token, h]
+            top = max(known, highest(weights[r, :seen]))
+            before = exp(known - top) if known > -np.inf else f32(0)
+            mass[r] = before
+            for t in range(seen):
+                weight = exp(weights[r, t] - top)
+                weights[r, t] = weight
+                mass[r] += weight
+            weights[r, seen:] = 0
+            if before > 0:
                 for d in range(dim):
-                    x = wide(v_cache[block, head, j, d])
-                    found[g, d] += a * x
-                    found[g + 1, d] += b * x
+                    found[r, d] = before * wide(out[token, h, d])
+            if first:
+                lse[token, h] = top + np.log(mass[r])
 
-    for g in range(group):
-        lse[g] = tops[g] + np.log(mass[g])
-        for d in range(dim):
-            out[g, d] = narrow(found[g, d] / mass[g], like)
+        for i in range(blocks):
+            block, ahead = table[i], table[min(i + AHEAD, blocks - 1)]
+            for j in range(min(size, context - i * size)):
+                fetch(place(v_cache, ahead, head, j), row)
+                for r in range(0, rows, 2):
+                    a, b = weights[r, i * size + j], weights[r + 1, i * size + j]
+                    for d in range(dim):
+                        x = wide(v_cache[block, head, j, d])
+                        found[r, d] += a * x
+                        found[r + 1, d] += b * x
+
+        for r in range(rows):
+            to = out[queries[p, r // group], head * group + r % group]
+            for d in range(dim):
+                to[d] = narrow(found[r, d] / mass[r], k_cache[0, 0, 0, 0])
 
 
-FOUND, WEIGHTS, KV, QUERY, SCORES = range(5)  # tiles
+WEIGHTS, KV, QUERY, SCORES = 4, 5, 6, 7  # tiles; 0 to 3 are sums
 ROWS = 16  # of a tile
-PACK = 8  # queries at most that read a prefix together
+PACK = 8  # queries and heads at most that read together
 
 
 def fits_tiles(group: int, size: int, dim: int) -> bool:
-    """Whether attend_head_in_tiles takes so many queries, slots of a block and dimensions."""
+    """Whether attend_packs_in_tiles takes so many queries, slots of a block and dimensions."""
     return group <= PACK and size % ROWS == 0 and dim % 32 == 0
 
 
 @njit(**NO_NAN)
-def attend_head_in_tiles(
-    q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse
-):  # fmt: skip
-    """attend_head in bfloat16 by the matrix units, which take K and V as they lie in the cache.
+def attend_packs_in_tiles(qkv, out, lse, k_cache, v_cache, packs, first, start, stop):
+    """attend_packs in bfloat16 by the matrix units, which take K and V as they lie in the cache.
 
     K q: 16 tokens by 32 dimensions, times the queries in pairs of dimensions. w V: a tile of V, as the
     right operand, has pairs of dimensions where it should have pairs of tokens; so weights (w, 0) find
     the even dimensions of the sum and (0, w) the odd ones, and each query has a row of both. Weights are
     rounded to bfloat16, and so summed. An infinity in V spoils its pair, too: 0 times it is NaN.
 
-    Arrays whose addresses are taken are named again where those are used: see `instruction`.
+    While a tile is computed one that comes later is fetched: of K, then of V, the last one first, then
+    of the next item's K. What is allocated is used for all items, and named again where its address is
+    used: see `instruction`.
     """
-    size, dim, group = k_cache.shape[2], k_cache.shape[3], len(q)
-    tiles, row, scale = (context + ROWS - 1) // ROWS, 2 * dim, f32(1) / np.sqrt(f32(dim))
+    queries, contexts, tables = packs
+    size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]
+    row, scale, columns = 2 * dim, f32(1) / np.sqrt(f32(dim)), dim // 32
+    most = tables.shape[1] * size // ROWS
+    coming = np.empty(2 * most + AHEAD, np.int64)  # addresses of 16 tokens' K or V
     shapes = np.zeros(64, np.uint8)
-    shapes[0], shapes[16:26:2], shapes[48:53] = 1, 64, ROWS
-    shapes[48 + FOUND] = shapes[48 + WEIGHTS] = 2 * group
-    shapes[16 + 2 * QUERY] = shapes[16 + 2 * SCORES] = 4 * group
-    tile_shapes(shapes)
-    keys, values = np.empty((2, tiles + AHEAD), np.int64)  # addresses of 16 tokens
-    for i in range(tiles + AHEAD):
-        slot = min(i, tiles - 1) * ROWS
-        keys[i] = place(k_cache, table[slot // size], head, slot % size)
-        values[i] = place(v_cache, table[slot // size], head, slot % size)
-
-    pairs = array(q.ctypes.data, (group, dim // 2), np.uint32(0))
-    query = np.empty((dim // 2, group), np.uint32)
-    for g in range(group):
-        for d in range(dim // 2):
-            query[d, g] = pairs[g, d]
-    part = np.empty((ROWS, group), f32)
-    scores = np.empty((group, tiles * ROWS), f32)
-    for i in range(tiles):
-        fetch(keys[i + AHEAD], ROWS * row)
-        tile_clear(SCORES)
-        for c in range(dim // 32):
-            tile_load(KV, keys[i] + 64 * c, row)
-            tile_load(QUERY, query.ctypes.data + 64 * group * c, 4 * group)
-            tile_dot(SCORES, KV, QUERY)
-        tile_store(SCORES, part.ctypes.data, 4 * group)
-        for g in range(group):
-            for t in range(ROWS):
-                scores[g, i * ROWS + t] = part[t, g] * scale
-
-    weights = np.empty((2, group, tiles * ROWS), np.uint32)
-    found = np.zeros((dim // 32, 2, group, 16), f32)
-    mass = np.empty(group, f32)
-    for g in range(group):
-        for t in range(context, tiles * ROWS):
-            scores[g, t] = -np.inf
-        top = max(first_lse[g], highest(scores[g]))
-        before = exp(first_lse[g] - top) if first_lse[g] > -np.inf else f32(0)
-        total = before
-        for t in range(tiles * ROWS):
-            weight = np.uint32(narrow(exp(scores[g, t] - top), BFLOAT16))
-            upper = np.uint32(weight << np.uint32(16))
-            weights[0, g, t], weights[1, g, t] = weight, upper
-            total += upper.view(np.float32)
-        mass[g] = total
-        lse[g] = top + np.log(total)
-        if before > 0:
-            for d in range(dim):
-                found[d // 32, d % 2, g, d % 32 // 2] = before * wide(first_out[g, d])
-
-    # What the cache holds behind the last token may be NaN, and that times 0 is NaN.
-    last = np.zeros((ROWS, dim), np.uint16)
-    stored = array(values[tiles - 1], (ROWS, dim), BFLOAT16)
-    for t in range(context - (tiles - 1) * ROWS):
-        for d in range(dim):
-            last[t, d] = stored[t, d]
-    for c in range(dim // 32):
-        sums = found[c].ctypes.data
-        tile_load(FOUND, sums, 64)
+    query = np.empty(dim // 2 * PACK, np.uint32)
+    part = np.empty(ROWS * PACK, f32)
+    scores = np.empty((PACK, most * ROWS), f32)
+    # Rows of an odd number of lines, so that those of a tile do not compete for places in the cache.
+    weights = np.empty((2 * PACK, (most | 1) * ROWS), np.uint32)
+    found = np.empty((columns, 2 * PACK, 16), f32)
+    mass = np.empty(PACK, f32)
+    last = np.empty((ROWS, dim), np.uint16)
+    pairs = array(qkv.ctypes.data, (len(qkv), qkv.shape[1], dim // 2), np.uint32(0))
+    out_pairs = array(out.ctypes.data, (len(out), out.shape[1], dim // 2), np.uint32(0))
+    for item in range(start, stop):
+        head, p = item // len(queries), item % len(queries)
+        table, count = tables[p], readers(queries[p])
+        rows, context = count * group, contexts[p, count - 1]
+        tiles = (context + ROWS - 1) // ROWS
         for i in range(tiles):
-            if c == 0:
-                fetch(values[i + AHEAD], ROWS * row)
-            tile_load(WEIGHTS, weights.ctypes.data + 64 * i, 64 * tiles)
-            at = values[i] if i < tiles - 1 else np.int64(last.ctypes.data)
-            tile_load(KV, at + 64 * c, row)
-            tile_dot(FOUND, WEIGHTS, KV)
-        tile_store(FOUND, sums, 64)
+            slot = i * ROWS
+            coming[i] = place(k_cache, table[slot // size], head, slot % size)
+            after = tiles + 1 + i if i < tiles - 1 else tiles
+            coming[after] = place(v_cache, table[slot // size], head, slot % size)
+        soon = min(item + 1, stop - 1)
+        for i in range(AHEAD):
+            slot = min(i, most - 1) * ROWS
+            block = tables[soon % len(queries), slot // size]
+            coming[2 * tiles + i] = place(k_cache, block, soon // len(queries), slot % size)
+
+        shapes[0], shapes[16:32:2], shapes[48:56] = 1, 64, ROWS
+        shapes[48 : 48 + WEIGHTS + 1] = 2 * rows
+        shapes[16 + 2 * QUERY] = shapes[16 + 2 * SCORES] = 4 * rows
+        tile_shapes(shapes)
+        for r in range(rows):
+            of = pairs[queries[p, r // group], head * group + r % group]
+            for d in range(dim // 2):
+                query[d * rows + r] = of[d]
+        for i in range(tiles):
+            tile_clear(SCORES)
+            for c in range(columns):
+                fetch(coming[i + AHEAD] + 32 * ROWS * 2 * c, 32 * ROWS * 2)
+                tile_load(KV, coming[i] + 64 * c, row)
+                tile_load(QUERY, query.ctypes.data + 64 * rows * c, 4 * rows)
+                tile_dot(SCORES, KV, QUERY)
+            tile_store(SCORES, part.ctypes.data, 4 * rows)
+            for r in range(rows):
+                for t in range(ROWS):
+                    scores[r, i * ROWS + t] = part[t * rows + r] * scale
+
+        for r in range(rows):
+            token, h = queries[p, r // group], head * group + r % group
+            for t in range(contexts[p, r // group], tiles * ROWS):
+                scores[r, t] = -np.inf
+            known = f32(-np.inf) if first else lse[token, h]
+            top = max(known, highest(scores[r, : tiles * ROWS]))
+            before = exp(known - top) if known > -np.inf else f32(0)
+            total = before
+            for t in range(tiles * ROWS):
+                weight = np.uint32(narrow(exp(scores[r, t] - top), BFLOAT16))
+                upper = np.uint32(weight << np.uint32(16))
+                weights[r, t], weights[rows + r, t] = weight, upper
+                total += upper.view(np.float32)
+            mass[r] = total
+            if first:
+                lse[token, h] = top + np.log(total)
+            for c in range(columns):
+                for d in range(16):
+                    pair = out_pairs[token, h, 16 * c + d] if before > 0 else np.uint32(0)
+                    even = np.uint32(pair << np.uint32(16)).view(np.float32)
+                    odd = np.uint32(pair & np.uint32(0xFFFF0000)).view(np.float32)
+                    found[c, r, d], found[c, rows + r, d] = before * even, before * odd
+
+        # What the cache holds behind the last token may be NaN, and that times 0 is NaN.
+        stored = array(coming[tiles], (ROWS, dim), BFLOAT16)
+        for t in range(ROWS):
+            for d in range(dim):
+                last[t, d] = stored[t, d] if t < context - (tiles - 1) * ROWS else np.uint16(0)
+        for c in range(0, columns, 4):
+            sums, size_of_sums, more = found[c].ctypes.data, 128 * PACK, columns - c
+            tile_load(0, sums, 64)
+            if more > 1:
+                tile_load(1, sums + size_of_sums, 64)
+            if more > 2:
+                tile_load(2, sums + 2 * size_of_sums, 64)
+            if more > 3:
+                tile_load(3, sums + 3 * size_of_sums, 64)
+            for i in range(tiles):
+                if c == 0:
+                    fetch(coming[tiles + i + AHEAD], ROWS * row)
+                at = (coming[tiles + i] if i else np.int64(last.ctypes.data)) + 64 * c
+                tile = i - 1 if i else tiles - 1
+                tile_load(WEIGHTS, weights.ctypes.data + 64 * tile, 64 * (most | 1))
+                tile_load(KV, at, row)
+                tile_dot(0, WEIGHTS, KV)
+                if more > 1:
+                    tile_load(KV, at + 64, row)
+                    tile_dot(1, WEIGHTS, KV)
+                if more > 2:
+                    tile_load(KV, at + 128, row)
+                    tile_dot(2, WEIGHTS, KV)
+                if more > 3:
+                    tile_load(KV, at + 192, row)
+                    tile_dot(3, WEIGHTS, KV)
+            tile_store(0, sums, 64)
+            if more > 1:
+                tile_store(1, sums + size_of_sums, 64)
+            if more > 2:
+                tile_store(2, sums + 2 * size_of_sums, 64)
+            if more > 3:
+                tile_store(3, sums + 3 * size_of_sums, 64)
+        for r in range(rows):
+            to = out_pairs[queries[p, r // group], head * group + r % group]
+            share = f32(1) / mass[r]
+            for c in range(columns):
+                even, odd, pair = found[c, r], found[c, rows + r], to[16 * c : 16 * c + 16]
+                for d in range(16):
+                    upper = np.uint32(narrow(odd[d] * share, BFLOAT16)) << np.uint32(16)
+                    pair[d] = np.uint32(upper | np.uint32(narrow(even[d] * share, BFLOAT16)))
     tile_release()
-    pairs = array(out.ctypes.data, (group, dim // 2), np.uint32(0))
-    for g in range(group):
-        scale = f32(1) / mass[g]
-        for c in range(dim // 32):
-            even, odd, pair = found[c, 0, g], found[c, 1, g], pairs[g, 16 * c : 16 * c + 16]
-            for d in range(16):
-                upper = np.uint32(narrow(odd[d] * scale, BFLOAT16)) << np.uint32(16)
-                pair[d] = np.uint32(upper | np.uint32(narrow(even[d] * scale, BFLOAT16)))
 
 
-def attend_any_head(
-    q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like, in_tiles
-):  # fmt: skip
-    """By attend_head, or `in_tiles`, which is True or None: a type, because without matrix units the
+def attend_some(qkv, out, lse, k_cache, v_cache, packs, first, start, stop, in_tiles):
+    """By attend_packs, or `in_tiles`, which is True or None: a type, because without matrix units the
     other is not to be compiled."""
     raise NotImplementedError("compiled code only")
 
 
-@overload(attend_any_head)
-def _attend_any_head(
-    q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like, in_tiles
-):  # fmt: skip
-    def plain(
-        q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like, in_tiles
-    ):  # fmt: skip
-        attend_head(q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like)
+@overload(attend_some)
+def _attend_some(qkv, out, lse, k_cache, v_cache, packs, first, start, stop, in_tiles):
+    def plain(qkv, out, lse, k_cache, v_cache, packs, first, start, stop, in_tiles):
+        attend_packs(qkv, out, lse, k_cache, v_cache, packs, first, start, stop)
 
-    def tiles(
-        q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse, like, in_tiles
-    ):  # fmt: skip
-        attend_head_in_tiles(
-            q, k_cache, v_cache, head, table, context, first_out, first_lse, out, lse
-        )  # fmt: skip
+    def tiles(qkv, out, lse, k_cache, v_cache, packs, first, start, stop, in_tiles):
+        attend_packs_in_tiles(qkv, out, lse, k_cache, v_cache, packs, first, start, stop)
 
     return plain if in_tiles == types.none else tiles
 
 
-class Decodes(NamedTuple):
-    """N queries, and what each reads: first, with others, a prefix; then tokens of its own."""
-
-    tokens: Any  # [N] int64, the queries among the step's tokens
-    tables: Any  # [N, blocks] int32, without the prefix's
-    contexts: Any  # [N] int64, likewise; at least 1
-    packs: (
-        Any  # [P, M] int64, M * G at most PACK: which of the N read a prefix together; -1: nobody
-    )
-    prefixes: Any  # [P, blocks] int32
-    shared: Any  # [P] int64, tokens of each prefix
-    first_out: Any  # [N, K, G, D], what each finds in the prefix
-    first_lse: Any  # [N, K, G] float32; minus infinity where there is none
-
-
 @njit(parallel=True, **COMPILED)
-def attend_decode(qkv_at, rows, out_at, heads, k_at, v_at, shape, decodes, like, in_tiles):
-    """qkv [rows, (H + 2K) D], out [rows, H, D]: those rows that decode.
+def attend(qkv_at, rows, out_at, heads, k_at, v_at, shape, reads, like, in_tiles, parts):
+    """qkv [rows, (H + 2K) D], out [rows, H, D]: what `reads` has of the rows, the prefixes first.
 
-    First the packs, to decodes.first_out and first_lse; then each query its own tokens, those of a KV
-    head in turn, so that queries which share blocks find them in the processor's cache.
+    The packs of a KV head in turn, so that those which share blocks find them in the processor's cache.
     """
-    tokens, tables, contexts, packs, prefixes, shared, first_out, first_lse = decodes
     kv_heads, dim = shape[1], shape[3]
-    n, group = len(tokens), heads // kv_heads
-    qkv = array(qkv_at, (rows, heads // group * (group + 2), dim), like)
+    qkv = array(qkv_at, (rows, heads + 2 * kv_heads, dim), like)
     out = array(out_at, (rows, heads, dim), like)
     k_cache, v_cache = array(k_at, shape, like), array(v_at, shape, like)
-    for item in prange(kv_heads * len(packs)):
-        head, p = item // len(packs), item % len(packs)
-        count = 0
-        while count < packs.shape[1] and packs[p, count] >= 0:
-            count += 1
-        query = np.empty((count * group, dim), qkv.dtype)
-        found, nothing, lse = (
-            np.empty_like(query),
-            np.empty(len(query), f32),
-            np.empty(len(query), f32),
-        )
-        for row in range(count * group):
-            nothing[row] = -np.inf
-            for d in range(dim):
-                query[row, d] = qkv[tokens[packs[p, row // group]], head * group + row % group, d]
-        attend_any_head(
-            query, k_cache, v_cache, head, prefixes[p], shared[p], found, nothing, found, lse, like,
-            in_tiles,
-        )  # fmt: skip
-        for row in range(count * group):
-            i, g = packs[p, row // group], row % group
-            first_lse[i, head, g] = lse[row]
-            for d in range(dim):
-                first_out[i, head, g, d] = found[row, d]
-    for item in prange(kv_heads * n):
-        head, i = item // n, item % n
-        at = slice(head * group, (head + 1) * group)
-        attend_any_head(
-            qkv[tokens[i], at], k_cache, v_cache, head, tables[i], contexts[i],
-            first_out[i, head], first_lse[i, head], out[tokens[i], at], np.empty(group, f32),
-            like, in_tiles,
+    (a, b, c), (d, e, f), lse = reads
+    prefixes, own = (a, b, c), (d, e, f)  # in a parallel loop Numba takes no tuple with names
+    shared, alone = kv_heads * len(prefixes[0]), kv_heads * len(own[0])
+    if shared > 0:
+        for p in prange(parts):
+            attend_some(
+                qkv, out, lse, k_cache, v_cache, prefixes, True,
+                p * shared // parts, (p + 1) * shared // parts, in_tiles,
+            )  # fmt: skip
+    for p in prange(parts):
+        attend_some(
+            qkv, out, lse, k_cache, v_cache, own, False,
+            p * alone // parts, (p + 1) * alone // parts, in_tiles,
         )  # fmt: skip
 
 
@@ -714,7 +746,7 @@ def linear(x_at, weight_at, bias_at, out_at, rows, inputs, outputs, parts):
 @njit(**COMPILED)
 def layers(
     addresses, x_at, residual_at, rows, size, cos_at, sin_at, feed_forward, heads, eps, shape, slots,
-    decodes, in_tiles, parts,
+    reads, in_tiles, parts,
 ):  # fmt: skip
     """All layers of a decode step, by the matrix units: what models.qwen3.Layer does.
 
@@ -738,9 +770,10 @@ def layers(
             qkv_at, at[Q_NORM], at[K_NORM], cos_at, sin_at, at[K_CACHE], at[V_CACHE], slots, shape,
             heads, eps, like, parts,
         )  # fmt: skip
-        attend_decode(
-            qkv_at, rows, found_at, heads, at[K_CACHE], at[V_CACHE], shape, decodes, like, in_tiles
-        )
+        attend(
+            qkv_at, rows, found_at, heads, at[K_CACHE], at[V_CACHE], shape, reads, like, in_tiles,
+            parts,
+        )  # fmt: skip
         linear(found_at, at[OUT], at[OUT_BIAS], x_at, rows, found_width, size, parts)
         _add_rms_norm(x_at, residual_at, at[MLP_NORM], rows, size, eps, like, parts)
         linear(x_at, at[GATE_UP], no_bias, gate_up_at, rows, size, 2 * feed_forward, parts)
@@ -852,7 +885,7 @@ def compile_all(like, in_tiles) -> None:
     kernel(0, 0, 0, 0, 1, 0.0, like, 0, 0)
     if len(kernel.signatures) > known and len(kernel.stats.cache_hits) == read:
         logger.info("compiling the CPU's kernels for the first time, which takes 10 to 20 s")
-    none, shape = np.empty(0, np.int64), (1, 1, 1, 2)
+    none, nones, shape = np.empty(0, np.int64), np.empty((0, 1), np.int64), (1, 1, 1, 2)
     _add_rms_norm(0, 0, 0, 0, 1, 0.0, like, 1)
     _silu_and_mul_rows(0, 0, 0, 1, like, 0, 0)
     _silu_and_mul(0, 0, 0, 1, like, 1)
@@ -860,16 +893,9 @@ def compile_all(like, in_tiles) -> None:
     turn_and_store(0, 0, 0, 0, 0, 0, 0, none, shape, 1, 0.0, like, 1)
     for kind in (like, f32(0)):  # logits that rules have changed are float32
         _draw(0, 0, 1, np.empty(0, f32), none, none, none, kind)
-    decodes = decodes_of_none(like)
-    attend_decode(0, 0, 0, 1, 0, 0, shape, decodes, like, in_tiles)
+    packs = Packs(nones, nones, nones.astype(np.int32))
+    reads = Reads(packs, packs, np.empty((0, 1), f32))
+    attend(0, 0, 0, 1, 0, 0, shape, reads, like, in_tiles, 1)
     if in_tiles:
         addresses = np.empty((0, 12), np.int64)
-        layers(addresses, 0, 0, 0, 1, 0, 0, 1, 1, 0.0, shape, none, decodes, in_tiles, 1)
-
-
-def decodes_of_none(like) -> Decodes:
-    none, nones = np.empty(0, np.int64), np.empty((0, 1), np.int64)
-    tables = nones.astype(np.int32)
-    first_lse = np.empty((0, 1, 1), f32)
-    first_out = np.empty((0, 1, 1, 2), type(like))
-    return Decodes(none, tables, none, nones, tables, none, first_out, first_lse)
+        layers(addresses, 0, 0, 0, 1, 0, 0, 1, 1, 0.0, shape, none, reads, in_tiles, 1)

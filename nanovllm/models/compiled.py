@@ -44,7 +44,7 @@ class CompiledLayers:
         cpu.layers(
             self.addresses, x.data_ptr(), residual.data_ptr(), *x.shape, cos.data_ptr(),
             sin.data_ptr(), config.intermediate_size, config.num_heads, config.rms_norm_eps,
-            attention.shape, step.slots, step.decodes, attention.in_tiles, numba.get_num_threads(),
+            attention.shape, step.slots, step.reads, attention.in_tiles, numba.get_num_threads(),
         )  # fmt: skip
         return cpu.add_rms_norm(x, residual, model.norm, config.rms_norm_eps)[0]
 
