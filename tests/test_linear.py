@@ -9,7 +9,8 @@ import torch
 from conftest import make_checkpoint, random_llm
 from torch.nn import functional as F
 
-from nanovllm.layers.linear import address, lies_in_tiles, linear, packed
+from nanovllm import SamplingParams
+from nanovllm.layers.linear import address, lies_in_tiles, linear, packed, rounded
 
 needs_tiles = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 tiles on this processor"
@@ -137,3 +138,33 @@ def test_packing_holds_one_weight_twice(tmp_path: Path) -> None:
     peak, after, head = map(float, done.stdout.split())
     assert peak < head + 0.1  # the untied head is the largest and comes last
     assert after < 0.1
+
+
+def test_few_numbers_of_tokens() -> None:
+    """oneDNN makes code for each and keeps it: once it was 60 ms of each new prompt, and 1 GiB."""
+    numbers = {rounded(n) for n in range(1, 8193)}
+    assert len(numbers) <= 112
+    for n in range(1, 8193):
+        assert n <= rounded(n) <= max(n + 15, n * 17 // 16)
+        assert rounded(n) in numbers
+        assert rounded(rounded(n)) == rounded(n)
+
+
+@needs_tiles
+def test_products_get_few_numbers_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+
+    def watched(x: torch.Tensor, *rest: object) -> torch.Tensor:
+        seen.add(len(x))
+        return linear(x, *rest)  # type: ignore[arg-type]
+
+    make_checkpoint(tmp_path)
+    llm = random_llm(tmp_path, dtype="bfloat16")
+    monkeypatch.setattr("nanovllm.layers.linear.linear", watched)
+    for n in (3, 18, 83, 100, 117):
+        params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0)
+        out = llm.generate([[1 + i % 50 for i in range(n)]], params, use_tqdm=False)[0]
+        assert len(out.prompt_logprobs or ()) == n
+    assert seen - {1} == {3, 32, 96, 112, 128}

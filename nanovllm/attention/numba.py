@@ -22,11 +22,12 @@ import numba
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nanovllm.attention.sdpa import Group, Scratch, SdpaAttention
 from nanovllm.config import ModelConfig
 from nanovllm.kernels import cpu
-from nanovllm.layers.linear import TOKENS
+from nanovllm.layers.linear import TOKENS, rounded
 from nanovllm.runner.batch import ForwardBatch
 
 logger = logging.getLogger("nanovllm")
@@ -92,6 +93,7 @@ class NumbaAttention:
     # ---- once a step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
+        """May add tokens that nobody reads to the batch, behind all others."""
         if os.getpid() != self.process:  # the threads of OpenMP are not in a forked process
             raise RuntimeError(
                 "this LLM was made in another process; make one in each, or spawn them"
@@ -112,6 +114,12 @@ class NumbaAttention:
         )
         if groups:
             self._reads(step, groups, starts, queries, contexts, tables)
+        # The products are oneDNN's if there are many tokens, or torch has attention to do.
+        many = step.groups or step.prefixes or starts[-1] > TOKENS
+        more = rounded(int(starts[-1])) - int(starts[-1])
+        if many and more and self.cache.dtype is torch.bfloat16:
+            batch.input_ids = F.pad(batch.input_ids, (0, more))
+            batch.positions = F.pad(batch.positions, (0, more))
 
     def _reads(
         self, step: Step, groups: list[tuple[Any, int]], starts: Any, queries: Any, contexts: Any,
@@ -143,6 +151,7 @@ class NumbaAttention:
             tables[np.array(first, np.int64), : max(lengths, default=0)],
         )
 
+        together = min(together, int(queries[np.concatenate(sequences)].max()))
         each = -(-queries[np.concatenate(sequences)] // together)  # sequence's number of packs
         at = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
         seqs = np.repeat(np.concatenate(sequences), each)[:, None]
@@ -200,7 +209,7 @@ class NumbaAttention:
             step.slots, self.shape, self.heads, self.eps, self.like,
         )  # fmt: skip
         if qkv.numel() <= cpu.FEW:
-            cpu.turn_and_store_rows(*arguments, 0, len(qkv))
+            cpu.turn_and_store_rows(*arguments, 0, len(step.slots))
         else:
             cpu.turn_and_store(*arguments, numba.get_num_threads())
 

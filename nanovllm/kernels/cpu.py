@@ -504,16 +504,16 @@ def attend_packs_in_tiles(qkv, out, lse, k_cache, v_cache, packs, first, start, 
     queries, contexts, tables = packs
     size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]
     row, scale, columns = 2 * dim, f32(1) / np.sqrt(f32(dim)), dim // 32
-    most = tables.shape[1] * size // ROWS
+    most, rows_most = tables.shape[1] * size // ROWS, queries.shape[1] * group
     coming = np.empty(2 * most + AHEAD, np.int64)  # addresses of 16 tokens' K or V
     shapes = np.zeros(64, np.uint8)
-    query = np.empty(dim // 2 * PACK, np.uint32)
-    part = np.empty(ROWS * PACK, f32)
-    scores = np.empty((PACK, most * ROWS), f32)
+    query = np.empty(dim // 2 * rows_most, np.uint32)
+    part = np.empty(ROWS * rows_most, f32)
+    scores = np.empty((rows_most, most * ROWS), f32)
     # Rows of an odd number of lines, so that those of a tile do not compete for places in the cache.
-    weights = np.empty((2 * PACK, (most | 1) * ROWS), np.uint32)
-    found = np.empty((columns, 2 * PACK, 16), f32)
-    mass = np.empty(PACK, f32)
+    weights = np.empty((2 * rows_most, (most | 1) * ROWS), np.uint32)
+    found = np.empty((columns, 2 * rows_most, 16), f32)
+    mass = np.empty(rows_most, f32)
     last = np.empty((ROWS, dim), np.uint16)
     pairs = array(qkv.ctypes.data, (len(qkv), qkv.shape[1], dim // 2), np.uint32(0))
     out_pairs = array(out.ctypes.data, (len(out), out.shape[1], dim // 2), np.uint32(0))
@@ -582,7 +582,7 @@ def attend_packs_in_tiles(qkv, out, lse, k_cache, v_cache, packs, first, start, 
             for d in range(dim):
                 last[t, d] = stored[t, d] if t < context - (tiles - 1) * ROWS else np.uint16(0)
         for c in range(0, columns, 4):
-            sums, size_of_sums, more = found[c].ctypes.data, 128 * PACK, columns - c
+            sums, size_of_sums, more = found[c].ctypes.data, 128 * rows_most, columns - c
             tile_load(0, sums, 64)
             if more > 1:
                 tile_load(1, sums + size_of_sums, 64)
