@@ -28,7 +28,7 @@ DEVICE = "cuda"
 def main() -> int:
     if not torch.cuda.is_available():
         raise ValueError(
-            "--kernels needs a GPU; without one, .ci/compile_kernels.py shows registers"
+            "--kernels times Triton's kernels on a GPU, and torch finds none; on a CPU take --step"
         )
     copy, matmul = rates()
     print(

@@ -16,6 +16,7 @@ from statistics import median_high
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from nanovllm import LLM
 from nanovllm.benchmarks.baselines import Baseline, load_hf_model, make_hf, start_vllm
@@ -106,16 +107,21 @@ def _throughput(
     beside: dict[str, tuple[Baseline, Row]] = {}
     failed: list[str] = []
     with ExitStack() as stack:
+        bar = tqdm(total=args.repeats * (1 + len(names)), desc="Turns", unit="turn", delay=1)
+        stack.enter_context(bar)
         for turn in range(args.repeats):
+            bar.set_postfix_str("nanovllm")
             neighbours = Neighbours()
             reset_peak(device)
             runs.append(run_ours(llm, work))
             ours.repeats.append(Timed(runs[-1].seconds, neighbours.share()))
             if turn == 0:
                 peak_memory = peak(device)
+            bar.update()
             for name in names:
                 if name in failed:
                     continue
+                bar.set_postfix_str(name)
                 try:
                     if turn == 0:
                         baseline = start_baseline(name)
@@ -127,6 +133,7 @@ def _throughput(
                     baseline, row = beside[name]
                     neighbours = Neighbours(baseline.pids)
                     row.repeats.append(Timed(baseline.run(baseline.workload), neighbours.share()))
+                    bar.update()
                 except Exception as error:  # whatever a peer raises is about the peer
                     print(f"{name} is left out, for it failed: {error}", file=sys.stderr)
                     failed.append(name)
