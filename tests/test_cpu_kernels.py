@@ -209,6 +209,32 @@ def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     assert [len(k.signatures) for k in kernels] == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
+    """However large: the queries of a pack read the same blocks, each only so far."""
+    torch.manual_seed(0)
+    shape, like = (2, 1, 16, 32), cpu.LIKE[dtype]
+    in_tiles = True if dtype is torch.bfloat16 and cpu.has_matrix_units() else None
+    qkv, k, v = (torch.randn(n).to(dtype) for n in ((4, 3, 32), shape, shape))
+    none = np.empty((0, 4), np.int64)
+    queries, contexts = np.arange(4)[None], np.arange(1, 5)[None]
+    own = cpu.Packs(queries, contexts, np.array([[1]], np.int32))
+    reads = cpu.Reads(
+        cpu.Packs(none, none, none.astype(np.int32)), own, np.full((4, 1), -np.inf, np.float32)
+    )
+    found = []
+    for last in (0.0, 3e38):
+        v[1, 0, 3] = last
+        out = torch.empty(4, 32, dtype=dtype)
+        cpu.attend(
+            qkv.data_ptr(), 4, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
+            in_tiles, 2,
+        )  # fmt: skip
+        found.append(out)
+    assert torch.equal(found[0][:3], found[1][:3])
+    assert not torch.equal(found[0][3], found[1][3])
+
+
 @pytest.mark.skipif(not cpu.has_matrix_units(), reason="no AMX on this processor")
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("tie", [False, True])

@@ -1,7 +1,7 @@
-"""The CPU's backend: kernels that Numba compiles for decodes, torch's attention for prompts.
+"""The CPU's backend: kernels that Numba compiles for decodes and short chunks, torch's attention for prompts.
 
-Owns: the KV cache, through the plain backend, which computes what has more than one query. Given:
-batches. Mutates: the slots of the tokens it is told to store, nothing else.
+Owns: the KV cache, through the plain backend, which computes the prompts. Given: batches. Mutates: the
+slots of the tokens it is told to store, and the batch that it prepares.
 
 At one query each a step does little else than read KV. A prefix whose blocks are the same in all
 tables of a group is read first, for several queries at once: by the same kernel, or for many queries by
@@ -35,7 +35,7 @@ logger = logging.getLogger("nanovllm")
 # What torch's own attention calls, which gives (out, log of the sum of exponentials).
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-MAX_OWN = 64  # tokens that a chunk whose queries are taken one by one may read on its own
+MAX_OWN = 64  # tokens that a chunk whose queries are taken as decodes are may read on its own
 # Queries of a KV head in one prefix: more are faster by torch (960 of 512 tokens, 28 layers: 80 ms, not 240).
 MANY = 128
 MIN_SAVED = (
@@ -45,7 +45,7 @@ MIN_SAVED = (
 
 @dataclass(slots=True)
 class Prefix:
-    """What many of the queries that decode read first, together."""
+    """What many of the queries read first, together."""
 
     tokens: Any  # [n] int64, of the step's
     queries: Tensor  # [K * n * G] int64, of the projection as [rows, D]
@@ -114,7 +114,7 @@ class NumbaAttention:
         )
         if groups:
             self._reads(step, groups, starts, queries, contexts, tables)
-        # The products are oneDNN's if there are many tokens, or torch has attention to do.
+        # All but few tokens' products are oneDNN's, or linear() would have to do this for each.
         many = step.groups or step.prefixes or starts[-1] > TOKENS
         more = rounded(int(starts[-1])) - int(starts[-1])
         if many and more and self.cache.dtype is torch.bfloat16:

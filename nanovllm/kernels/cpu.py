@@ -350,7 +350,7 @@ def turn_and_store(
         )  # fmt: skip
 
 
-# ---- decode attention ----
+# ---- attention of decodes, and of short chunks ----
 
 
 class Packs(NamedTuple):
@@ -409,7 +409,7 @@ def readers(queries):
 def attend_packs(qkv, out, lse, k_cache, v_cache, packs, first, start, stop):
     """Each pack's queries over their tokens, for items [start, stop) of the K * P heads and packs.
 
-    qkv [T, H + 2K, D]; out [T, H, D]; lse [T, H]. If this is the `first` reading lse is written; else
+    qkv [T, H + 2K, D]; out [T, H, D], both perhaps with more rows behind; lse [T, H]. If this is the `first` reading lse is written; else
     lse and out are what the first one found. K and V are read once, for two queries at a time: an odd
     last one has a companion of zeros.
     """
@@ -495,7 +495,8 @@ def attend_packs_in_tiles(qkv, out, lse, k_cache, v_cache, packs, first, start, 
     K q: 16 tokens by 32 dimensions, times the queries in pairs of dimensions. w V: a tile of V, as the
     right operand, has pairs of dimensions where it should have pairs of tokens; so weights (w, 0) find
     the even dimensions of the sum and (0, w) the odd ones, and each query has a row of both. Weights are
-    rounded to bfloat16, and so summed. An infinity in V spoils its pair, too: 0 times it is NaN.
+    rounded to bfloat16, and so summed. An infinity in V spoils its pair, too, and so it does the pack's
+    queries that do not see it: 0 times it is NaN.
 
     While a tile is computed one that comes later is fetched: of K, then of V, the last one first, then
     of the next item's K. What is allocated is used for all items, and named again where its address is
@@ -566,6 +567,10 @@ def attend_packs_in_tiles(qkv, out, lse, k_cache, v_cache, packs, first, start, 
                 upper = np.uint32(weight << np.uint32(16))
                 weights[r, t], weights[rows + r, t] = weight, upper
                 total += upper.view(np.float32)
+            for t in range(
+                contexts[p, r // group], tiles * ROWS
+            ):  # e^-87 of a huge V is not nothing
+                weights[r, t], weights[rows + r, t] = np.uint32(0), np.uint32(0)
             mass[r] = total
             if first:
                 lse[token, h] = top + np.log(total)
