@@ -1,4 +1,4 @@
-"""The CPU's backend: kernels that Numba compiles for decodes and short chunks, torch's attention for prompts.
+"""The CPU's backend: Numba's kernels for decodes and short chunks, torch's attention for prompts.
 
 Owns: the KV cache, through the plain backend, which computes the prompts. Given: batches. Mutates: the
 slots of the tokens it is told to store, and the batch that it prepares.
@@ -114,7 +114,7 @@ class NumbaAttention:
         )
         if groups:
             self._reads(step, groups, starts, queries, contexts, tables)
-        # All but few tokens' products are oneDNN's, or linear() would have to do this for each.
+        # oneDNN's products follow, and not the one call: rounded here once, not by linear() for each.
         many = step.groups or step.prefixes or starts[-1] > TOKENS
         more = rounded(int(starts[-1])) - int(starts[-1])
         if many and more and self.cache.dtype is torch.bfloat16:
@@ -151,10 +151,11 @@ class NumbaAttention:
             tables[np.array(first, np.int64), : max(lengths, default=0)],
         )
 
-        together = min(together, int(queries[np.concatenate(sequences)].max()))
-        each = -(-queries[np.concatenate(sequences)] // together)  # sequence's number of packs
+        seqs = np.concatenate(sequences)
+        together = min(together, int(queries[seqs].max()))
+        each = -(-queries[seqs] // together)  # sequence's number of packs
         at = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)
-        seqs = np.repeat(np.concatenate(sequences), each)[:, None]
+        seqs = np.repeat(seqs, each)[:, None]
         past = np.repeat(np.concatenate(shared), each)[:, None]  # blocks
         tokens = starts[seqs] + at[:, None] * together + np.arange(together)
         seen = contexts[seqs] - starts[seqs + 1] + 1 + tokens - past * size

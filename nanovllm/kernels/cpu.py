@@ -15,7 +15,7 @@ torch rounds; but for rotary, where torch rounds once more.
 The compiled code is kept in __pycache__, or where NUMBA_CACHE_DIR says. Numba compiles again when this
 file changes, but not when another does: so what these kernels call stands here too.
 
-Shapes: T tokens, N sequences that decode, H = K * G query heads that share K KV heads in groups of G,
+Shapes: T tokens, P packs of M queries, H = K * G query heads that share K KV heads in groups of G,
 D head size, B slots of a block.
 """
 
@@ -409,9 +409,9 @@ def readers(queries):
 def attend_packs(qkv, out, lse, k_cache, v_cache, packs, first, start, stop):
     """Each pack's queries over their tokens, for items [start, stop) of the K * P heads and packs.
 
-    qkv [T, H + 2K, D]; out [T, H, D], both perhaps with more rows behind; lse [T, H]. If this is the `first` reading lse is written; else
-    lse and out are what the first one found. K and V are read once, for two queries at a time: an odd
-    last one has a companion of zeros.
+    qkv [T, H + 2K, D]; out [T, H, D], both perhaps with more rows behind; lse [T, H]. If this is the
+    `first` reading lse is written; else lse and out are what the first one found. K and V are read once,
+    for two queries at a time: an odd last one has a companion of zeros.
     """
     queries, contexts, tables = packs
     size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]

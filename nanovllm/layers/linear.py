@@ -2,8 +2,8 @@
 
 A CPU's matrix units read weights in tiles of their own. torch's plain linear lays a weight out in
 them at every call; `packed` does it once. For as many tokens the numbers are the same, bit for bit; more
-of them (`rounded`) may be summed in another order. Measured on 2 cores
-with AMX, Qwen3-0.6B's shape, GB/s of weights read (plain, packed), layers and head:
+of them (`rounded`) may be summed in another order. Measured on 2 cores with AMX, Qwen3-0.6B's shape,
+GB/s of weights read (plain, packed), layers and head:
 
     1 to 16 tokens   15, 21 and 17, 25
     64 tokens        10, 15 and 12, 18
