@@ -1,188 +1,157 @@
-"""Benchmarks of nanovllm: how fast, against whom, and how near to what the machine can do.
+"""Benchmarks of nanovllm: its throughput, other engines on the same requests, and the roofline.
 
-    python bench.py                      the embedded model, with transformers beside it
-    python bench.py --workload nano      nano-vllm's standard workload, at Qwen3-0.6B's shape
-    python bench.py --shape qwen3-8b --workload latency
-                                         a real architecture on random weights, nothing downloaded
-    python bench.py --model Qwen/Qwen3-0.6B --workload prefix --json run.json --plot run.png
-    python bench.py --workload cpu-mixed --baseline hf-batch vllm --peer-python ~/vllm/bin/python
-    python bench.py --host-only          what a step costs the host, on a runner that computes nothing
-    python bench.py --policy fcfs sjf    waiting time and time to first token under each policy
-    python bench.py --startup --memory   what starting costs, and host memory over 10,000 requests
-    python bench.py --step               a decode step against its products and its KV alone (CPU)
-    python bench.py --kernels            the kernels, one by one (GPU)
+  python bench.py                      the embedded model beside transformers
+  python bench.py --workload nano      nano-vllm's benchmark at the shape of Qwen3-0.6B
+  python bench.py --shape qwen3-8b     random weights of a known shape, without a download
+  python bench.py --model Qwen/Qwen3-0.6B --workload prefix --json run.json --plot run.png
+  python bench.py --workload cpu-mixed --baseline hf-batch vllm --peer-python ~/vllm/bin/python
+  python bench.py --host-only          scheduling and batch building, without a model
+  python bench.py --workload mixed --policy fcfs sjf --set max_num_seqs=16
+  python bench.py --startup --memory   the time to start, and host memory over 10,000 requests
+  python bench.py --kernels            each Triton kernel alone (needs a GPU)
 
-All engines get the same weights, token ids, output lengths and temperature, and none stops early. They
-run in turns (A B A B); a ratio is the median over the turns, with the least and the most beside it.
-The figures depend on how busy the machine is: the CPU time that other processes took meanwhile is
-measured, and a figure taken beside more than 3 % of the machine is marked noisy.
+All engines get the same weights, token ids, output lengths and temperature, and none stops early.
+They take turns (A B A B). Each figure is the median over the turns, with the range beside it. Other
+processes change the result: a figure is noisy when they took more than 3 % of the CPU time.
 """
 
 import argparse
 import ast
-import importlib
 import importlib.util
+import json
 import shlex
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from nanovllm.benchmarks import modes, report
-from nanovllm.benchmarks.baselines import BASELINES, peer_version
-from nanovllm.benchmarks.noise import Neighbours, verdict
-from nanovllm.benchmarks.shapes import SHAPES
+from nanovllm.benchmarks.baselines import BASELINES, vllm_version
+from nanovllm.benchmarks.machine import cpu_seconds, describe_load, other_load
 from nanovllm.benchmarks.throughput import throughput
-from nanovllm.benchmarks.workloads import WORKLOADS
-from nanovllm.checkpoint import EMBEDDED
+from nanovllm.benchmarks.workloads import SHAPES, WORKLOADS
 from nanovllm.config import DTYPES
+from nanovllm.models.checkpoint import EMBEDDED
+
+MODES = ("host_only", "startup", "memory", "kernels")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One line, without the usage: --help has the room to explain."""
-        self.exit(2, f"bench.py: {message}\n")
+def count(text: str, low: int = 1) -> int:
+    if not text.isdecimal() or not low <= int(text) <= 100_000:
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give {low} to 100000")
+    return int(text)
 
 
-def make_parser() -> Parser:
-    tables = {
-        "workloads; their numbers can be set with the options above": {n: str(s) for n, s in WORKLOADS.items()},
-        "baselines": BASELINES,
-    }  # fmt: skip
-    epilog = "\n\n".join(
-        f"{title}:\n" + "\n".join(f"  {name:14} {text}" for name, text in table.items())
-        for title, table in tables.items()
-    )
-    parser = Parser(
-        description=__doc__,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="python bench.py [options]",
-    )
-    # fmt: off
-    what = parser.add_argument_group("what runs")
-    what.add_argument("--workload", choices=WORKLOADS, default="short", metavar="NAME", help="see below (%(default)s)")
-    which = what.add_mutually_exclusive_group()
-    which.add_argument("--model", help=f"directory or hub id (the workload's shape, or {EMBEDDED})")
-    which.add_argument("--shape", choices=SHAPES, metavar="NAME", help=f"random weights: {', '.join(SHAPES)}")
-    what.add_argument("--dtype", choices=DTYPES, default="auto", help="of all engines (%(default)s)")
-    what.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=16")
-    numbers = parser.add_argument_group("numbers of the workload")
-    numbers.add_argument("--num-seqs", type=int, metavar="N", help="requests; of chat, conversations")
-    numbers.add_argument("--input", type=int, nargs=2, metavar=("MIN", "MAX"), help="prompt tokens, drawn uniformly")
-    numbers.add_argument("--output", type=int, nargs=2, metavar=("MIN", "MAX"), help="output tokens, likewise")
-    numbers.add_argument("--prefix", type=int, metavar="N", help="tokens that all prompts begin with")
-    numbers.add_argument("--turns", type=int, metavar="N", help="of each conversation")
-    beside = parser.add_argument_group("what runs beside it")
-    beside.add_argument("--baseline", nargs="*", choices=BASELINES, metavar="NAME",
-                        help="see below (hf and hf-batch beside the embedded model, else none)")
-    beside.add_argument("--peer-python", metavar="PATH", help="an interpreter that has vLLM, for vllm and vllm-eager")
-    beside.add_argument("--repeats", type=int, default=3, metavar="N", help="turns of each engine (%(default)s)")
-    beside.add_argument("--sample", type=int, metavar="N", help="requests that hf (4) and hf-batch (all; in whole batches) run")
-    beside.add_argument("--batch-size", type=int, default=64, metavar="N", help="of hf-batch (%(default)s)")
-    kept = parser.add_argument_group("what is kept")
-    kept.add_argument("--json", type=Path, metavar="FILE", help="everything, with machine, versions and commit")
-    kept.add_argument("--plot", type=Path, metavar="FILE.png", help="throughput against the floor; batch size over time")
-    other = parser.add_argument_group("other measurements, instead")
-    other.add_argument("--host-only", action="store_true", help="no model: scheduling and batching")
-    other.add_argument("--policy", nargs="+", choices=("fcfs", "sjf"), help="compare policies")
-    other.add_argument("--startup", action="store_true", help="seconds until LLM() is ready")
-    other.add_argument("--memory", action="store_true", help="host memory over 10,000 requests")
-    other.add_argument("--kernels", action="store_true", help="on a GPU: the kernels, one by one")
-    other.add_argument("--step", action="store_true", help="on a CPU: a decode step against its products and its KV alone")
-    # fmt: on
+def option(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text}: give OPTION=VALUE, like max_num_seqs=16")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    tables = {"workloads": {n: str(w) for n, w in WORKLOADS.items()}, "baselines": BASELINES}
+    epilog = ""
+    for title, table in tables.items():
+        epilog += f"{title}:\n" + "".join(f"  {n:14} {text}\n" for n, text in table.items()) + "\n"
+    # Without the usage, an error is one line.
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("bench.py", argparse.SUPPRESS, __doc__, epilog, (), raw)
+    number: dict[str, Any] = {"type": count, "metavar": "N"}
+    limits: dict[str, Any] = {"type": count, "nargs": 2, "metavar": ("MIN", "MAX")}
+
+    add = parser.add_argument_group("model and requests").add_argument
+    add("--workload", choices=WORKLOADS, default="short", metavar="NAME", help="see below (short)")
+    add("--model", help=f"directory or hub id (default: the shape, or {EMBEDDED})")
+    add("--shape", choices=SHAPES, metavar="NAME", help=f"one of: {', '.join(SHAPES)}")
+    add("--dtype", choices=DTYPES, default="auto", help="of all engines (auto)")
+    pair: dict[str, Any] = {"type": option, "default": [], "metavar": "OPTION=VALUE"}
+    add("--set", action="append", **pair, help="an option of LLM(), like max_num_seqs=16")
+    add = parser.add_argument_group("numbers of the workload").add_argument
+    add("--num-seqs", **number, dest="count", help="requests, or conversations in chat")
+    add("--input", **limits, help="tokens of a prompt, drawn uniformly")
+    add("--output", **limits, help="output tokens of a request, drawn uniformly")
+    add("--prefix", type=partial(count, low=0), metavar="N", help="tokens that all prompts share")
+    add("--turns", **number, help="turns of each conversation")
+    add = parser.add_argument_group("comparison and output").add_argument
+    add("--baseline", nargs="*", choices=BASELINES, metavar="NAME", help="other engines, see below")
+    add("--peer-python", metavar="PATH", help="a Python with vLLM, for vllm and vllm-eager")
+    add("--policy", nargs="+", choices=("fcfs", "sjf"), help="run under each of them")
+    add("--repeats", **number, default=3, help="turns of each engine (3)")
+    add("--sample", **number, help="limit the requests of hf (4) and hf-batch (all)")
+    add("--batch-size", **number, default=64, help="requests in a batch of hf-batch (64)")
+    add("--json", type=Path, metavar="FILE", help="all measurements, with machine and commit")
+    add("--plot", type=Path, metavar="FILE", help="throughput, batch sizes (.png, .pdf, .svg)")
+    add = parser.add_argument_group("other measurements, in place of the throughput").add_argument
+    add("--host-only", action="store_true", help="host time of a decode step without a model")
+    add("--startup", action="store_true", help="seconds until LLM() is ready")
+    add("--memory", action="store_true", help="host memory over 10,000 requests")
+    add("--kernels", action="store_true", help="each Triton kernel alone, on a GPU")
     return parser
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot work, before anything long is run."""
-    for name in ("num_seqs", "turns", "repeats", "sample", "batch_size"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)}: give 1 or more")
-        if (getattr(args, name) or 0) > 100_000:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(args, name)}: give 100000 at most"
-            )
-    if args.prefix is not None and args.prefix < 0:
-        raise ValueError(f"--prefix {args.prefix}: give 0 or more")
+    """Raise ValueError for what cannot work, before anything long runs."""
+    if args.model and args.shape:
+        raise ValueError(f"--model {args.model} and --shape {args.shape}: give one of them")
     for name in ("input", "output"):
         low, high = getattr(args, name) or (1, 1)
-        if not 1 <= low <= high:
-            raise ValueError(f"--{name} {low} {high}: give 1 <= MIN <= MAX")
+        if low > high:
+            raise ValueError(f"--{name} {low} {high}: give MIN <= MAX")
     for path in filter(None, (args.json, args.plot)):
         if path.is_dir() or not path.resolve().parent.is_dir():
-            raise ValueError(f"{path} cannot be written; name a file in a directory that exists")
-    if args.plot is not None and args.plot.suffix not in (".png", ".pdf", ".svg"):
+            raise ValueError(f"cannot write {path}; name a file in a directory that exists")
+    if args.plot and args.plot.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--plot {args.plot}: name a .png, .pdf or .svg file")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install -e '.[bench]'")
-    if args.host_only or args.policy or args.startup or args.memory or args.kernels or args.step:
-        for name in ("json", "plot", "baseline"):
-            if getattr(args, name):
-                raise ValueError(
-                    f"--{name} goes with the throughput only, not with a measurement instead"
-                )
+    mode = next((name for name in (*MODES, "policy") if getattr(args, name)), "").replace("_", "-")
+    for name in ("json", "plot", "baseline"):
+        if mode and getattr(args, name):
+            raise ValueError(f"--{name} goes with the throughput only; leave out --{mode}")
     if any(name.startswith("vllm") for name in args.baseline or ()):
-        if args.peer_python is None:
-            raise ValueError(
-                "--baseline vllm needs --peer-python, the python of an environment that has vLLM"
-            )
-        peer_version(args.peer_python)
-
-
-def engine_options(settings: list[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not equals:
-            raise ValueError(f"--set {setting}: give OPTION=VALUE, like max_num_seqs=16")
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value  # a word
-    return options
+        vllm_version(args.peer_python)
 
 
 def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
     parser = make_parser()
     args = parser.parse_args(argv)
+    command = shlex.join(["bench.py", *(sys.argv[1:] if argv is None else argv)])
     try:
         check(args)
-        options = engine_options(args.set)
-        if args.kernels:
-            return int(importlib.import_module("nanovllm.benchmarks.kernels").main() or 0)
-        if args.host_only or args.policy or args.startup or args.memory or args.step:
-            return instead(args)
-        found = throughput(args, options, shlex.join(["bench.py", *argv]))
+        options = {"dtype": args.dtype, **dict(args.set)}
+        if any(getattr(args, name) for name in MODES):
+            start = cpu_seconds()
+            for name in filter(partial(getattr, args), MODES):
+                getattr(modes, name)(args, options)
+            print(f"\nCPU time of other processes: {describe_load(other_load(start))}")
+            return 0
+        for policy in args.policy or [None]:
+            if policy:
+                print(f"\nscheduling policy {policy}")
+                args.baseline, options["scheduling_policy"] = [], policy
+            with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as temporary:
+                result = throughput(args, options, command, Path(temporary))
+            print(f"\n{report.table(result)}")
     except (TypeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:
-        print("interrupted: nothing is kept of a run that did not end", file=sys.stderr)
+        print("interrupted; nothing was written", file=sys.stderr)
         return 130
-    print(f"\n{report.table(found)}")
-    if args.json is not None:
-        report.save_json(found, args.json)
-    if args.plot is not None:
-        report.plot(found, args.plot)
+    if args.json:
+        args.json.write_text(json.dumps(result) + "\n")
+    if args.plot:
+        report.plot(result, args.plot)
     if args.workload == "nano":
-        print(report.nano_line(found))
-    return 1 if found.failed else 0
-
-
-def instead(args: argparse.Namespace) -> int:
-    neighbours = Neighbours()
-    if args.host_only:
-        modes.host_only()
-    if args.policy:
-        modes.policies(args.policy, args.model or EMBEDDED, args.dtype)
-    if args.startup:
-        modes.startup()
-    if args.memory:
-        modes.memory(args.dtype)
-    if args.step:
-        importlib.import_module("nanovllm.benchmarks.step").main()
-    print(f"other processes: {verdict(neighbours.share())}")
-    return 0
+        # The last line that nano-vllm's benchmark prints.
+        tokens, seconds = result["engines"][0]["output_tokens"], result["run"]["seconds"]
+        rate = tokens / seconds
+        print(f"Total: {tokens}tok, Time: {seconds:.2f}s, Throughput: {rate:.2f}tok/s")
+    return 1 if result["failed"] else 0
 
 
 if __name__ == "__main__":

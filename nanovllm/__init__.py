@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from nanovllm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "LLM": "nanovllm.llm",
-    "SamplingParams": "nanovllm.sampling_params",
-    "CompletionOutput": "nanovllm.outputs",
-    "Logprob": "nanovllm.outputs",
-    "RequestMetrics": "nanovllm.outputs",
-    "RequestOutput": "nanovllm.outputs",
-    "StreamOutput": "nanovllm.outputs",
-}
 __all__ = [
     "LLM",
     "CompletionOutput",
@@ -44,10 +34,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = {"LLM": "llm", "SamplingParams": "sampling_params"}.get(name, "outputs")
+    return getattr(importlib.import_module(f"nanovllm.{home}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*globals(), *__all__])

@@ -1,21 +1,25 @@
-"""LLM: what a user calls. A thin wrapper that feeds an LLMEngine and waits for it."""
+"""LLM: the class that a user calls. It adds requests to an LLMEngine and runs its steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
-from nanovllm.checkpoint import EMBEDDED
 from nanovllm.config import EngineConfig, EngineOptions
-from nanovllm.engine.interrupt import interruptible
+from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Prompt
+from nanovllm.engine.output_processor import Request
+from nanovllm.models.checkpoint import EMBEDDED, GenerationDefaults, config_file, find_checkpoint
+from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import RequestOutput, StreamOutput
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 Message = dict[str, Any]
+logger = logging.getLogger("nanovllm")
 
 
 class LLM:
@@ -33,12 +38,11 @@ class LLM:
         work, TypeError for an option that does not exist.
         """
         show_log()
-        self.engine = LLMEngine(model, EngineConfig.from_options(options))
+        self.engine = make_engine(model, EngineConfig.from_options(options))
 
     def shutdown(self) -> None:
-        """Abort what is under way. The engine stays usable; `del llm` frees its memory."""
-        for request_id in list(self.engine.requests):
-            self.engine.abort_request(request_id)
+        """Abort all requests. The engine remains usable; `del llm` frees its memory."""
+        self.engine.abort_all()
 
     def __enter__(self) -> LLM:
         return self
@@ -52,16 +56,16 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json asks for."""
-        return dataclasses.replace(self.engine.default_sampling_params)
+        """Return the sampling parameters of the checkpoint's generation_config.json."""
+        return dataclasses.replace(self.engine.inputs.default_sampling_params)
 
     def stats(self) -> dict[str, int | float]:
-        """Running and waiting sequences, blocks in use, cached and free, hit rate, preemptions, ..."""
+        """Counters of sequences, blocks, prefix hits, preemptions and tokens; see docs/api.md."""
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every published block; requests that run keep what they have."""
-        self.engine.scheduler.blocks.reset_prefix_cache()
+        """Remove every block from the prefix cache. Running requests keep their blocks."""
+        self.engine.reset_prefix_cache()
 
     def generate(
         self,
@@ -69,20 +73,20 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete the prompts; one result for each, in their order.
+        """Complete the prompts. Returns one result for each, in their order.
 
         prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
-            list of any of these. The text is taken as it is; `chat` applies the chat template.
-        sampling_params: one for all, or one for each; None takes the checkpoint's
+            list of any of these. The text is used as it is; `chat` applies the chat template.
+        sampling_params: one for all, or one for each; None uses the checkpoint's
             generation_config.json.
 
-        All prompts are checked before anything runs: if one is refused, none is started. Ctrl-C
-        stops after the step that is running, a second one at once; neither leaves a request behind.
+        All prompts are checked first: if one is refused, none is started. Ctrl-C stops after the
+        current step; a second Ctrl-C stops immediately. Neither leaves a request behind.
         """
-        items, params = paired(prompts, sampling_params)
+        items, params = pair_up(prompts, sampling_params)
         ids: list[str] = []
         try:
-            with interruptible() as check:
+            with defer_interrupt() as check_interrupt:
                 for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
                     try:
                         ids.append(self.engine.add_request(prompt, p))
@@ -90,77 +94,63 @@ class LLM:
                         where = f"prompts[{i}]: " if len(items) > 1 else ""
                         kind = TypeError if isinstance(error, TypeError) else ValueError
                         raise kind(f"{where}{error}") from error
-                    check()
-                return self._run(ids, use_tqdm, check)
+                    check_interrupt()
+                return self._run(ids, use_tqdm, check_interrupt)
         except BaseException:
             for request_id in ids:
                 self.engine.abort_request(request_id)
             raise
 
-    def _run(self, ids: list[str], use_tqdm: bool, check: Any) -> list[RequestOutput]:
-        engine, wanted = self.engine, set(ids)
-        results: dict[str, RequestOutput] = {}
-        start, prompt0, output0 = (
-            time.monotonic(),
-            engine.num_prompt_tokens,
-            engine.num_output_tokens,
-        )
-        shown = start
+    def _run(
+        self, ids: list[str], use_tqdm: bool, check_interrupt: Callable[[], None]
+    ) -> list[RequestOutput]:
+        engine, outputs = self.engine, dict[str, RequestOutput]()
+        start, before = time.monotonic(), engine.stats()
+        last_shown = start
         with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-            while len(results) < len(wanted):
-                finished = engine.step()
-                results |= {o.request_id: o for o in finished if o.request_id in wanted}
-                engine.unclaimed += [o for o in finished if o.request_id not in wanted]
-                check()
+            while len(outputs) < len(ids):
+                engine.advance()
+                finished = engine.pop_finished(ids)
+                outputs |= {output.request_id: output for output in finished}
+                check_interrupt()
                 now = time.monotonic()
-                if use_tqdm and (finished or now - shown > 0.5):
-                    shown, seconds = now, now - start + 1e-9
-                    bar.set_postfix_str(
-                        f"prompt {(engine.num_prompt_tokens - prompt0) / seconds:,.0f} tok/s, "
-                        f"output {(engine.num_output_tokens - output0) / seconds:,.0f} tok/s",
-                        refresh=False,
-                    )
-                    bar.update(len(results) - bar.n)
+                if use_tqdm and (finished or now - last_shown > 0.5):
+                    last_shown, seconds, stats = now, now - start + 1e-9, engine.stats()
+                    rates = [
+                        f"{name} {(stats[key] - before[key]) / seconds:,.0f}"
+                        for name, key in (("prompt", "prompt_tokens"), ("output", "output_tokens"))
+                    ]
+                    bar.set_postfix_str(f"{rates[0]} tok/s, {rates[1]} tok/s", refresh=False)
+                    bar.update(len(outputs) - bar.n)
                     if not finished:
                         bar.refresh()
-        return [results[request_id] for request_id in ids]
+        return [outputs[request_id] for request_id in ids]
 
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
-        """Complete the prompts as `generate` does, and yield what is new as it comes.
+        """Complete the prompts as `generate` does, and yield new text and tokens as they come.
 
-        The texts of one (request_index, index) put together are what `generate` would return; a
-        character that spans tokens comes when it is whole, and what may become a stop string is held
-        back until it is clear. Leaving the loop early aborts the rest and frees its blocks.
+        The texts of one (request_index, index), joined, are what `generate` would return. A
+        character that spans tokens comes when it is complete, and text that may begin a stop string
+        is held back until that is decided. Leaving the loop early aborts the remaining requests.
         """
-        items, params = paired(prompts, sampling_params)
-        engine = self.engine
-        ids: list[str] = []
+        items, params = pair_up(prompts, sampling_params)
+        requests: list[Request] = []
         try:
             for prompt, p in zip(items, params, strict=True):
-                ids.append(engine.add_request(prompt, p, stream=True))
-            wanted = {request_id: i for i, request_id in enumerate(ids)}
-            live = [s for s in engine.samples.values() if s.seq.request_id in wanted]
-            while live:
-                going = []
-                for sample in live:
-                    # Whoever steps the engine meanwhile, this reads all that is new.
-                    reason = sample.seq.finish_reason
-                    text, token_ids = sample.news()
-                    if reason is None:
-                        going.append(sample)
-                    if token_ids or reason is not None:
-                        i = wanted[sample.seq.request_id]
-                        yield StreamOutput(i, sample.seq.index, text, token_ids, reason)
-                live = going
-                if live:
-                    engine.unclaimed += engine.step()
+                requests.append(self.engine.add_stream(prompt, p))
+            while True:
+                for i, request in enumerate(requests):
+                    yield from request.read_stream(i)
+                if all(request.stream_ended for request in requests):
+                    return
+                self.engine.advance()
         finally:
-            for request_id in ids:
-                engine.abort_request(request_id)
+            for request in requests:
+                self.engine.abort_request(request.request_id)
 
     def chat(
         self,
@@ -205,9 +195,65 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
 
+def make_engine(model: str, config: EngineConfig) -> LLMEngine:
+    """Load a checkpoint and build its engine."""
+    directory = find_checkpoint(model, config.revision, weights=config.load_format != "dummy")
+    model_config = ModelConfig.from_file(config_file(directory))
+    longest, window = model_config.max_position_embeddings, model_config.sliding_window
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "
+            f"at most {longest}"
+        )
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        home = directory
+        if config.tokenizer is not None:
+            home = find_checkpoint(config.tokenizer, weights=False)
+        tokenizer = load_tokenizer(home)
+    if window is not None and max_model_len > window:
+        raise ValueError(
+            f"{directory.name} attends over a sliding window of {window} tokens, which is not "
+            f"supported; set max_model_len={window} or less to run it within one window"
+        )
+    defaults = GenerationDefaults.from_directory(directory)
+    eos_token_ids = defaults.eos_token_ids
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos_token_ids |= {tokenizer.eos_token_id}
+    runner = ModelRunner(config, model_config, directory, max_model_len)
+    num_tokens = runner.num_blocks * config.kvcache_block_size
+    size = (runner.num_blocks + 1) * runner.block_bytes(config.kvcache_block_size)
+    logger.info(
+        f"{directory.name} on {runner.device} in {str(runner.dtype).removeprefix('torch.')}: "
+        f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
+        f"{num_tokens:,} tokens ({size / 2**20:,.0f} MiB)"
+    )
+    inputs = InputProcessor(
+        tokenizer,
+        model_config.vocab_size,
+        max_model_len,
+        eos_token_ids,
+        SamplingParams(**defaults.sampling),
+        config.seed,
+    )
+    return LLMEngine(config, runner, inputs)
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    if not any((directory / name).is_file() for name in names):
+        raise ValueError(
+            f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
+            "skip_tokenizer_init=True to work with token ids"
+        )
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+
+
 def show_log() -> None:
-    """Print this package's log (one line at start) to stderr, unless the program logs by itself."""
-    logger = logging.getLogger("nanovllm")
+    """Print this package's log to stderr, unless the program configures logging itself."""
     if logger.handlers or logger.level != logging.NOTSET:
         return
     handler = logging.StreamHandler()
@@ -216,11 +262,11 @@ def show_log() -> None:
     logger.setLevel(logging.INFO)
 
 
-def paired(
+def pair_up(
     prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
 ) -> tuple[list[Prompt], list[SamplingParams | None]]:
-    """As many parameters as prompts; one for all is repeated."""
+    """Return as many parameters as prompts; a single SamplingParams is repeated."""
     items = as_list(prompts)
     if isinstance(sampling_params, list | tuple):
         params: list[SamplingParams | None] = list(sampling_params)
@@ -228,13 +274,13 @@ def paired(
         params = [cast("SamplingParams | None", sampling_params)] * len(items)
     if len(params) != len(items):
         raise ValueError(
-            f"{len(items)} prompts but {len(params)} sampling_params; give one for all, or one each"
+            f"{len(items)} prompts but {len(params)} sampling_params; give one, or one for each"
         )
     return items, params
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many -> many. A list of ints is one prompt."""
+    """Return a list of prompts. A list of ints is one prompt."""
     if isinstance(prompts, str | dict):
         return [prompts]
     if not isinstance(prompts, list | tuple):

@@ -1,6 +1,6 @@
-"""What a request gives back. Values only; the engine fills them in when the request ends.
+"""The results of requests. They are values only, made by the engine.
 
-A result reads as vLLM's (`out.outputs[0].text`) and as nano-vllm's (`out["text"]`).
+A result can be read as in vLLM (`out.outputs[0].text`) and as in nano-vllm (`out["text"]`).
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Logprob:
-    """Of one token at one place, in the distribution before temperature and every rule."""
+    """The log-probability of one token at one position, before temperature and all rules."""
 
     logprob: float  # natural logarithm
-    rank: int  # 1 is the likeliest
-    decoded_token: str | None  # None where the engine has no tokenizer
+    rank: int  # 1 is the most likely token
+    decoded_token: str | None  # None without a tokenizer
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
     index: int
-    text: str  # "" where there is no tokenizer, or detokenize=False
-    token_ids: list[int]  # with the stop token, if one ended it
-    finish_reason: str | None  # "stop" or "length"; in a stream also "abort", by abort_request
-    stop_reason: int | str | None = None  # the string or token id that ended it; None for an eos
-    logprobs: list[dict[int, Logprob]] | None = None  # one dict a token, if asked for
-    cumulative_logprob: float | None = None  # of all tokens, if logprobs were asked for
+    text: str  # "" without a tokenizer or with detokenize=False
+    token_ids: list[int]  # including the stop token, if one ended the output
+    finish_reason: str | None  # "stop" or "length"
+    stop_reason: int | str | None = None  # a string or token id; None for an end-of-sequence token
+    logprobs: list[dict[int, Logprob]] | None = None  # one dict per output token, if requested
+    cumulative_logprob: float | None = None  # sum over output tokens, if logprobs were requested
 
 
 @dataclass(frozen=True)
 class StreamOutput:
-    """What is new of one sample of one request."""
+    """What is new in one sample of one request."""
 
     request_index: int  # among the prompts of the call
     index: int  # among the samples of the prompt
     text: str
     token_ids: list[int]
-    finish_reason: str | None  # None until the last
+    finish_reason: str | None  # None until the last output; then "stop", "length" or "abort"
 
 
 @dataclass
 class RequestMetrics:
-    """Seconds on time.monotonic's clock; None for what has not happened."""
+    """Seconds on the clock of time.monotonic; None for what has not happened."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -59,16 +59,16 @@ class RequestMetrics:
 @dataclass(frozen=True)
 class RequestOutput:
     request_id: str
-    prompt: str | None  # None where token ids were given
+    prompt: str | None  # None if only token ids were given
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    num_cached_tokens: int  # prompt tokens that the prefix cache held
+    num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
     prompt_logprobs: list[dict[int, Logprob] | None] | None  # None for the first token
     metrics: RequestMetrics = field(compare=False)
 
     def __getitem__(self, key: str) -> str | list[int]:
-        """nano-vllm's form: out["text"], out["token_ids"] of the first output."""
+        """Return "text" or "token_ids" of the first output, as in nano-vllm."""
         if key == "text":
             return self.outputs[0].text
         if key == "token_ids":

@@ -1,84 +1,111 @@
-"""StepPlan: what one step does, in plain ints. The only thing that goes from scheduler to runner.
+"""The seam between the engine and the runner: plain ints in both directions.
 
-Owns: nothing; these are values. The scheduler fills them in, the runner reads them, neither changes
-one afterwards. No torch here.
+The scheduler makes a `StepPlan`; the runner executes it and returns a `StepOutput`. In vLLM they
+are `SchedulerOutput` and `ModelRunnerOutput`. A plan does not change. This module imports no torch.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-# (token id, log-probability, rank) of one place: the token that stands there, then likelier ones.
+# (token id, log-probability, rank) at one position: the token itself, then the most likely ones.
 TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
+
+# The sampler's filters in the order in which they apply, each with the value that turns it off.
+# A new one needs a field of SamplingParams, an entry here and a function in models/sampler.py; on a
+# GPU also the kernel `_threshold`.
+FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @dataclass(slots=True, frozen=True)
 class LogitRules:
-    """What few requests ask of their logits; a row without any has none of these."""
+    """Rules that change or report a row's logits, as in SamplingParams. Most rows have none."""
 
-    presence: float = 0.0
-    frequency: float = 0.0
-    repetition: float = 1.0
-    bias: tuple[tuple[int, float], ...] = ()
-    allowed: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids of each
-    min_tokens: int = 0  # before so many output tokens, none of `stops` is drawn
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids
+    # None of `stops` is sampled before there are `min_tokens` output tokens.
+    min_tokens: int = 0
     stops: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    processors: tuple[Callable[[list[int], Any], Any], ...] = ()
+    logits_processors: tuple[Callable[[list[int], Any], Any], ...] = ()
 
     @property
-    def penalizes(self) -> bool:
-        return (self.presence, self.frequency, self.repetition) != (0, 0, 1)
+    def has_penalties(self) -> bool:
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return penalties != (0, 0, 1)
 
 
 @dataclass(slots=True, frozen=True)
 class RowSampling:
-    """How one row's tokens are drawn; the part of SamplingParams that the sampler needs."""
+    """How the tokens of one row are sampled: the part of SamplingParams that the runner needs."""
 
     temperature: float  # 0 is greedy
-    top_k: int  # 0 is off
-    top_p: float  # 1 is off
-    min_p: float  # 0 is off
-    seed: int  # 64 bits; the noise is a function of (seed, position) alone
+    seed: int  # 64 bits; the random number is a function of (seed, position) alone
+    filters: tuple[float, ...] = tuple(FILTERS.values())
     rules: LogitRules | None = None
 
 
 @dataclass(slots=True)
 class Join:
-    """A sequence takes a row: everything that the runner has to know of it from now on."""
+    """A sequence takes a row. Contains all that the runner needs to know about the sequence."""
 
     row: int
-    block_table: list[int]  # blocks found or shared; all others come as StepPlan.new_blocks
+    block_table: list[int]
     sampling: RowSampling
-    # For rows with rules: the tokens known so far, which the rules look at.
+    # The known tokens. They are set only for rows with rules, which depend on them.
     prompt: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Known tokens of one row that this step computes: a prompt, a part of one, or a resumption."""
+    """Known tokens of one row that this step computes, of a prompt or of a resumed sequence."""
 
     row: int
-    start: int  # position of token_ids[0]; everything before it has its KV in the cache
+    start: int  # position of token_ids[0]; the KV of all positions before it is in the cache
     token_ids: list[int]
-    sample: bool  # true if this chunk reaches the row's last token, so that a new one is drawn
-    # Where prompt log-probabilities are asked for: the prompt tokens that follow those of the chunk.
-    targets: list[int] = field(default_factory=list)
+    sample: bool  # whether the chunk ends with the row's last token, so that the next is sampled
+    # The prompt tokens that follow each token of the chunk, if prompt_logprobs are requested.
+    logprob_targets: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. Tokens are drawn for the chunks with `sample`, in order, then for `decode_rows`."""
+    """One step. One token is sampled for each chunk with `sample`, then for each decode row."""
 
     joins: list[Join] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # row, index, block
-    # Copy the KV of these blocks, (from, to), before anything is computed: all reads before any write.
+    # (row, index in the block table, block) for rows that joined in an earlier step.
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    # (source, target): copied before anything is computed, and every read precedes every write.
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    # Rows that compute the one token which the runner drew for them last. It may be known to the
-    # runner alone: it never has to come back to the host to be computed.
+    # Rows that compute the token that was sampled for them last. Only the runner may know it yet,
+    # because a sampled token need not return to the host before it is computed.
     decode_rows: list[int] = field(default_factory=list)
-    num_tokens: int = 0  # computed by this step, at most the token budget
+    num_tokens: int = 0  # computed by this step; at most the token budget
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step sampled."""
+
+    wait: Callable[[], list[int]]  # returns the token ids in plan order when they reach the host
+    # Index among the sampled tokens -> its log-probabilities, for the rows that request them.
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    # Index of the chunk -> the log-probabilities of each of its `logprob_targets`.
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """What the engine needs from a runner. ModelRunner and the tests' fake runner implement it."""
+
+    num_blocks: int  # KV blocks for requests; the null block is not counted
+    is_async: bool  # whether the device works while the host plans the next step
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Execute one step. It may return before the device has finished."""

@@ -8,11 +8,13 @@ computes the same hash from the tokens alone, with no engine. No torch, no conft
 import random
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
 from types import ModuleType
 
 from xxhash import xxh64_intdigest
 
 from nanovllm.engine import block_manager, scheduler
+from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import RowSampling, StepPlan
 
@@ -31,6 +33,33 @@ def answer(prompt: list[int], max_length: int, stops: frozenset[int], seed: int)
         if ids[-1] in stops:
             break
     return ids[len(prompt) :]
+
+
+def make_samples(
+    prompt: list[int],
+    max_length: int,
+    arrival: int = 0,
+    seeds: Sequence_[int] = (0,),
+    stops: frozenset[int] = frozenset(),
+) -> list[Sequence]:
+    """The samples of one request, one for each seed; the first computes the prompt."""
+    samples = [
+        Sequence(
+            request_id=str(arrival),
+            arrival=arrival,
+            token_ids=list(prompt),
+            num_prompt=len(prompt),
+            max_length=max_length,
+            stop_token_ids=stops,
+            sampling=RowSampling(1.0, seed=seed),
+            index=index,
+        )
+        for index, seed in enumerate(seeds)
+    ]
+    samples[0].forks = samples[1:]
+    for fork in samples[1:]:
+        fork.parent = samples[0]
+    return samples
 
 
 class OracleRunner:
@@ -102,7 +131,7 @@ class History:
         policy = rng.choice(("fcfs", "sjf"))
         self.scheduler = schedulers.Scheduler(self.blocks, self.max_num_seqs, self.budget, policy)
         self.runner = OracleRunner(self.num_blocks, self.size, self.max_num_seqs)
-        self.pending: deque[tuple[StepPlan, list[int]]] = deque()
+        self.pending: deque[tuple[InFlightStep, list[int]]] = deque()
         self.seqs: list[Sequence] = []
         self.arrivals = 0
         self.steps = 0
@@ -118,22 +147,9 @@ class History:
             old = rng.choice(self.seqs).token_ids
             prompt = (old[: rng.randint(1, len(old))] + prompt)[:num_prompt]
         stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.2 else ())
-        samples = [
-            Sequence(
-                request_id=str(self.arrivals),
-                arrival=self.arrivals,
-                token_ids=list(prompt),
-                num_prompt=len(prompt),
-                max_length=longest,
-                stop_token_ids=stops,
-                sampling=RowSampling(1.0, 0, 1.0, 0.0, seed=rng.randrange(4)),
-                index=index,
-            )
-            for index in range(rng.choice((1, 1, 1, 2, 4)))
-        ]
-        samples[0].forks = samples[1:]
-        for fork in samples[1:]:
-            fork.parent = samples[0]
+        count = rng.choice((1, 1, 1, 2, 4))
+        seeds = [rng.randrange(4) for _ in range(count)]
+        samples = make_samples(prompt, longest, self.arrivals, seeds, stops)
         self.arrivals += 1
         self.seqs += samples
         self.scheduler.add(samples[0])
@@ -146,10 +162,8 @@ class History:
 
     def abandon(self) -> None:
         """A step failed: nothing in flight may be relied on, so what it wrote is made unreadable."""
-        in_flight = [plan for plan, _ in self.pending]
-        plan = self.scheduler.schedule()
-        in_flight += [plan] if plan is not None else []
-        for plan in in_flight:
+        self.scheduler.schedule()
+        for plan in (step.plan for step in self.scheduler.in_flight):
             for _, target in plan.block_copies:
                 self.spoil(range(target * self.size, (target + 1) * self.size))
             for join in plan.joins:
@@ -171,16 +185,17 @@ class History:
     def step(self) -> None:
         before = self.scheduler.preemptions
         oldest = self.scheduler.running[0] if self.scheduler.running else None
-        plan = self.scheduler.schedule()
-        if plan is not None:
+        step = self.scheduler.schedule()
+        if step is not None:
+            plan = step.plan
             assert plan.num_tokens <= self.budget
             assert len(self.scheduler.running) <= self.max_num_seqs
             if self.scheduler.preemptions > before:
                 assert not plan.joins, "admitted in a step that preempted"
                 assert oldest is not None
                 assert oldest.status is Status.RUNNING, "the oldest was preempted"
-            self.pending.append((plan, self.runner.run(plan)))
-        while len(self.pending) > (self.depth if plan is not None else 0):
+            self.pending.append((step, self.runner.run(plan)))
+        while len(self.pending) > (self.depth if step is not None else 0):
             self.scheduler.commit(*self.pending.popleft())
         self.steps += 1
 
@@ -204,7 +219,7 @@ class History:
             else:
                 assert seq.output_ids == want
         assert self.blocks.num_available == self.num_blocks
-        assert sorted(self.scheduler._rows) == list(range(self.max_num_seqs))
+        assert sorted(self.scheduler._free_rows) == list(range(self.max_num_seqs))
 
     # ---- what always holds ----
 
@@ -217,15 +232,17 @@ class History:
             for index in seq.block_table:
                 owners[index] += 1
         assert [b.ref_count for b in blocks] == owners, "reference counts"
-        free, cached = self.blocks.free, self.blocks.cached
+        free, evictable = self.blocks.free, self.blocks.evictable
         owned = [i for i, n in enumerate(owners) if n]
-        assert sorted([*free, *cached, *owned]) == list(range(1, self.num_blocks + 1)), "partition"
-        assert all(blocks[i].identity for i in cached)
+        assert sorted([*free, *evictable, *owned]) == list(range(1, self.num_blocks + 1)), (
+            "partition"
+        )
+        assert all(blocks[i].identity for i in evictable)
         assert not any(blocks[i].identity for i in free)
-        published = {b.hash: b.index for b in blocks if b.identity}
-        assert published == self.blocks.index, "the index names what is published"
-        for index in published.values():
-            self.check_published(index)
+        cached = {b.hash: b.index for b in blocks if b.identity}
+        assert cached == self.blocks.index, "the index names what is cached"
+        for index in cached.values():
+            self.check_cached(index)
         for seq in self.seqs:
             assert seq.status is Status.RUNNING or not seq.block_table
             if seq.status is not Status.RUNNING:
@@ -236,12 +253,12 @@ class History:
                 have = self.runner.memory[slot]
                 assert have == (seq.token_ids[position], position), "its context was overwritten"
 
-    def check_published(self, index: int) -> None:
-        """Its content is what its hash says, and so is that of each block before it."""
+    def check_cached(self, index: int) -> None:
+        """A cached block holds the tokens that the index says."""
         block, content = self.blocks.blocks[index], self.runner.memory
         pairs = content[index * self.size : (index + 1) * self.size]
         named = memoryview(block.token_ids).cast("I").tolist()
-        assert [p[0] if p else None for p in pairs] == named, "a published block holds other tokens"
+        assert [p[0] if p else None for p in pairs] == named, "a cached block holds other tokens"
 
 
 ACTIONS: list[tuple[Callable[[History], None], int]] = [

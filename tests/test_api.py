@@ -44,7 +44,7 @@ def is_idle(engine: LLMEngine) -> bool:
         and not s.running
         and not s.num_waiting
         and s.blocks.num_available == s.blocks.num_blocks
-        and len(s._rows) == s.max_num_seqs
+        and len(s._free_rows) == s.max_num_seqs
     )
 
 
@@ -65,7 +65,9 @@ def test_forms_of_results(embedded: LLM) -> None:
     out = embedded.chat([{"role": "user", "content": "Spell cat"}], use_tqdm=False)[0]
     assert out.outputs[0].text == out["text"] == "c-a-t"
     assert out.outputs[0].token_ids == out["token_ids"]
-    assert out["token_ids"][-1] in embedded.engine.eos_token_ids  # vLLM keeps the stop token too
+    assert (
+        out["token_ids"][-1] in embedded.engine.inputs.eos_token_ids
+    )  # vLLM keeps the stop token too
     assert out.finished
     assert (out.outputs[0].index, out.outputs[0].finish_reason) == (0, "stop")
     assert out.outputs[0].stop_reason is None
@@ -109,13 +111,14 @@ def test_stops(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
     out = llm.generate([7, 7], params, use_tqdm=False)[0].outputs[0]
     assert (out.token_ids, out.finish_reason, out.stop_reason) == (tokens[: at + 1], "stop", stop)
-    llm.engine.eos_token_ids, before = frozenset({stop, VOCAB - 1}), llm.engine.eos_token_ids
+    engine, before = llm.engine, llm.engine.inputs.eos_token_ids
+    engine.inputs.eos_token_ids = engine.outputs.eos_token_ids = frozenset({stop, VOCAB - 1})
     try:
         short, full = llm.generate(
             [[7, 7]] * 2, [SamplingParams(temperature=0, max_tokens=30), free], use_tqdm=False
         )
     finally:
-        llm.engine.eos_token_ids = before
+        engine.inputs.eos_token_ids = engine.outputs.eos_token_ids = before
     assert (short["token_ids"], short.outputs[0].stop_reason) == (tokens[: at + 1], None)
     assert full["token_ids"] == tokens
 
@@ -163,7 +166,7 @@ def test_manual_loop_and_abort(path: Path, asynchronous: bool) -> None:
 def test_ctrl_c(path: Path, asynchronous: bool) -> None:
     """One press ends after the step, whenever it comes; a second one ends within it."""
     llm = random_llm(path, async_scheduling=asynchronous)
-    forward, calls = llm.engine.runner.forward, 0
+    run, calls = llm.engine.runner.run, 0
     presses = 1
 
     def pressed(plan):
@@ -172,19 +175,19 @@ def test_ctrl_c(path: Path, asynchronous: bool) -> None:
         if calls == 3:
             for _ in range(presses):
                 signal.raise_signal(signal.SIGINT)
-        return forward(plan)
+        return run(plan)
 
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     want = llm.generate([[5, 6], [7]], params, use_tqdm=False)
     for presses in (1, 2):
         calls = 0
-        llm.engine.runner.forward = pressed
+        llm.engine.runner.run = pressed
         with pytest.raises(KeyboardInterrupt):
             llm.generate([[i] * 9 for i in range(1, 9)], params, use_tqdm=False)
         assert calls == 3
         assert is_idle(llm.engine)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        llm.engine.runner.forward = forward
+        llm.engine.runner.run = run
         again = llm.generate([[5, 6], [7]], params, use_tqdm=False)
         assert [o["token_ids"] for o in again] == [o["token_ids"] for o in want]
 
@@ -211,7 +214,7 @@ def test_generate_in_another_thread(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("where", ["forward", "sample"])
+@pytest.mark.parametrize("where", ["run", "sample"])
 def test_engine_survives_a_failing_step(path: Path, asynchronous: bool, where: str) -> None:
     """What the failed step promised is taken back; the same requests then finish, unchanged."""
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -246,16 +249,16 @@ def test_engine_survives_a_failing_step(path: Path, asynchronous: bool, where: s
 
 def test_failure_in_generate_leaves_no_request(path: Path) -> None:
     llm = random_llm(path)
-    forward = llm.engine.runner.forward
+    run = llm.engine.runner.run
 
     def broken(plan):
         raise RuntimeError("device lost")
 
-    llm.engine.runner.forward = broken
+    llm.engine.runner.run = broken
     with pytest.raises(RuntimeError, match="device lost"):
         llm.generate([[1], [2]], GREEDY, use_tqdm=False)
     assert is_idle(llm.engine)
-    llm.engine.runner.forward = forward
+    llm.engine.runner.run = run
     assert len(llm.generate([[1], [2]], GREEDY, use_tqdm=False)) == 2
 
 
@@ -362,7 +365,7 @@ def test_ctrl_c_in_a_manual_loop_loses_nothing(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     want = [o["token_ids"] for o in random_llm(path).generate([[1], [2]], params, use_tqdm=False)]
     for owner, name in (
-        ("blocks", "append"),
+        ("blocks", "append_block"),
         ("scheduler", "_plan_chunk"),
         ("scheduler", "commit"),
     ):

@@ -1,6 +1,5 @@
 """The backends of a CPU: against plain attention over contiguous tensors, and never reading too much."""
 
-import random
 from itertools import takewhile
 from typing import Any
 
@@ -11,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.attention.sdpa import MAX_PADDING, SdpaAttention, rectangles
-from nanovllm.config import ModelConfig
-from nanovllm.runner.batch import ForwardBatch
+from nanovllm.batch import ForwardBatch
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.config import ModelConfig
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.attention.numba import NumbaAttention  # noqa: E402
-from nanovllm.kernels import cpu  # noqa: E402
+from nanovllm.cpu import kernels as cpu  # noqa: E402
+from nanovllm.cpu.attention import NumbaAttention  # noqa: E402
 
 NAN = float("nan")
 
@@ -41,23 +40,23 @@ def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.
     return torch.einsum("hql,lhd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
 
 
-BACKENDS = [SdpaAttention, NumbaAttention]
+BACKENDS = [PlainAttention, NumbaAttention]
 heads_strategy = st.sampled_from([(4, 2), (8, 1), (3, 3), (6, 2)])
 
 
 def make(
-    make_backend: type[SdpaAttention] | type[NumbaAttention],
+    make_backend: type[PlainAttention] | type[NumbaAttention],
     heads: tuple[int, int],
     num_blocks: int,
     block_size: int,
     dtype: torch.dtype = torch.float32,
     dim: int = 8,
-) -> SdpaAttention | NumbaAttention:
+) -> PlainAttention | NumbaAttention:
     return make_backend(config(*heads, dim), num_blocks, block_size, dtype, torch.device("cpu"))
 
 
 def compare(
-    make_backend: type[SdpaAttention] | type[NumbaAttention],
+    make_backend: type[PlainAttention] | type[NumbaAttention],
     lengths: list[tuple[int, int]],
     block_size: int,
     heads: tuple[int, int],
@@ -102,21 +101,25 @@ def compare(
     batch = ForwardBatch(
         input_ids=torch.zeros(total, dtype=torch.int64),
         positions=torch.cat(positions),
-        slots=torch.cat(slots),
-        query_start=torch.cat((torch.zeros(1, dtype=torch.int64), queries.cumsum(0))).int(),
+        slot_mapping=torch.cat(slots),
+        query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), queries.cumsum(0))).int(),
         context_lens=torch.tensor(contexts),
         block_tables=tables,
-        logit_rows=queries.cumsum(0) - 1,
+        logits_indices=queries.cumsum(0) - 1,
         num_decodes=len(list(takewhile(lambda item: item[0] == 1, reversed(lengths)))),
     )
     q = torch.randn(total, num_heads, dim).to(dtype)
     k_new = torch.cat([k[past:] for k, (_, past) in zip(ks, lengths, strict=True)])
     v_new = torch.cat([v[past:] for v, (_, past) in zip(vs, lengths, strict=True)])
     backend.prepare(batch)
-    ones = torch.ones(total, 1, dim, dtype=dtype)  # the cosine of no turn at all
-    got = backend.attend(
-        0, torch.cat((q, k_new, v_new), dim=1).flatten(1), None, None, ones, ones - 1, batch
-    ).view(q.shape)
+    if make_backend is PlainAttention:
+        backend.store(0, k_new, v_new, batch)
+        got = backend.attend(0, q, batch).view(q.shape)
+    else:
+        ones = torch.ones(total, 1, dim, dtype=dtype)  # the cosine of no rotation
+        qkv = torch.cat((q, k_new, v_new), dim=1).flatten(1)
+        rotated = backend.norm_rope_store(0, qkv, None, (ones, ones - 1), batch)
+        got = backend.attend(0, rotated, batch).view(q.shape)
     start, tolerance = 0, {"atol": 0.01, "rtol": 0.016}
     if dtype == torch.float32:
         tolerance = {"atol": 2e-5, "rtol": 1e-5}
@@ -165,20 +168,20 @@ def test_decodes_in_bfloat16(
 
 
 def test_what_the_matrix_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_tiles(heads: tuple[int, int], size: int, dim: int, dtype: torch.dtype) -> bool | None:
+    def use_amx(heads: tuple[int, int], size: int, dim: int, dtype: torch.dtype) -> bool | None:
         backend = make(NumbaAttention, heads, 2, size, dtype, dim)
         assert isinstance(backend, NumbaAttention)
-        return backend.in_tiles
+        return backend.use_amx
 
     fits = ((8, 1), 16, 32, torch.bfloat16)
-    assert in_tiles(*fits) is (cpu.has_matrix_units() or None)
+    assert use_amx(*fits) is (cpu.has_amx() or None)
     for other in (
         ((9, 1), *fits[1:]), (fits[0], 24, *fits[2:]), (*fits[:2], 48, fits[3]),
         (*fits[:3], torch.float32),
     ):  # fmt: skip
-        assert in_tiles(*other) is None
-    monkeypatch.setattr(cpu, "has_matrix_units", lambda: False)
-    assert in_tiles(*fits) is None
+        assert use_amx(*other) is None
+    monkeypatch.setattr(cpu, "has_amx", lambda: False)
+    assert use_amx(*fits) is None
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)])
@@ -203,10 +206,10 @@ def test_a_prefix_and_the_rest_in_bfloat16() -> None:
 
 def prefixes(step: Any, block_size: int, kv_heads: int) -> dict[int, int]:
     """Tokens of the step that read a prefix with others -> its length. None reads two."""
-    packs = step.reads.prefixes
+    packs = step.work.prefixes
     read = [
         (int(token), int(length))
-        for tokens, lengths in zip(packs.queries, packs.contexts, strict=True)
+        for tokens, lengths in zip(packs.queries, packs.context_lens, strict=True)
         for token, length in zip(tokens, lengths, strict=True)
         if token >= 0
     ]
@@ -218,7 +221,7 @@ def prefixes(step: Any, block_size: int, kv_heads: int) -> dict[int, int]:
 
 def alone(step: Any) -> int:
     """How many tokens of the step read tokens of their own."""
-    return int((step.reads.own.queries >= 0).sum())
+    return int((step.work.own.queries >= 0).sum())
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
@@ -249,8 +252,10 @@ def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
     assert len(step.prefixes) == 1
     assert prefixes(step, block_size, 2) == dict.fromkeys(range(400, 400 + 20 + 33 + 60), 320)
     assert alone(step) == 20 + 33 + 60 + 1
-    assert step.reads.own.tables.shape[1] == -(-60 // block_size)
-    assert sorted(group.queries for group in step.groups) == [8, 9, 65, 400]
+    assert step.work.own.block_tables.shape[1] == -(-60 // block_size)
+    lengths = [c.tokens.stop - c.tokens.start for c in step.chunks]
+    assert sorted(lengths) == [8, 9, 65]
+    assert [tokens for tokens, _ in step.prompts] == [slice(0, 400)]
 
 
 @pytest.mark.parametrize("heads", [(2, 1), (8, 1)])
@@ -262,6 +267,16 @@ def test_who_reads_a_long_prefix(heads: tuple[int, int], count: int) -> None:
     read = prefixes(step, 16, 1)
     assert len(step.prefixes) == (count > 64)
     assert read == ({} if heads == (8, 1) and count == 64 else dict.fromkeys(range(count), 320))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_copies_read_before_they_write(backend: Any) -> None:
+    made = make(backend, (4, 2), 6, 16)
+    made.cache.normal_()
+    before = made.cache.clone()
+    made.copy_blocks([(1, 2), (2, 3), (4, 1)])
+    for source, target in ((1, 2), (2, 3), (4, 1), (4, 4), (5, 5)):
+        assert torch.equal(made.cache[:, :, target], before[:, :, source])
 
 
 def test_the_cache_begins_with_a_page() -> None:
@@ -280,16 +295,6 @@ def test_threads_share_the_work() -> None:
             assert numba.get_num_threads() == min(threads, numba.config.NUMBA_NUM_THREADS)
     finally:
         torch.set_num_threads(before)
-
-
-def test_prompts_are_few_calls() -> None:
-    """Chunks of one length behind contexts of many: rectangles, padded by little."""
-    rng = random.Random(0)
-    items = sorted((32, 32 + rng.randint(1, 1000), 0, i) for i in range(256))
-    groups = rectangles(items)
-    assert len(groups) < 40
-    read = sum(len(g) * max(context for _, context, *_ in g) for g in groups)
-    assert read <= MAX_PADDING * sum(context for _, context, *_ in items)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"kvcache_block_size": 3}])

@@ -122,8 +122,8 @@ def still_serves(llm: LLM) -> None:
 
 
 REQUESTS = [
-    ({"logprobs": VOCAB + 1}, f"more than the {VOCAB} tokens"),
-    ({"prompt_logprobs": VOCAB + 1}, f"more than the {VOCAB} tokens"),
+    ({"logprobs": VOCAB + 1}, f"more than the vocabulary of {VOCAB} tokens"),
+    ({"prompt_logprobs": VOCAB + 1}, f"more than the vocabulary of {VOCAB} tokens"),
     ({"allowed_token_ids": [VOCAB]}, f"token id {VOCAB}"),
     ({"logit_bias": {VOCAB: 1.0}}, f"token id {VOCAB}"),
     ({"stop": "x"}, "need a tokenizer"),
@@ -349,7 +349,7 @@ def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         random_llm(empty)
     (empty / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
-    with pytest.raises(ValueError, match=r"not there: x\.safetensors"):
+    with pytest.raises(ValueError, match=r"missing files: x\.safetensors"):
         random_llm(empty)
 
 
@@ -363,5 +363,5 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with pytest.raises(ValueError, match=r"no route to host.*HF_ENDPOINT.*HF_HOME"):
         LLM("Qwen/Qwen3-0.6B")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="no valid hub id"):
+    with pytest.raises(ValueError, match="not a valid hub id"):
         LLM("what is/this?")

@@ -3,9 +3,7 @@
 A failing history prints its seed: `run_history(seed)` repeats it.
 """
 
-import inspect
 import random
-import types
 
 import pytest
 from hypothesis import settings
@@ -16,39 +14,46 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
-from oracle import ALPHABET, History, OracleRunner, run_history
+from mutants import MUTANTS, apply
+from oracle import ALPHABET, History, OracleRunner, answer, make_samples, run_history
 
 from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import RowSampling, StepPlan
+from nanovllm.plan import StepPlan
 
-HISTORIES = 20_000
+HISTORIES, SLOW = 20_000, pytest.mark.slow
 MACHINE = settings(max_examples=400, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_random_histories(part: int) -> None:
+PARTS = [range(500), range(500, 5000), *(range(i, i + 5000) for i in range(5000, HISTORIES, 5000))]
+
+
+@pytest.mark.parametrize("seeds", [PARTS[0], *(pytest.param(p, marks=SLOW) for p in PARTS[1:])])
+def test_random_histories(seeds: range) -> None:
     preemptions = evictions = 0
-    for seed in range(part * HISTORIES // 4, (part + 1) * HISTORIES // 4):
+    for seed in seeds:
         history = run_history(seed)
         preemptions += history.scheduler.preemptions
         evictions += history.blocks.evictions
-    assert preemptions > HISTORIES // 4  # else the pools were too large to prove anything
-    assert evictions > HISTORIES // 4
+    assert preemptions > len(seeds)  # else the pools were too large to prove anything
+    assert evictions > len(seeds)
 
 
-def test_row_buffers_build_what_the_plan_says() -> None:
+@pytest.mark.slow
+def test_rows_build_what_the_plan_says() -> None:
     """The runner's own batches beside the oracle's reading of the same plans, over 1,500 histories."""
     import numpy as np
     import torch
 
-    from nanovllm.runner.batch import RowBuffers
+    from nanovllm.runner.rows import Rows
 
     class Both(OracleRunner):
         def run(self, plan: StepPlan) -> list[int]:
-            self.buffers.apply(plan)
-            batch, sampling = self.buffers.build(plan)
+            self.rows.apply(plan)
+            step = self.rows.build(plan)
+            batch, sampling = step.forward, step.sampling
             positions = list(self.positions)
             drawn = super().run(plan)
             work = [(c.row, c.start, c.token_ids, c.sample) for c in plan.chunks]
@@ -58,17 +63,17 @@ def test_row_buffers_build_what_the_plan_says() -> None:
             assert batch.input_ids.tolist() == ids
             at = [(row, start + i) for row, start, tokens, _ in work for i in range(len(tokens))]
             assert batch.positions.tolist() == [p for _, p in at]
-            assert batch.slots.tolist() == [self.slot(row, p) for row, p in at]
+            assert batch.slot_mapping.tolist() == [self.slot(row, p) for row, p in at]
             ends = np.cumsum([len(tokens) for _, _, tokens, _ in work])
-            assert batch.query_start.tolist() == [0, *ends]
+            assert batch.query_start_loc.tolist() == [0, *ends]
             assert batch.context_lens.tolist() == [start + len(t) for _, start, t, _ in work]
             draws = [
                 (e - 1, r, s + len(t)) for e, (r, s, t, d) in zip(ends, work, strict=True) if d
             ]
-            assert batch.logit_rows.tolist() == [e for e, _, _ in draws]
+            assert batch.logits_indices.tolist() == [e for e, _, _ in draws]
             assert sampling.seeds.tolist() == [self.seeds[row] for _, row, _ in draws]
             assert sampling.positions.tolist() == [p for _, _, p in draws]
-            self.buffers.drawn(torch.tensor(drawn, dtype=torch.int64))
+            self.rows.last_tokens[step.sampling_rows] = torch.tensor(drawn, dtype=torch.int64)
             self.before = list(self.last)
             return drawn
 
@@ -76,9 +81,7 @@ def test_row_buffers_build_what_the_plan_says() -> None:
         history = History(random.Random(seed))
         runner = Both(history.num_blocks, history.size, history.max_num_seqs)
         runner.before = [0] * history.max_num_seqs
-        runner.buffers = RowBuffers(
-            history.max_num_seqs, 40, history.size, ALPHABET, torch.device("cpu")
-        )
+        runner.rows = Rows(history.max_num_seqs, 40, history.size, ALPHABET, torch.device("cpu"))
         history.runner = runner
         for _ in range(40):
             history.rng.choice((History.step, History.step, History.add, History.abort))(history)
@@ -87,164 +90,75 @@ def test_row_buffers_build_what_the_plan_says() -> None:
 
 # ---- mutants: one-line faults, each of which the histories must catch ----
 
-MUTANTS = {
-    "a reference is not counted": (
-        block_manager,
-        "            block.ref_count += 1\n",
-        "            pass\n",
-    ),
-    "an adopted block stays evictable": (
-        block_manager,
-        "                del self.cached[index]\n",
-        "                pass\n",
-    ),
-    "a stale hash is kept when a block is reused": (
-        block_manager,
-        "            self._unpublish(self.blocks[index])\n            self.evictions",
-        "            self.evictions",
-    ),
-    "the parent is not checked": (block_manager, "block.parent == parent and ", ""),
-    "the tokens are not compared": (
-        block_manager,
-        " and block.token_ids == self._tokens(seq, i)",
-        "",
-    ),
-    "a match goes to the very end": (
-        block_manager,
-        "range((len(seq.token_ids) - 1) // self.block_size)",
-        "range(len(seq.token_ids) // self.block_size)",
-    ),
-    "a block is published before it is full": (
-        block_manager,
-        "full = min(seq.num_computed, len(seq.token_ids)) // self.block_size",
-        "full = -(-min(seq.num_computed, len(seq.token_ids)) // self.block_size)",
-    ),
-    "a block is published before it is computed": (
-        block_manager,
-        "full = min(seq.num_computed, len(seq.token_ids)) // self.block_size",
-        "full = min(len(seq.block_table) * self.block_size, len(seq.token_ids)) // self.block_size",
-    ),
-    "a shared block is written in place": (
-        block_manager,
-        "if old.ref_count == 1 and not old.identity:",
-        "if True:",
-    ),
-    "a published block is written in place": (
-        block_manager,
-        "if old.ref_count == 1 and not old.identity:",
-        "if old.ref_count == 1:",
-    ),
-    "a block is appended one token late": (
-        scheduler,
-        "seq.num_computed == len(seq.block_table) * size",
-        "seq.num_computed == len(seq.block_table) * size + 1",
-    ),
-    "a block is appended one token early": (
-        scheduler,
-        "seq.num_computed == len(seq.block_table) * size",
-        "seq.num_computed + 1 == len(seq.block_table) * size",
-    ),
-    "a copy is not planned": (scheduler, "plan.block_copies.append(copy)", "pass"),
-    "the copied block is not reported": (
-        scheduler,
-        "                plan.new_blocks.append((seq.row, seq.num_computed // blocks.block_size, copy[1]))\n",
-        "",
-    ),
-    "a fork copies what is not written yet": (
-        scheduler,
-        "and parent.last_chunk < self.num_plans",
-        "and True",
-    ),
-    "the first to come gives way": (
-        scheduler,
-        "self._preempt(self.running[-1])",
-        "self._preempt(self.running[0])",
-    ),
-    "a victim's tokens are lost": (
-        scheduler,
-        "        promised = seq.num_tokens\n",
-        "        promised = seq.num_tokens\n        del seq.token_ids[seq.num_prompt :]\n",
-    ),
-    "admission in a step that preempted": (scheduler, "and not preempted", ""),
-    "a row is not given back": (
-        scheduler,
-        "            self._rows.append(seq.row)\n",
-        "",
-    ),
-    "a token drawn too late is kept": (
-        scheduler,
-        "            if seq.status is Status.FINISHED:\n                continue  # found",
-        "            if False:\n                continue  # found",
-    ),
-    "the budget is not spent": (scheduler, "                budget -= 1\n", ""),
-    "an abandoned plan's blocks stay published": (
-        scheduler,
-        "            seq.num_tokens = len(seq.token_ids)\n        self.blocks.reset_prefix_cache()",
-        "            seq.num_tokens = len(seq.token_ids)",
-    ),
-    "max_length is passed by one": (
-        scheduler,
-        "len(ids) >= seq.max_length",
-        "len(ids) > seq.max_length",
-    ),
-    "a resumed chunk starts one token late": (
-        scheduler,
-        "seq.token_ids[start:end], sample=last",
-        "seq.token_ids[start + 1 : end + 1], sample=last",
-    ),
-}
 
-
-def mutate(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
-    source = inspect.getsource(module)
-    assert source.count(old) == 1, f"the mutant's line is there {source.count(old)} times"
-    mutant = types.ModuleType("mutant")
-    mutant.__dict__["__name__"] = module.__name__  # dataclasses look their module up by name
-    exec(compile(source.replace(old, new), "<mutant>", "exec"), mutant.__dict__)
-    return mutant
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name: str) -> None:
-    module, old, new = MUTANTS[name]
-    mutant = mutate(module, old, new)
+    module, mutant = MUTANTS[name].module, apply(MUTANTS[name])
     chosen = {"managers" if module is block_manager else "schedulers": mutant}
     for seed in range(HISTORIES // 10):  # a part of what the suite runs
         try:
             run_history(seed, **chosen)
         except AssertionError:
             return
-    assert module is block_manager, f"no history noticed that {name}"
+    checks = {
+        block_manager: (check_cached_tail, "BlockManager"),
+        scheduler: (check_late_copy, "Scheduler"),
+    }
+    check, class_name = checks[module]
     with pytest.raises(AssertionError):
-        check_published_tail(mutant.BlockManager)
+        check(getattr(mutant, class_name))
 
 
 def plain_sequence(token_ids: list[int]) -> Sequence:
-    sampling = RowSampling(0, 0, 1, 0, 0)
-    return Sequence("", 0, token_ids, len(token_ids), 99, frozenset(), sampling)
+    return make_samples(token_ids, 99)[0]
 
 
-def check_published_tail(manager: type[BlockManager]) -> None:
+def check_cached_tail(manager: type[BlockManager]) -> None:
     """A fork whose parent is gone owns its tail alone, but others can still find the parent's
     tokens there. No history comes by here: a fork writes while its parent runs; a beam would.
     """
     blocks = manager(4, 4)
     parent = plain_sequence([1, 2, 3, 4])
-    blocks.append(parent)
+    blocks.append_block(parent)
     parent.num_computed = 4
-    blocks.publish(parent)
+    blocks.cache_full_blocks(parent)
     child = plain_sequence([1, 2])
     blocks.fork(parent, child, 2)
     blocks.release(parent)
     shared = child.block_table[0]
-    copy = blocks.own_tail(child)
+    copy = blocks.copy_on_write(child)
     assert copy == (shared, child.block_table[0])
-    assert shared in blocks.cached
+    assert shared in blocks.evictable
     assert blocks.match(plain_sequence([1, 2, 3, 4, 5])) == [shared]
 
 
-def test_published_tail() -> None:
-    check_published_tail(BlockManager)
+def test_cached_tail() -> None:
+    check_cached_tail(BlockManager)
+
+
+def check_late_copy(make_scheduler: type[Scheduler]) -> None:
+    """A running sequence copies a block that another shares, and the runner is told which it writes.
+    No history comes by here either: the samples of a request copy as soon as they are admitted.
+    """
+    blocks, runner = BlockManager(9, 4), OracleRunner(9, 4, 2)
+    planner = make_scheduler(blocks, 2, 99)
+    seq, other = plain_sequence([1, 2, 0, 1, 2, 0]), plain_sequence([1, 2, 0, 1, 2])
+    seq.max_length = 9
+    planner.add(seq)
+    for _ in range(3):
+        step = planner.schedule()
+        assert step is not None
+        planner.commit(step, runner.run(step.plan))
+        if not other.block_table:
+            blocks.fork(seq, other, 5)
+            shared = other.block_table[1]
+    assert runner.tables[0][1] != shared
+    assert seq.output_ids == answer([1, 2, 0, 1, 2, 0], 9, frozenset(), 0)
+
+
+def test_late_copy() -> None:
+    check_late_copy(Scheduler)
 
 
 # ---- hypothesis drives the same histories, and shrinks what it finds ----
@@ -299,14 +213,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seq = plain_sequence(tokens)
         matched = self.blocks.match(seq)
         lacking = self.blocks.num_needed(seq, len(tokens)) - len(matched)
-        if lacking + self.blocks.num_idle(matched) > self.blocks.num_available:
+        if lacking + self.blocks.num_evictable(matched) > self.blocks.num_available:
             return
-        self.blocks.adopt(seq, matched)
+        self.blocks.share(seq, matched)
         assert seq.num_computed < len(tokens)
         held = [t for i in matched for t in self.content[i]]
         assert held == tokens[: seq.num_computed], "a match holds other tokens"
         for _ in range(lacking):
-            self.blocks.append(seq)
+            self.blocks.append_block(seq)
         self.write(seq, len(tokens))
         self.live.append(seq)
 
@@ -315,10 +229,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for position in range(seq.num_computed, upto):
             block = seq.block_table[position // size]
             assert self.blocks.blocks[block].ref_count == 1
-            assert not self.blocks.blocks[block].identity, "a published block is written"
+            assert not self.blocks.blocks[block].identity, "a cached block is written"
             self.content[block][position % size] = seq.token_ids[position]
         seq.num_computed = upto
-        self.blocks.publish(seq)
+        self.blocks.cache_full_blocks(seq)
 
     @rule(pick=st.integers(0, 99), token=st.integers(0, ALPHABET - 1))
     def grow(self, pick: int, token: int) -> None:
@@ -327,12 +241,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seq = self.live[pick % len(self.live)]
         if self.blocks.num_needed(seq, seq.num_computed + 1) > self.blocks.num_available:
             return
-        if seq.shares_tail:
-            copy = self.blocks.own_tail(seq)
+        if seq.needs_copy_on_write:
+            copy = self.blocks.copy_on_write(seq)
             if copy is not None:
                 self.content[copy[1]] = list(self.content[copy[0]])
         for _ in range(self.blocks.num_needed(seq, seq.num_computed + 1)):
-            self.blocks.append(seq)
+            self.blocks.append_block(seq)
         seq.token_ids.append(token)
         self.write(seq, seq.num_computed + 1)
 
@@ -369,7 +283,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert held[: seq.num_computed] == seq.token_ids[: seq.num_computed]
         assert [b.ref_count for b in blocks.blocks] == owners
         owned = [i for i, n in enumerate(owners) if n]
-        assert sorted([*blocks.free, *blocks.cached, *owned]) == list(
+        assert sorted([*blocks.free, *blocks.evictable, *owned]) == list(
             range(1, blocks.num_blocks + 1)
         )
         assert {b.hash: b.index for b in blocks.blocks if b.identity} == blocks.index
@@ -379,7 +293,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert len(named) == size
 
 
-TestScheduler = SchedulerMachine.TestCase
+TestScheduler = pytest.mark.slow(SchedulerMachine.TestCase)
 TestScheduler.settings = MACHINE
-TestBlockManager = BlockManagerMachine.TestCase
+TestBlockManager = pytest.mark.slow(BlockManagerMachine.TestCase)
 TestBlockManager.settings = MACHINE

@@ -12,16 +12,15 @@ import torch
 from conftest import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.activation import silu_and_mul
-from nanovllm.layers.norm import add_rms_norm
-from nanovllm.layers.rotary import RotaryEmbedding, norm_and_rotate
-from nanovllm.runner import sampler
-from nanovllm.runner.batch import SamplingBatch
+from nanovllm.batch import SamplingBatch
+from nanovllm.models import sampler
+from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.kernels import cpu  # noqa: E402
-from nanovllm.models.compiled import CompiledLayers  # noqa: E402
+from nanovllm.cpu import kernels as cpu  # noqa: E402
+from nanovllm.cpu import sampler as cpu_sampler  # noqa: E402
+from nanovllm.cpu.layers import CompiledLayers  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -30,7 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def rounded(x, like):
     out = np.empty(len(x), np.uint16)
     for i in range(len(x)):
-        out[i] = cpu.narrow(x[i], like)
+        out[i] = cpu.from_float32(x[i], like)
     return out
 
 
@@ -38,7 +37,7 @@ def rounded(x, like):
 def widened(x):
     out = np.empty(len(x), np.float32)
     for i in range(len(x)):
-        out[i] = cpu.wide(x[i])
+        out[i] = cpu.to_float32(x[i])
     return out
 
 
@@ -81,7 +80,7 @@ def test_between_the_products(
     dtype: torch.dtype, few: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one thread and on all; a NaN stays in its row."""
-    monkeypatch.setattr(cpu, "FEW", few)
+    monkeypatch.setattr(cpu, "SERIAL_ELEMENTS", few)
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*s).to(dtype) for s in ((rows, 40), (rows, 40), (40,)))
     if rows > 1:
@@ -111,16 +110,19 @@ def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
     cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8])))
     cache = torch.full((2, 6, kv_heads, size, dim), 7.0, dtype=dtype)
     slots = np.array([4, 9, 3, 17, 11])
-    q, k, v = norm_and_rotate(qkv.clone(), kv_heads, dim, *weights, eps, cos, sin)
+    q, k, v = qkv.clone().view(rows, -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    if normed:
+        q, k = rms_norm(q, weights[0], eps), rms_norm(k, weights[1], eps)
+    q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
     arguments = (
         qkv.data_ptr(), *(0 if w is None else w.data_ptr() for w in weights), cos.data_ptr(),
         sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, tuple(cache.shape[1:]),
-        heads, eps, cpu.LIKE[dtype],
+        heads, eps, cpu.DTYPE_EXAMPLE[dtype],
     )  # fmt: skip
     if threads:
-        cpu.turn_and_store(*arguments, threads)
+        cpu.norm_rope_store(*arguments, threads)
     else:
-        cpu.turn_and_store_rows(*arguments, 0, rows)
+        cpu.norm_rope_store_rows(*arguments, 0, rows)
     # torch rounds each product to bfloat16, the kernel the sum alone
     near = (
         {"atol": 0.01, "rtol": 0.016} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
@@ -135,11 +137,7 @@ def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
 
 
 def sampling(rows: int, temperature: torch.Tensor) -> SamplingBatch:
-    row = torch.ones(rows)
-    return SamplingBatch(
-        temperature, row.long() * 0, row, row * 0, torch.arange(rows) - 3, torch.arange(rows) * 7,
-        all_greedy=False, any_top_k=False, any_top_p=False, any_min_p=False,
-    )  # fmt: skip
+    return SamplingBatch(temperature, torch.arange(rows) - 3, torch.arange(rows) * 7, {})
 
 
 @numba.njit
@@ -157,7 +155,7 @@ def test_uniform() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 7, cpu.CHUNK, 5000])
+@pytest.mark.parametrize("size", [1, 7, cpu.VOCAB_CHUNK, 5000])
 def test_sample(dtype: torch.dtype, size: int) -> None:
     """Torch's tokens, but where a number falls on an edge that sums round to this side or that."""
     rows = 600
@@ -166,7 +164,7 @@ def test_sample(dtype: torch.dtype, size: int) -> None:
     logits[:, ::3][:, : size // 2] = -torch.inf
     temperature = torch.tensor([0.0, 1e-42, 0.3, 1.0, 2.5, 100.0]).repeat(100)
     batch = sampling(rows, temperature)
-    found, wanted = cpu.sample(logits, batch), sampler.sample(logits, batch)
+    found, wanted = cpu_sampler.sample(logits, batch), sampler.sample(logits, batch)
     assert (found != wanted).sum() <= 3
     assert torch.equal(found[temperature < 1e-3], wanted[temperature < 1e-3])
     if size > 1:
@@ -178,10 +176,12 @@ def test_sample_with_filters(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     logits = (torch.randn(300, 2000) * 3).to(dtype)
     batch = sampling(300, torch.tensor([0.0, 0.3, 1.0]).repeat(100))
-    batch.any_top_k = batch.any_top_p = batch.any_min_p = True
-    batch.top_k = torch.tensor([0, 1, 5, 50]).repeat(75)
-    batch.top_p, batch.min_p = torch.tensor([1.0, 0.5, 0.9]).repeat(100), torch.full((300,), 0.02)
-    found, wanted = cpu.sample(logits, batch), sampler.sample(logits, batch)
+    batch.filters = {
+        "top_k": torch.tensor([0, 1, 5, 50]).repeat(75),
+        "top_p": torch.tensor([1.0, 0.5, 0.9]).repeat(100),
+        "min_p": torch.full((300,), 0.02),
+    }
+    found, wanted = cpu_sampler.sample(logits, batch), sampler.sample(logits, batch)
     assert (found != wanted).sum() <= 2
     assert torch.equal(found[::3], logits.float().argmax(dim=-1)[::3])
 
@@ -191,7 +191,7 @@ def test_sample_gives_tokens_of_the_vocabulary_whatever_comes(value: float) -> N
     for where in (slice(None), slice(5, 6)):
         logits = torch.randn(2, 3000)
         logits[:, where] = value
-        tokens = cpu.sample(logits, sampling(2, torch.tensor([0.0, 1.0])))
+        tokens = cpu_sampler.sample(logits, sampling(2, torch.tensor([0.0, 1.0])))
         assert ((tokens >= 0) & (tokens < 3000)).all()
 
 
@@ -213,13 +213,13 @@ def test_nothing_is_compiled_while_serving(dtype: str) -> None:
 def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     """However large: the queries of a pack read the same blocks, each only so far."""
     torch.manual_seed(0)
-    shape, like = (2, 1, 16, 32), cpu.LIKE[dtype]
-    in_tiles = True if dtype is torch.bfloat16 and cpu.has_matrix_units() else None
+    shape, like = (2, 1, 16, 32), cpu.DTYPE_EXAMPLE[dtype]
+    use_amx = True if dtype is torch.bfloat16 and cpu.has_amx() else None
     qkv, k, v = (torch.randn(n).to(dtype) for n in ((4, 3, 32), shape, shape))
     none = np.empty((0, 4), np.int64)
     queries, contexts = np.arange(4)[None], np.arange(1, 5)[None]
     own = cpu.Packs(queries, contexts, np.array([[1]], np.int32))
-    reads = cpu.Reads(
+    reads = cpu.AttentionWork(
         cpu.Packs(none, none, none.astype(np.int32)), own, np.full((4, 1), -np.inf, np.float32)
     )
     found = []
@@ -228,14 +228,14 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
         out = torch.empty(4, 32, dtype=dtype)
         cpu.attend(
             qkv.data_ptr(), 4, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
-            in_tiles, 2,
+            use_amx, 2,
         )  # fmt: skip
         found.append(out)
     assert torch.equal(found[0][:3], found[1][:3])
     assert not torch.equal(found[0][3], found[1][3])
 
 
-@pytest.mark.skipif(not cpu.has_matrix_units(), reason="no AMX on this processor")
+@pytest.mark.skipif(not cpu.has_amx(), reason="no AMX on this processor")
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
@@ -243,7 +243,7 @@ def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> Non
     make_checkpoint(tmp_path, family, tie=tie)
     llm = random_llm(tmp_path, dtype="bfloat16", num_kvcache_blocks=1000)
     runner = llm.engine.runner
-    model, compiled, sizes = runner.model, runner.layers, []
+    model, compiled, sizes = runner.model, runner.executor, []
     assert isinstance(compiled, CompiledLayers)
 
     class Both:
@@ -253,7 +253,7 @@ def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> Non
         def forward(batch, attention):
             found = compiled.forward(batch, attention)
             wanted = model.forward(batch, attention)
-            tokens = len(batch.slots)  # what stands behind them nobody reads
+            tokens = len(batch.slot_mapping)
             found, wanted = found[:tokens], wanted[:tokens]
             torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.05)
             torch.testing.assert_close(
@@ -263,8 +263,8 @@ def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> Non
             return wanted
 
     calls = []
-    layers = cpu.layers
-    runner.layers = Both
+    layers = cpu.decode_layers
+    runner.executor = Both
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:
@@ -284,27 +284,29 @@ def test_without_numba(
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     wanted = random_llm(tmp_path).generate(prompts, params, use_tqdm=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.delitem(sys.modules, "nanovllm.attention.numba")
+    for name in ("backend", "attention", "kernels", "layers", "linear", "sampler"):
+        monkeypatch.delitem(sys.modules, f"nanovllm.cpu.{name}", raising=False)
     with caplog.at_level(logging.WARNING, logger="nanovllm"):
         llm = random_llm(tmp_path)
-    assert "torch's attention is used, which is slower" in caplog.text
+    assert "attention runs in plain torch, which is slower" in caplog.text
     found = llm.generate(prompts, params, use_tqdm=False)
     assert [o["token_ids"] for o in found] == [o["token_ids"] for o in wanted]
     with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
         random_llm(tmp_path, attention_backend="numba")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
-def test_without_matrix_units(tmp_path) -> None:
-    """A processor that lacks them is given no code for them, which it could not even compile."""
+def test_without_amx(tmp_path) -> None:
+    """The AMX kernels are not compiled on a processor without AMX, where LLVM would fail."""
     code = (
         "from nanovllm import LLM\n"
-        "from nanovllm.kernels import cpu\n"
+        "from nanovllm.cpu import kernels as cpu\n"
         "llm = LLM(dtype='bfloat16', device='cpu')\n"
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
-        "assert llm.engine.runner.layers is llm.engine.runner.model\n"
-        "assert not cpu.attend_packs_in_tiles.signatures and not cpu.linear.signatures\n"
+        "assert llm.engine.runner.executor is llm.engine.runner.model\n"
+        "assert not cpu.attend_packs_amx.signatures and not cpu.linear.signatures\n"
         "assert cpu.attend_packs.signatures\n"
     )
     variables = os.environ | {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CACHE_DIR": str(tmp_path)}
@@ -313,9 +315,10 @@ def test_without_matrix_units(tmp_path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "34 + 58 = 92\n"
-    assert "compiling the CPU's kernels" in done.stderr
+    assert "compiling the CPU kernels" in done.stderr
 
 
+@pytest.mark.slow
 def test_numba_leaves_torch_its_threads() -> None:
     """It sets OpenMP's number to all cores when it starts."""
     code = (
@@ -327,6 +330,7 @@ def test_numba_leaves_torch_its_threads() -> None:
     subprocess.run([sys.executable, "-c", code], env=variables, check=True)
 
 
+@pytest.mark.slow
 def test_a_forked_process_is_told() -> None:
     """OpenMP's threads are not in it: it would hang."""
     code = (
@@ -351,13 +355,26 @@ def test_float16_is_not_numbas(tmp_path) -> None:
     assert len(answer[0]["token_ids"]) == 2
 
 
+@pytest.mark.slow
 def test_without_a_folder_for_compiled_code(tmp_path) -> None:
     """Neither __pycache__ nor a home that can be written: compiled all the same, and not kept."""
     code = (
         "import numba.core.caching as c\n"
         "c.CacheImpl._locator_classes = []\n"
-        "from nanovllm.kernels import cpu\n"
+        "from nanovllm.cpu import kernels as cpu\n"
         "assert not cpu.COMPILED['cache']\n"
         "import numpy as np; cpu.compile_all(np.float32(0), None)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 20.0])
+def test_top_p_of_a_large_vocabulary(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many candidates it takes: a flat row needs nearly all, a steep one very few."""
+    logits = scale * torch.randn(3, 5000) + 1e-3 * torch.randn(3, 5000)
+    want = sampler.keep_top_p(logits, torch.tensor([0.9, 0.5, 1.0]))
+    for candidates in (1, 256, 5000):
+        monkeypatch.setattr(cpu_sampler, "CANDIDATES", candidates)
+        got = cpu_sampler.keep_top_p(logits.clone(), torch.tensor([0.9, 0.5, 1.0]))
+        differ = (got != want).sum()  # a flat row's sums round: one token more or less
+        assert differ <= (3 if scale == 0 else 0)

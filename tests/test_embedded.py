@@ -19,6 +19,7 @@ def check_floor(llm: LLM, number: int) -> None:
         assert right >= floor * total, (task, right, total, failed[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_accuracy(dtype: str) -> None:
     check_floor(LLM(dtype=dtype, device="cpu"), 200)
@@ -35,6 +36,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_options_change_no_token(embedded: LLM, options: dict) -> None:
     """In float32 the answers are the same, token by token."""
@@ -45,6 +47,7 @@ def test_options_change_no_token(embedded: LLM, options: dict) -> None:
     assert [o["token_ids"] for o in llm.chat(chats, use_tqdm=False)] == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_accuracy_holds_in_bf16(options: dict) -> None:
     llm = LLM(dtype="bfloat16", device="cpu", **options)
@@ -147,9 +150,10 @@ def test_tokenizer(embedded: LLM) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     letters = tokenizer.encode(" zyxwvq")
     assert len(letters) == 7  # a word that is no token is letters
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in embedded.engine.eos_token_ids
+    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in embedded.engine.inputs.eos_token_ids
 
 
+@pytest.mark.slow
 def test_training_script_resumes(tmp_path, monkeypatch) -> None:
     """Two pools in one go equal one pool and a resumed second, and the engine loads the result."""
     import sys

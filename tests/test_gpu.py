@@ -5,16 +5,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import references
 import torch
 from conftest import make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch import SamplingBatch
 from nanovllm.demo import data
 from nanovllm.demo.grade import accuracy
-from nanovllm.runner import sampler
-from nanovllm.runner.batch import SamplingBatch
+from nanovllm.models import sampler
+from nanovllm.models.layers import add_rms_norm, silu_and_mul
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,21 +74,21 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", [16, 256])
 def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype) -> None:
-    from nanovllm.kernels import attention
-    from nanovllm.kernels.configs import Card, decode_tile, prefill_tile
+    from nanovllm.gpu.kernels import attention
+    from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 
     heads, kv_heads, dim = shape
     torch.manual_seed(0)
-    card = Card.of(torch.device(DEVICE))
+    gpu = GpuInfo.of(torch.device(DEVICE))
     contexts = [1, 15, 16, 17, 255, 256, 257, 1000, 3001]
     kv = paged(contexts, kv_heads, dim, size, dtype)
     k, v, tables, lens = kv
-    narrow, wide = decode_tile(card, dim, dtype), prefill_tile(card, dim, dtype)
+    narrow, wide = decode_tile(gpu, dim, dtype), prefill_tile(gpu, dim, dtype)
     for queries in ([1] * 9, [1, 15, 1, 17, 200, 1, 257, 129, 500]):
         starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32).to(DEVICE)
         q = torch.randn(sum(queries), heads, dim, device=DEVICE).to(dtype)
-        wanted = attention.reference(q.float(), k, v, starts, lens, tables)
-        tiles = attention.query_tiles(starts, len(q), wide.rows // (heads // kv_heads))
+        wanted = references.attend(q.float(), k, v, starts, lens, tables)
+        tiles = attention.query_tiles(starts, len(q), wide.num_rows // (heads // kv_heads))
         found = torch.full_like(q, float("nan"))
         attention.attend(q, k, v, tiles, starts, lens, tables, wide, found)
         assert error(found, wanted) < TOLERANCE[dtype]
@@ -99,8 +101,8 @@ def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype) -
 
 
 def test_a_cache_of_more_than_2_31_elements() -> None:
-    from nanovllm.kernels import attention
-    from nanovllm.kernels.configs import Card, decode_tile
+    from nanovllm.gpu.kernels import attention
+    from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile
 
     blocks, kv_heads, size, dim = 140_000, 8, 16, 128  # 2.3e9 elements, 4.6 GB each
     k, v = (
@@ -112,25 +114,25 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
     q = torch.randn(1, 16, dim, device=DEVICE).bfloat16()
     lens = torch.tensor([64], device=DEVICE)
     starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
-    tile = decode_tile(Card.of(torch.device(DEVICE)), dim, torch.bfloat16)
+    tile = decode_tile(GpuInfo.of(torch.device(DEVICE)), dim, torch.bfloat16)
     found = torch.empty_like(q)
     attention.attend_decode(q, k, v, lens, last, tile, 2, found)
-    assert error(found, attention.reference(q.float(), k, v, starts, lens, last)) < 1e-2
+    assert error(found, references.attend(q.float(), k, v, starts, lens, last)) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_pointwise_and_store(dtype: torch.dtype) -> None:
-    from nanovllm.kernels import pointwise, store
+    from nanovllm.gpu.kernels import pointwise, store
 
     torch.manual_seed(0)
     x, residual = (torch.randn(300, 4096, device=DEVICE).to(dtype) for _ in range(2))
     weight = torch.rand(4096, device=DEVICE).to(dtype)
     for given in (None, residual):
         found = pointwise.add_rms_norm(x, given, weight, 1e-6)
-        wanted = pointwise.add_rms_norm_reference(x, given, weight, 1e-6)
+        wanted = add_rms_norm(x, given, weight, 1e-6)
         assert error(found[0], wanted[0]) < TOLERANCE[dtype]
         assert torch.equal(found[1], wanted[1])
-    assert error(pointwise.silu_and_mul(x), pointwise.silu_and_mul_reference(x)) < TOLERANCE[dtype]
+    assert error(pointwise.silu_and_mul(x), silu_and_mul(x)) < TOLERANCE[dtype]
 
     heads, kv_heads, dim = 16, 8, 128
     qkv = torch.randn(300, (heads + 2 * kv_heads) * dim, device=DEVICE).to(dtype)
@@ -140,28 +142,19 @@ def test_pointwise_and_store(dtype: torch.dtype) -> None:
     sin = torch.cat((-angle.sin(), angle.sin()), dim=-1).to(dtype)
     slots = torch.randperm(40 * 16, device=DEVICE)[:300]
     caches = [torch.zeros(40, kv_heads, 16, dim, dtype=dtype, device=DEVICE) for _ in range(4)]
-    q = store.rope_store(qkv, q_weight, k_weight, 1e-6, cos, sin, slots, *caches[:2])
-    wanted_q = store.reference(qkv, q_weight, k_weight, 1e-6, cos, sin, slots, *caches[2:])
+    q = store.norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos, sin, slots, *caches[:2])
+    wanted_q = references.norm_rope_store(
+        qkv, q_weight, k_weight, 1e-6, cos, sin, slots, *caches[2:]
+    )
     assert error(q, wanted_q) < TOLERANCE[dtype]
     assert error(caches[0], caches[2]) < TOLERANCE[dtype]
     assert torch.equal(caches[1], caches[3])
 
 
-def test_copy_blocks() -> None:
-    from nanovllm.kernels import blocks
-
-    cache = torch.randn(56, 50, 8, 16, 128, device=DEVICE).bfloat16()
-    wanted = cache.clone()
-    source, target = (torch.tensor(x, device=DEVICE) for x in ([1, 2, 3], [2, 3, 49]))
-    blocks.copy_blocks(cache, source, target)
-    blocks.reference(wanted, source, target)
-    assert torch.equal(cache, wanted)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampler(dtype: torch.dtype) -> None:
     """The reference's tokens, but where sums in another order fall on the other side of an edge."""
-    from nanovllm.kernels import sampling
+    from nanovllm.gpu.kernels import sampling
 
     torch.manual_seed(0)
     rows, size = 256, 151_936
@@ -173,13 +166,14 @@ def test_sampler(dtype: torch.dtype) -> None:
     batch = SamplingBatch(
         temperature=pick(0.0, 0.6, 1.0),
         # bf16 logits have ties: which of equal ones a filter keeps is not defined.
-        top_k=pick(0, 1, 50).long() if dtype == torch.float32 else pick(0).long(),
-        top_p=pick(1.0, 0.9) if dtype == torch.float32 else pick(1.0),
-        min_p=pick(0.0, 0.05),
+        filters={
+            "top_k": pick(0, 1, 50).long() if dtype == torch.float32 else pick(0).long(),
+            "top_p": pick(1.0, 0.9) if dtype == torch.float32 else pick(1.0),
+            "min_p": pick(0.0, 0.05),
+        },
         seeds=torch.randint(2**62, (rows,), device=DEVICE),
         positions=torch.randint(10_000, (rows,), device=DEVICE),
-        all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True,
-    )  # fmt: skip
+    )
     found = sampling.sample(logits, batch)
     wanted = sampler.sample(logits.float(), batch)
     assert float((found == wanted).float().mean()) > 0.98

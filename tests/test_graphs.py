@@ -14,14 +14,18 @@ import torch
 from conftest import VOCAB, make_checkpoint
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.config import EngineConfig
+from nanovllm.gpu.graphs import DecodeGraphs, batch_sizes
+from nanovllm.models.config import ModelConfig
 from nanovllm.runner import model_runner
-from nanovllm.runner.cuda_graph import batch_sizes
 
 
-def stand_in(function: Callable[[], None]) -> Callable[[], None]:
-    function()  # as CUDA's capture does, to warm up
-    return function
+def stand_in(decode: Callable, hidden: torch.Tensor) -> DecodeGraphs:
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
+        function()  # as cuda_capture does, to warm up
+        return function
+
+    return DecodeGraphs(decode, hidden, lambda: capture)
 
 
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
@@ -35,7 +39,7 @@ def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
             made = model_runner.ModelRunner.__init__
 
             def init(self: object, *args: object) -> None:
-                made(self, *args, capture=stand_in)
+                made(self, *args, capture_decode=stand_in)
 
             patch.setattr(model_runner.ModelRunner, "__init__", init)
         llm = LLM(str(path), **(settings | options))
@@ -89,6 +93,7 @@ def test_padded_equals_unpadded(checkpoint: Path, maximum: int) -> None:
     assert sizes == set(range(1, maximum + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rows_come_and_go(checkpoint: Path, asynchronous: bool) -> None:
     """More requests than rows, chunked prompts, samples that part from one prompt (copy-on-write), a
@@ -165,26 +170,35 @@ def test_rows_with_rules_take_their_states_from_the_graph(checkpoint: Path) -> N
 
 
 def test_rules_are_forgotten_with_their_request(checkpoint: Path) -> None:
-    """A row that once had rules costs later requests nothing: their batches are not built by hand."""
+    """A row that once had rules costs later requests nothing: their tokens are not sampled twice."""
     llm = make_llm(checkpoint, graphs=True, max_num_seqs=2)
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
     ruled = SamplingParams(repetition_penalty=1.5, **greedy)
     llm.generate([[1, 2], [3, 4]], ruled, use_tqdm=False)
     rows = llm.engine.runner.rows
-    built = []
-    build = rows.build
-    rows.build = lambda plan: built.append(plan) or build(plan)
+    sampled_again = []
+    sampling_batch = rows.sampling_batch
+
+    def watched(rows: torch.Tensor) -> object:
+        sampled_again.append(rows)
+        return sampling_batch(rows)
+
+    runner = llm.engine.runner
+    runner.rows.sampling_batch = watched
     llm.generate([[1, 2]], SamplingParams(**greedy), use_tqdm=False)  # in one of the rows
-    assert built
-    assert all(plan.chunks for plan in built)
+    # `decode_batch` asks once per decode step; a row with rules would ask once more.
+    assert len(sampled_again) == 5
 
 
 def test_an_engine_with_graphs_is_freed_at_once(checkpoint: Path) -> None:
     """Its memory must not wait for Python's collector: the next engine may need it."""
 
-    def record(function: Callable[[], None]) -> Callable[[], None]:
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
         function()
-        return lambda: None  # like a CUDA graph, which does not keep what it recorded
+        return lambda: None  # like a CUDA graph, which does not keep the function that it captured
+
+    def record(decode: Callable, hidden: torch.Tensor) -> DecodeGraphs:
+        return DecodeGraphs(decode, hidden, lambda: capture)
 
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kvcache_blocks=4)
     model_config = ModelConfig.from_file(checkpoint / "config.json")
@@ -240,6 +254,5 @@ def test_profile_step_is_the_largest_that_can_occur(checkpoint: Path) -> None:
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
         seen.append((len(batch.input_ids), len(batch.context_lens))) or forward(batch, attention)
     )
-    for tokens in (64, 5):
-        runner._largest_step(runner.attention, tokens, config, 32)
-    assert seen == [(60, 5), (5, 5)]
+    runner.run(model_runner.largest_plan(64, 5, 32, 16))
+    assert seen == [(60, 5)]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from conftest import make_checkpoint, random_llm
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import SamplingParams
-from nanovllm.layers.linear import address, lies_in_tiles, linear, packed, rounded
+from nanovllm.cpu.linear import address, has_amx_layout, linear, packed, padded_tokens
 
 needs_tiles = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 tiles on this processor"
@@ -46,13 +47,13 @@ def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [(512, 256), (32, 32), (96, 64)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) -> None:
-    cpu = pytest.importorskip("nanovllm.kernels.cpu")
-    if not cpu.has_matrix_units():
+    cpu = pytest.importorskip("nanovllm.cpu.kernels")
+    if not cpu.has_amx():
         pytest.skip("no AMX on this processor")
     torch.manual_seed(0)
     weight = weights(*shape)
     tiles, b = packed(weight), weights(shape[0]) if bias else None
-    assert lies_in_tiles(tiles)
+    assert has_amx_layout(tiles)
     for rows in (1, 2, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 200):
         x, found = torch.randn(rows, shape[1]).bfloat16(), torch.full((rows + 1, shape[0]), 7.0)
         found = found.bfloat16()
@@ -68,16 +69,16 @@ def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) 
 def test_what_does_not_lie_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weights(64, 64)
     tiles = packed(weight)
-    assert not lies_in_tiles(weight)
-    assert not lies_in_tiles(packed(weights(100, 64)))
-    assert not lies_in_tiles(packed(weights(64, 70)))
+    assert not has_amx_layout(weight)
+    assert not has_amx_layout(packed(weights(100, 64)))
+    assert not has_amx_layout(packed(weights(64, 70)))
     tiny = weight.clone()
     tiny[3], tiny[:, 5] = 1e-39, 0  # numbers that the matrix units take for 0
-    assert lies_in_tiles(packed(tiny)) == lies_in_tiles(tiles)
+    assert has_amx_layout(packed(tiny)) == has_amx_layout(tiles)
     # As if torch packed in another way: the numbers are those of another weight.
     other = packed(weights(64, 64))
-    monkeypatch.setattr("nanovllm.layers.linear.address", lambda _: address(other))
-    assert not lies_in_tiles(tiles)
+    monkeypatch.setattr("nanovllm.cpu.linear.address", lambda _: address(other))
+    assert not has_amx_layout(tiles)
 
 
 @needs_tiles
@@ -86,25 +87,26 @@ def test_engine_packs_bf16(tmp_path: Path, tie: bool) -> None:
     make_checkpoint(tmp_path, tie=tie)
     for dtype in ("bfloat16", "float32"):
         model = random_llm(tmp_path, dtype=dtype).engine.runner.model
-        products = [product for layer in model.layers for product in layer.products()]
-        packed_ones = [p.weight.is_mkldnn for p in products] + [model.head.is_mkldnn]
+        products = [product for layer in model.layers for product in layer.linears()]
+        packed_ones = [p.weight.is_mkldnn for p in products] + [model.lm_head.is_mkldnn]
         assert set(packed_ones) == {dtype == "bfloat16"}
-        assert not model.embedding.is_mkldnn  # a table that is looked up
+        assert not model.embed_tokens.is_mkldnn  # a table that is looked up
 
 
 MEMORY = """
 import sys
 from pathlib import Path
 import torch
-from nanovllm.config import ModelConfig
-from nanovllm.models import qwen3
-from nanovllm.layers.ops import PLAIN
-from nanovllm.runner.choose import torch_defaults
+from nanovllm.models.config import ModelConfig
+from nanovllm.cpu import linear
+from nanovllm.models.backend import PLAIN
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.runner.backends import torch_defaults
 
 def private():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
 
-peak, inner = 0, qwen3.packed
+peak, inner = 0, linear.packed
 def packed(weight):
     global peak
     tiles = inner(weight)
@@ -113,19 +115,20 @@ def packed(weight):
 
 config = ModelConfig.from_file(Path(sys.argv[1]) / "config.json")
 with torch_defaults(torch.device("cpu"), torch.bfloat16):
-    model = qwen3.Qwen3(config, 512, PLAIN)
+    model = Qwen3(config, 512, PLAIN)
     places = model.checkpoint_tensors().values()
     for p in places:
         p.zero_()
     size = sum(p.nbytes for p in places)
     del places, p
-    inner(model.layers[0].mlp.down.weight)
-before, qwen3.packed = private(), packed
-model.pack()
-print((peak - before) / size, (private() - before) / size, model.head.nbytes / size)
+    inner(model.layers[0].mlp.down_proj.weight)
+before, linear.packed = private(), packed
+linear.pack_weights(model)
+print((peak - before) / size, (private() - before) / size, model.lm_head.nbytes / size)
 """
 
 
+@pytest.mark.slow
 @needs_tiles
 def test_packing_holds_one_weight_twice(tmp_path: Path) -> None:
     make_checkpoint(
@@ -142,29 +145,31 @@ def test_packing_holds_one_weight_twice(tmp_path: Path) -> None:
 
 def test_few_numbers_of_tokens() -> None:
     """oneDNN makes code for each and keeps it: once it was 60 ms of each new prompt, and 1 GiB."""
-    numbers = {rounded(n) for n in range(1, 8193)}
+    numbers = {padded_tokens(n) for n in range(1, 8193)}
     assert len(numbers) <= 112
     for n in range(1, 8193):
-        assert n <= rounded(n) <= max(n + 15, n * 17 // 16)
-        assert rounded(n) in numbers
-        assert rounded(rounded(n)) == rounded(n)
+        assert n <= padded_tokens(n) <= max(n + 15, n * 17 // 16)
+        assert padded_tokens(n) in numbers
+        assert padded_tokens(padded_tokens(n)) == padded_tokens(n)
 
 
 @needs_tiles
-def test_products_get_few_numbers_of_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_get_few_numbers_of_tokens(tmp_path: Path) -> None:
     seen = set()
 
-    def watched(x: torch.Tensor, *rest: object) -> torch.Tensor:
-        seen.add(len(x))
-        return linear(x, *rest)  # type: ignore[arg-type]
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_linear_pointwise" in str(function):
+                seen.add(len(args[0]))
+            return function(*args, **(kwargs or {}))
 
     make_checkpoint(tmp_path)
     llm = random_llm(tmp_path, dtype="bfloat16")
-    monkeypatch.setattr("nanovllm.layers.linear.linear", watched)
-    for n in (3, 18, 83, 100, 117):
-        params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0)
-        out = llm.generate([[1 + i % 50 for i in range(n)]], params, use_tqdm=False)[0]
-        assert len(out.prompt_logprobs or ()) == n
-    assert seen - {1} == {3, 32, 96, 112, 128}
+    lengths = (3, 18, 83, 100, 117)
+    with Watch():
+        for n in lengths:
+            params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=0)
+            out = llm.generate([[1 + i % 50 for i in range(n)]], params, use_tqdm=False)[0]
+            assert len(out.prompt_logprobs or ()) == n
+    # Those of the layers and, one token less, those of the head.
+    assert seen - {1} == {padded_tokens(n - less) for n in lengths for less in (0, 1)}

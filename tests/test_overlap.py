@@ -12,7 +12,8 @@ import torch
 from oracle import ALPHABET, OracleRunner, answer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import llm_engine
+from nanovllm import llm as llm_module
+from nanovllm.plan import StepOutput
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": ALPHABET, "hidden_size": 8, "head_dim": 2,
@@ -21,31 +22,10 @@ CONFIG = {
 }  # fmt: skip
 
 
-class Tokens:
-    """A step's tokens on a device: that they are read is seen."""
-
-    def __init__(self, runner: "FakeRunner", step: int, tokens: list[int]) -> None:
-        self.runner, self.step, self.tokens = runner, step, tokens
-
-    def tolist(self) -> list[int]:
-        self.runner.events.append(("read", self.step))
-        return self.tokens
-
-
-class FakeDrawn:
-    def __init__(self, tokens: Tokens) -> None:
-        self.tokens = tokens
-        self.logprobs: dict = {}
-        self.prompt_logprobs: dict = {}
-
-    def read(self) -> list[int]:
-        return self.tokens.tolist()
-
-
 class FakeRunner:
     """Stands in ModelRunner's place and notes what is done, (what, which step), in order."""
 
-    num_blocks, device, dtype = 40, torch.device("cpu"), torch.float32
+    num_blocks, is_async, device, dtype = 40, False, torch.device("cpu"), torch.float32
 
     def __init__(self, *_: object) -> None:
         self.oracle = OracleRunner(self.num_blocks, 4, 8)
@@ -56,22 +36,22 @@ class FakeRunner:
     def block_bytes(self, size: int) -> int:
         return size
 
-    def forward(self, plan) -> tuple[int, list[int]]:
-        step = next(self.steps)
-        self.events.append(("forward", step))
-        return step, self.oracle.run(plan)
-
-    def sample(self, forward: tuple[int, list[int]]) -> FakeDrawn:
-        step, tokens = forward
-        self.events.append(("sample", step))
+    def run(self, plan) -> StepOutput:
+        step, tokens = next(self.steps), self.oracle.run(plan)
+        self.events.append(("run", step))
         self.drawn.append(len(tokens))
-        return FakeDrawn(Tokens(self, step, tokens))
+
+        def wait() -> list[int]:
+            self.events.append(("wait", step))
+            return tokens
+
+        return StepOutput(wait)
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(llm_engine, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(llm_module, "ModelRunner", FakeRunner)
 
     def llm(asynchronous: bool, **options: object) -> LLM:
         settings = dict(kvcache_block_size=4, max_num_seqs=8, skip_tokenizer_init=True)
@@ -97,7 +77,7 @@ def greedy(**options: object) -> SamplingParams:
 
 
 def launched(step: int) -> list[tuple[str, int]]:
-    return [("schedule", step), ("forward", step), ("sample", step)]
+    return [("schedule", step), ("run", step)]
 
 
 def test_the_next_step_is_launched_before_tokens_are_read(make) -> None:
@@ -105,14 +85,14 @@ def test_the_next_step_is_launched_before_tokens_are_read(make) -> None:
     llm.generate([[1, 2], [0]], greedy(max_tokens=4), use_tqdm=False)
     wanted = launched(0)
     for step in range(1, 4):
-        wanted += [*launched(step), ("read", step - 1)]
-    assert llm.engine.runner.events == [*wanted, ("read", 3)]
+        wanted += [*launched(step), ("wait", step - 1)]
+    assert llm.engine.runner.events == [*wanted, ("wait", 3)]
 
 
 def test_without_overlap_tokens_are_read_first(make) -> None:
     llm = make(False)
     llm.generate([[1, 2], [0]], greedy(max_tokens=4), use_tqdm=False)
-    wanted = [event for step in range(4) for event in (*launched(step), ("read", step))]
+    wanted = [event for step in range(4) for event in (*launched(step), ("wait", step))]
     assert llm.engine.runner.events == wanted
 
 
@@ -141,7 +121,7 @@ def test_an_abort_costs_one_token(make, asynchronous: bool) -> None:
     outs, known = [], 0
     for step in itertools.count():
         if step == 4:
-            known = engine.requests[gone].seqs[0].num_output
+            known = engine.outputs.requests[gone].samples[0].seq.num_output
             engine.abort_request(gone)
         if not engine.has_unfinished_requests():
             break

@@ -117,6 +117,7 @@ def test_every_chunk_boundary(small) -> None:
             torch.testing.assert_close(row, logits[position], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 4, 16])
 def test_prefix_hits(small, block: int) -> None:
     """A prompt that shares 0, 1, ... blocks with an earlier one, and one that is wholly cached."""
@@ -136,6 +137,7 @@ def test_prefix_hits(small, block: int) -> None:
     check(llm, model, answer, computed_from=(len(answer) - 1) // block * block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"max_num_seqs": 3}])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_mixed_lengths(small, options: dict, asynchronous: bool) -> None:

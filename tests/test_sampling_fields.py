@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models.logit_rules import RowRules
 from nanovllm.plan import LogitRules
-from nanovllm.runner.logit_rules import RowRules
 
 PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]
 
@@ -26,7 +26,7 @@ def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT)
     """The logits after the rules of a row that drew `output` one by one."""
     row = RowRules(rules, PROMPT, output[:1], len(logits), torch.device("cpu"))
     for token in output[1:]:
-        row.drew(token)
+        row.append(token)
     changed = logits.clone()
     row.apply(changed)
     return changed
@@ -34,10 +34,10 @@ def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT)
 
 IDS = torch.tensor([PROMPT + OUTPUT])
 DETERMINISTIC = [
-    (LogitRules(repetition=1.3), RepetitionPenaltyLogitsProcessor(1.3)),
-    (LogitRules(repetition=0.8), RepetitionPenaltyLogitsProcessor(0.8)),
-    (LogitRules(bias=((4, 2.5), (9, -100.0))), SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -100.0]])),
-    (LogitRules(allowed=(1, 4, 19)), PrefixConstrainedLogitsProcessor(lambda *_: [1, 4, 19], 1)),
+    (LogitRules(repetition_penalty=1.3), RepetitionPenaltyLogitsProcessor(1.3)),
+    (LogitRules(repetition_penalty=0.8), RepetitionPenaltyLogitsProcessor(0.8)),
+    (LogitRules(logit_bias=((4, 2.5), (9, -100.0))), SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -100.0]])),
+    (LogitRules(allowed_token_ids=(1, 4, 19)), PrefixConstrainedLogitsProcessor(lambda *_: [1, 4, 19], 1)),
     (LogitRules(min_tokens=5, stops=(2, 8)), MinNewTokensLengthLogitsProcessor(4, 5, [2, 8])),
     (LogitRules(min_tokens=4, stops=(2, 8)), MinNewTokensLengthLogitsProcessor(4, 4, [2, 8])),
     (LogitRules(bad_words=((6,), (9, 2, 11), (2, 12), (1, 2, 13))),
@@ -60,7 +60,9 @@ def test_presence_and_frequency_penalties() -> None:
     want = logits.clone()
     for token, count in ((5, 1), (9, 2), (2, 1)):
         want[token] -= 0.7 + 0.4 * count
-    torch.testing.assert_close(applied(LogitRules(presence=0.7, frequency=0.4), logits), want)
+    torch.testing.assert_close(
+        applied(LogitRules(presence_penalty=0.7, frequency_penalty=0.4), logits), want
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,7 @@ def random_params(rng: random.Random) -> SamplingParams:
     )
 
 
+@pytest.mark.slow
 def test_mixed_batch_equals_each_alone(checkpoint) -> None:
     """300 random combinations of parameters in one batch give what each gives alone."""
     rng = random.Random(4)
@@ -188,7 +191,7 @@ def test_stop_strings(embedded: LLM) -> None:
     assert len(embedded.chat(chat, late, use_tqdm=False)[0]["token_ids"]) > 20
     never = SamplingParams(temperature=0, max_tokens=99, stop="zebra")
     assert embedded.chat(chat, never, use_tqdm=False)[0]["text"] == whole
-    assert not embedded.engine.samples
+    assert not embedded.engine.outputs.watched
 
 
 def test_bad_words_and_text_options(embedded: LLM) -> None:

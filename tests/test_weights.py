@@ -88,7 +88,7 @@ def test_generation_config(tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text(json.dumps(raw))
         llm = random_llm(tmp_path)
         assert llm.get_default_sampling_params() == want
-        assert llm.engine.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
+        assert llm.engine.inputs.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
     (tmp_path / "generation_config.json").unlink()
     assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
 
@@ -108,12 +108,12 @@ def test_cache_size_options(tmp_path: Path) -> None:
 MEMORY = """
 import sys, torch
 from pathlib import Path
-from nanovllm.config import ModelConfig
-from nanovllm.layers.ops import PLAIN
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.backend import PLAIN
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.runner.choose import torch_defaults
-from nanovllm.runner.weights import load_weights
-from nanovllm.checkpoint import weight_files
+from nanovllm.runner.backends import torch_defaults
+from nanovllm.models.weights import load_weights
+from nanovllm.models.checkpoint import weight_files
 
 def private():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
@@ -131,6 +131,7 @@ print((private() - before) / size)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loading_holds_the_model_once(tmp_path: Path, dtype: str) -> None:
     """Private memory grows by at most 1.3 times the parameters, converted or not."""
@@ -159,7 +160,7 @@ def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
     """AutoModelForCausalLM and AutoTokenizer load it unchanged and say the same."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from nanovllm.checkpoint import find_checkpoint
+    from nanovllm.models.checkpoint import find_checkpoint
 
     path = find_checkpoint("qwen3-nano")
     assert (path / "model.safetensors").stat().st_size <= 8_000_000
@@ -176,6 +177,7 @@ def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
     assert ours["text"] == "7, 19, 42"
 
 
+@pytest.mark.slow
 def test_hub_id_from_a_cache(tmp_path: Path) -> None:
     """A hub id, offline, from a cache laid out as huggingface_hub does: HF_HOME is honoured."""
     commit = "0123456789abcdef0123456789abcdef01234567"

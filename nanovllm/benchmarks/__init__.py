@@ -1,1 +1,0 @@
-"""What bench.py needs beyond a screenful."""

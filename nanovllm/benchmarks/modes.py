@@ -1,60 +1,94 @@
-"""The smaller measurements that bench.py prints by themselves: host, policies, start-up, memory."""
+"""The measurements of bench.py other than throughput: host time, start-up, memory."""
+
+import argparse
+import importlib
+import random
+import subprocess
+import sys
+import time
+from statistics import median
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from nanovllm import LLM
-from nanovllm.benchmarks import process
-from nanovllm.benchmarks.host import HEAD_ROOMS, half_pool, host_cost
-from nanovllm.benchmarks.policy import run_policy
+from nanovllm import LLM, SamplingParams
+from nanovllm.benchmarks import machine
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.plan import RowSampling
+from nanovllm.runner.rows import Rows
 
 
-def host_only() -> None:
+def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 200) -> None:
     torch.set_num_threads(1)
-    print("\ndecode step on the host, microseconds (sequences of 1,000 tokens, median of 200)")
-    print(f"{'sequences':>9} {'schedule':>9} {'build':>9} {'commit':>9} {'sum':>9}")
+    print("\nhost time of a decode step without a model, in us, after prompts of 1,000 tokens")
+    print(f"{'sequences':>9}{'schedule':>12}{'build batch':>13}{'commit':>10}{'sum':>10}")
+    rng, blocks = random.Random(0), -(-(1000 + steps) // 16) + 1
     for n in (1, 64, 256, 1024):
-        c = host_cost(n)
-        total = c.schedule + c.build + c.commit
-        print(f"{n:9} {c.schedule:9.1f} {c.build:9.1f} {c.commit:9.1f} {total:9.1f}")
-    print("\n256 requests of 100 to 1,024 tokens in and out, on half the blocks they could use")
-    print(f"{'head-room of admission':34} {'steps':>6} {'recomputed':>11} {'preemptions':>12}")
-    for name in (None, *HEAD_ROOMS):
-        run = half_pool(0, name)
-        label = name or "one block a sequence (the engine's)"
-        print(f"{label:34} {run.steps:6} {run.recomputed:11.1%} {run.preemptions:12}")
+        scheduler = Scheduler(BlockManager(n * blocks, 16), n, n * 1000)
+        rows = Rows(n, blocks, 16, 10_000, torch.device("cpu"))
+        for i in range(n):
+            ids, stop = [rng.randrange(10_000) for _ in range(1000)], frozenset({10_001})
+            sampling = RowSampling(temperature=0.6, seed=i)
+            scheduler.add(Sequence(str(i), i, ids, 1000, 1010 + steps, stop, sampling))
+        tokens, sampled, times = torch.arange(n), list(range(n)), []
+        for _ in range(steps + 1):
+            start = time.perf_counter()
+            step = scheduler.schedule()
+            scheduled = time.perf_counter()
+            assert step is not None
+            rows.apply(step.plan)
+            batch = rows.build(step.plan)
+            rows.last_tokens[batch.sampling_rows] = tokens
+            built = time.perf_counter()
+            scheduler.commit(step, sampled)
+            times.append((scheduled - start, built - scheduled, time.perf_counter() - built))
+        # The first step computes the prompts.
+        parts = [1e6 * median(part) for part in zip(*times[1:], strict=True)]
+        print(f"{n:9}{parts[0]:12.1f}{parts[1]:13.1f}{parts[2]:10.1f}{sum(parts):10.1f}")
 
 
-def policies(names: list[str], model: str, dtype: str) -> None:
-    def make_llm(policy: str) -> LLM:
-        return LLM(
-            model,
-            dtype=dtype,
-            scheduling_policy=policy,
-            max_num_seqs=16,
-            max_num_batched_tokens=256,
-        )
-
-    run_policy(make_llm, names[0])  # warm-up
-    print("\n6 prompts of 800 tokens, then 90 of 16 to 64; 16 sequences, budget 256; milliseconds")
-    print(f"{'':6} {'':12} {'mean':>8} {'p50':>8} {'p99':>8} {'max':>8} {'output tok/s':>13}")
-    for policy in names:
-        run = run_policy(make_llm, policy)
-        for what, f in (("waiting", run.waiting), ("first token", run.first_token)):
-            rate = f"{run.tokens_per_second:13,.0f}" if what == "waiting" else ""
-            print(
-                f"{policy:6} {what:12} {f.mean:8.0f} {f.p50:8.0f} {f.p99:8.0f} {f.maximum:8.0f} {rate}"
-            )
+def kernels(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("--kernels needs a GPU, and torch finds none; leave it out")
+    # Triton is not installed everywhere.
+    importlib.import_module("nanovllm.benchmarks.kernels").main()
 
 
-def startup() -> None:
-    s = process.startup()
-    print(
-        "\nstart-up on the CPU, embedded model, median of 3 processes: importing torch and transformers' "
-        f"config and tokenizer parts {s.others:.2f} s, nanovllm {s.ours:.3f} s more, LLM() {s.ready:.2f} s"
-    )
+STARTUP = """
+from time import perf_counter as now; a = now()
+import torch; from transformers import AutoConfig, AutoTokenizer; b = now()
+from nanovllm import LLM, SamplingParams; c = now()
+LLM(device="cpu"); print(b - a, c - b, now() - c)
+"""
 
 
-def memory(dtype: str) -> None:
-    print("\nhost memory while the embedded model serves requests on the CPU")
-    for served, size in process.memory(dtype):
-        print(f"{served:9,} requests {size / 2**20:9,.1f} MiB")
+def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Time new processes; the first one brings the files into the page cache."""
+    command, times = [sys.executable, "-c", STARTUP], []
+    for _ in tqdm(range(4), desc="Processes"):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        times.append([float(x) for x in done.stdout.split()])
+    parts = ("import torch, and parts of transformers", "import nanovllm after them", "LLM()")
+    print("\nstart of the embedded model on the CPU, median of 3 processes")
+    for name, seconds in zip(parts, zip(*times[1:], strict=True), strict=True):
+        print(f"{median(seconds):8.3f} s  {name}")
+
+
+def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """The memory of the process over 10,000 requests, after 1,000 that touch the KV cache."""
+    if machine.psutil is None:
+        raise ValueError("--memory needs psutil: pip install -e '.[bench]'")
+    settings: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 1024}
+    llm = LLM(**settings | options)
+    rng, lines = random.Random(0), ["host memory while the embedded model runs requests on the CPU"]
+    params = SamplingParams(temperature=0.6, max_tokens=4, ignore_eos=True)
+    for served in tqdm(range(-1000, 10_001, 200), desc="Batches of 200 requests"):
+        if served in (0, 5000, 10_000):
+            size = machine.psutil.Process().memory_info().rss / 2**20
+            lines.append(f"{served:9,} requests {size:9,.1f} MiB")
+        prompts = [[rng.randrange(1000) for _ in range(16)] for _ in range(200)]
+        llm.generate(prompts, params, use_tqdm=False)
+    print("\n" + "\n".join(lines))

@@ -1,163 +1,208 @@
-"""Throughput: the engine and its baselines in turns on one workload.
+"""Throughput: nanovllm and its baselines take turns on one workload.
 
-Given: the command line, parsed. Owns: the engine, the baselines and a temporary directory, while it
-runs. Returns a Report.
+The result is one dict, which --json writes as it is. The engine has no hooks for measurements: only
+`run_engine` and `profile_run` use its internals.
 """
 
 import argparse
-import sys
-import tempfile
+import cProfile
 import time
-from contextlib import ExitStack
+from collections import defaultdict
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from statistics import median_high
+from resource import RUSAGE_SELF, getrusage
+from statistics import mean
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
-from nanovllm import LLM
-from nanovllm.benchmarks.baselines import Baseline, load_hf_model, make_hf, start_vllm
-from nanovllm.benchmarks.measure import Run, run_ours, where
-from nanovllm.benchmarks.noise import Neighbours
-from nanovllm.benchmarks.process import peak, reset_peak
-from nanovllm.benchmarks.report import Report, Row, Timed, describe_machine, one_line
-from nanovllm.benchmarks.roofline import floor, kv_token_bytes, measure_rates, need
-from nanovllm.benchmarks.shapes import check_fits, write_shape, write_weights
-from nanovllm.benchmarks.workloads import WORKLOADS, Workload, make_workload
-from nanovllm.checkpoint import EMBEDDED, config_file, find_checkpoint
-from nanovllm.config import EngineConfig, ModelConfig
-from nanovllm.runner.choose import pick_device, pick_dtype
+from nanovllm import LLM, SamplingParams
+from nanovllm.benchmarks import baselines, machine, report, roofline, workloads
+from nanovllm.benchmarks.baselines import Engine
+from nanovllm.benchmarks.workloads import Workload
+from nanovllm.config import EngineConfig
+from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
+from nanovllm.models.config import ModelConfig
+from nanovllm.runner.backends import pick_device, pick_dtype
+from nanovllm.runner.memory import available_host_memory
+
+Result = dict[str, Any]
 
 
-def throughput(args: argparse.Namespace, options: dict[str, Any], command: str) -> Report:
-    """Raises ValueError for what cannot work, before anything long is run."""
-    with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as temporary:
-        return _throughput(args, options, command, Path(temporary))
-
-
-def _throughput(
-    args: argparse.Namespace, options: dict[str, Any], command: str, temporary: Path
-) -> Report:
-    # 1. The checkpoint and the requests, checked before anything is loaded.
-    numbers = ("input", "output", "prefix", "turns")
-    given = {n: getattr(args, n) for n in numbers if getattr(args, n) is not None}
-    spec = WORKLOADS[args.workload]
-    spec = replace(spec, **given, count=args.num_seqs or spec.count)
+def throughput(args: argparse.Namespace, options: Result, command: str, temporary: Path) -> Result:
+    """Run what the command line asks for. Raises ValueError before anything long runs."""
+    # 1. Choose the checkpoint and the requests, and check them before loading anything.
+    keys = ("count", "input", "output", "prefix", "turns")
+    numbers = {n: number for n in keys if (number := getattr(args, n)) is not None}
+    spec = replace(workloads.WORKLOADS[args.workload], **numbers)
     shape = args.shape or (None if args.model else spec.model)
     model = shape or args.model or EMBEDDED
-    engine = EngineConfig.from_options({"dtype": args.dtype, **options})  # type: ignore[typeddict-item]
+    engine = EngineConfig.from_options(options)  # type: ignore[arg-type]
     device = pick_device(engine.device)
-    directory = write_shape(shape, temporary) if shape else find_checkpoint(model)
+    directory = workloads.write_shape(shape, temporary) if shape else find_checkpoint(model)
     config = ModelConfig.from_file(config_file(directory))
-    dtype = pick_dtype(engine.dtype, device, config.dtype)
-    beside_embedded = ["hf", "hf-batch"] if model == EMBEDDED else []
-    names = beside_embedded if args.baseline is None else list(dict.fromkeys(args.baseline))
-    hf = [name for name in names if name.startswith("hf")]
-    copies = 1 + bool(hf) + len(names) - len(hf)
-    check_fits(model, config, dtype, device, copies, temporary if shape and names else None)
-    work = make_workload(args.workload, spec, config.vocab_size)
+    dtype, cuda = pick_dtype(engine.dtype, device, config.dtype), device.type == "cuda"
+    others = ["hf", "hf-batch"] if model == EMBEDDED else []
+    others = others if args.baseline is None else list(dict.fromkeys(args.baseline))
+    work = workloads.make_workload(args.workload, spec, config.vocab_size)
     longest = min(config.max_position_embeddings, engine.max_model_len or 1 << 60)
-    if work.longest > longest:
+    if max(work.lengths) > longest:
         raise ValueError(
-            f"--workload {work.name} has a request of {work.longest:,} tokens, and {model} ends at "
-            f"{longest:,}; lower --input, --output, --prefix or --turns, or take a --shape"
+            f"--workload {work.name} has a request of {max(work.lengths):,} tokens, but {model} "
+            f"ends at {longest:,}; lower --input, --output, --prefix or --turns, or take a --shape"
         )
-    machine = describe_machine(device)
+    cost = roofline.costs(work, config, dtype.itemsize, engine.max_num_seqs)
+    copies = 1 + len({"hf" if name.startswith("hf") else name for name in others})
+    free = torch.cuda.mem_get_info(device)[0] if cuda else available_host_memory()
+    # The KV cache and the activations need the last tenth.
+    if copies * cost["weight_bytes"] > 0.9 * free:
+        raise ValueError(
+            f"{model} takes {copies * cost['weight_bytes'] / 2**30:.1f} GiB for {copies} engines; "
+            f"{free / 2**30:.1f} GiB are free; use a smaller --shape (qwen3-0.6b) or drop baselines"
+        )
     about = (
-        f"{work.name}: {spec.help}; {len(work.prompts)} requests, {work.num_input:,} tokens in, "
-        f"{work.num_output:,} out, temperature {work.temperature}"
+        f"{work.name}: {spec.help}; {len(work.prompts)} requests; {sum(work.lengths):,} tokens, "
     )
-    print(f"{one_line(machine)}\n{model} in {str(dtype).removeprefix('torch.')}\n{about}")
+    about += f"{sum(work.outputs):,} of them output"
+    described = ", ".join(f"{key} {value}" for key, value in machine.describe(device).items())
+    head = {"machine": described, "model": f"{model} in {str(dtype)[6:]}", "workload": about}
+    print("\n".join(map(report.entry, head, head.values())), flush=True)
+    result: Result = {**head, "machine": machine.describe(device), "command": command, "cost": cost}
 
-    # 2. What the machine can do, a moment before; then the engine, warm but for one short request.
-    needed = need(work, config, dtype.itemsize, engine.max_num_seqs)
-    rates = measure_rates(device, dtype, needed.decode_bytes // max(1, needed.steps))
-    settings: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": dtype, "device": str(device)}
-    if shape and names:
-        write_weights(directory, dtype)
+    # 2. Measure the roofline, then load the engine.
+    step_bytes = cost["decode_bytes"] // max(1, cost["decode_steps"])
+    result["peak"] = roofline.measure_peak(device, dtype, step_bytes)
+    settings: Result = {"skip_tokenizer_init": True, "device": str(device)}
+    if shape and others:
+        workloads.write_weights(directory, dtype)
     elif shape:
         settings["load_format"] = "dummy"
-    if names and device.type == "cuda":  # leave the others room for caches of their own
-        tokens = max(
-            sum(len(work.prompts[i]) + work.outputs[i] + 16 for i in r) for r in work.rounds
-        )
-        room = int(0.4 * torch.cuda.mem_get_info(device)[0])
-        enough = tokens * kv_token_bytes(config, dtype.itemsize)
-        settings["kv_cache_memory_bytes"] = min(enough, room)
+    if others and cuda:
+        # Leave room for the KV caches of the baselines.
+        settings["gpu_memory_utilization"] = 0.45
     start = time.perf_counter()
-    llm = LLM(str(directory), **{**settings, **options, "dtype": dtype})
-    loaded = time.perf_counter() - start
-    warm = Workload("warm-up", [work.prompts[0][:32]], [4], [[0]])
-    run_ours(llm, warm)
+    llm = LLM(str(directory), **settings | options | {"dtype": dtype})
+    result["load_seconds"] = time.perf_counter() - start
 
-    # 3. In turns. The others are loaded after our first turn, whose peak of memory is ours alone.
-    hf_model = cache(lambda: load_hf_model(directory, dtype, device))
+    # 3. Take turns. An engine starts and warms up in its first turn.
+    hf_model = cache(lambda: baselines.load_hf_model(directory, dtype, device))
 
-    def start_baseline(name: str) -> Baseline:
-        if name in hf:
-            return make_hf(name, hf_model(), work, args.sample, args.batch_size)
-        python, seats = args.peer_python, engine.max_num_seqs
-        return start_vllm(name, python, directory, dtype, device, work, seats)
+    @cache
+    def start_engine(name: str) -> Engine:
+        if name.startswith("vllm"):
+            vllm: Result = {"model": str(directory), "dtype": str(dtype)[6:]}
+            vllm |= {"max_num_seqs": engine.max_num_seqs, "enforce_eager": name == "vllm-eager"}
+            run = partial(baselines.run_vllm, args.peer_python, vllm)
+            return Engine(work, run, baselines.vllm_version(args.peer_python))
+        started = Engine(work, partial(run_engine, llm))
+        if name != "nanovllm":
+            started = baselines.make_hf(name, hf_model(), work, args.sample, args.batch_size)
+        started.run(Workload("warm-up", [work.prompts[0][:32]], [4], [[0]]))
+        return started
 
-    runs: list[Run] = []
-    ours = Row("nanovllm", "", work.num_input, work.num_output, [])
-    beside: dict[str, tuple[Baseline, Row]] = {}
-    failed: list[str] = []
-    with ExitStack() as stack:
-        bar = tqdm(total=args.repeats * (1 + len(names)), desc="Turns", unit="turn", delay=1)
-        stack.enter_context(bar)
-        for turn in range(args.repeats):
-            bar.set_postfix_str("nanovllm")
-            neighbours = Neighbours()
-            reset_peak(device)
-            runs.append(run_ours(llm, work))
-            ours.repeats.append(Timed(runs[-1].seconds, neighbours.share()))
-            if turn == 0:
-                peak_memory = peak(device)
-            bar.update()
-            for name in names:
-                if name in failed:
-                    continue
-                bar.set_postfix_str(name)
-                try:
-                    if turn == 0:
-                        baseline = start_baseline(name)
-                        stack.callback(baseline.close)
-                        baseline.run(warm)
-                        part = baseline.workload
-                        row = Row(name, baseline.note, part.num_input, part.num_output, [])
-                        beside[name] = baseline, row
-                    baseline, row = beside[name]
-                    neighbours = Neighbours(baseline.pids)
-                    row.repeats.append(Timed(baseline.run(baseline.workload), neighbours.share()))
-                    bar.update()
-                except Exception as error:  # whatever a peer raises is about the peer
-                    print(f"{name} is left out, for it failed: {error}", file=sys.stderr)
-                    failed.append(name)
-                    beside.pop(name, None)
+    rows: dict[str, Result] = {}
+    result["failed"] = {}
+    for name in (bar := tqdm(["nanovllm", *others] * args.repeats, desc="Turns", unit="run")):
+        bar.set_postfix_str(name)
+        if name in result["failed"]:
+            continue
+        try:
+            other, before = start_engine(name), machine.cpu_seconds()
+            run = other.run(other.work) | {"other_load": machine.other_load(before)}
+        except Exception as error:
+            # A baseline can raise anything, and the others are still worth measuring.
+            if name == "nanovllm":
+                raise
+            result["failed"][name] = str(error)
+            rows.pop(name, None)
+            continue
+        run["output_tokens_per_second"] = sum(other.work.outputs) / run["seconds"]
+        row = {"name": name, "note": other.note, "output_tokens": sum(other.work.outputs)}
+        row |= {"input_tokens": sum(map(len, other.work.prompts)), "runs": []}
+        rows.setdefault(name, row)["runs"].append(run)
 
-    # 4. Where the time went: all of a short run; of a long one, steps from its middle.
-    middle = next(r for r in runs if r.seconds == median_high(r.seconds for r in runs))
-    first, last = 0, len(middle.steps)
-    if last > 100 and (device.type == "cuda" or middle.seconds > 30):
-        first = min(last // 2, 400)
-        last = first + 100
-    return Report(
-        command=command,
-        machine=machine,
-        model=model,
-        dtype=str(dtype).removeprefix("torch."),
-        about=about,
-        rows=[ours, *(row for _, row in beside.values())],
-        failed=failed,
-        run=middle,
-        where=where(llm, work, first, last),
-        rates=rates,
-        need=needed,
-        floor=floor(needed, rates),
-        load_seconds=loaded,
-        peak_memory=peak_memory,
-    )
+    # 4. Take the run of median time, of two the slower one; profile another run.
+    runs = sorted(rows["nanovllm"]["runs"], key=lambda run: run["seconds"])
+    result |= {"engines": list(rows.values()), "run": runs[len(runs) // 2]}
+    result["roofline"] = roofline.bounds(cost, result["peak"])
+    least = sum(seconds for seconds, _ in result["roofline"].values())
+    result["roofline_share"] = least / result["run"]["seconds"]
+    return result | {"seconds_by_component": profile_run(llm, work)}
+
+
+def run_engine(llm: LLM, work: Workload) -> Result:
+    """Run all rounds through `generate`, starting with an empty prefix cache."""
+    llm.reset_prefix_cache()
+    fixed: Result = {"temperature": work.temperature, "ignore_eos": True, "detokenize": False}
+    outs: list[Any] = []
+    steps: list[Result] = []
+    schedule = llm.engine.scheduler.schedule
+
+    def record() -> Any:
+        step = schedule()
+        if step is not None:
+            plan, at = step.plan, time.perf_counter() - start
+            sequences = len(plan.chunks) + len(plan.decode_rows)
+            steps.append({"at": at, "sequences": sequences, "tokens": plan.num_tokens})
+        return step
+
+    start = time.perf_counter()
+    with patch.object(llm.engine.scheduler, "schedule", record):
+        for round_ in work.rounds:
+            params = [SamplingParams(max_tokens=work.outputs[i], **fixed) for i in round_]
+            outs += llm.generate([work.prompts[i] for i in round_], params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    lengths = [len(out.outputs[0].token_ids) for out in outs]
+    baselines.check_lengths("nanovllm", lengths, [work.outputs[i] for r in work.rounds for i in r])
+    times = [out.metrics for out in outs]
+    cuda, maxrss = torch.cuda.is_initialized(), getrusage(RUSAGE_SELF).ru_maxrss
+    decode = zip([t.finished_time - t.first_token_time for t in times], lengths, strict=True)
+    return {
+        "seconds": seconds,
+        "waiting_time_ms": quantiles([t.first_scheduled_time - t.arrival_time for t in times]),
+        "time_to_first_token_ms": quantiles([t.first_token_time - t.arrival_time for t in times]),
+        "time_per_output_token_ms": quantiles([s / (n - 1) for s, n in decode if n > 1]),
+        "steps": steps,
+        "mean_batch": mean(step["sequences"] for step in steps),
+        "prefix_hit_rate": sum(o.num_cached_tokens for o in outs) / sum(map(len, work.prompts)),
+        "preemptions": sum(t.num_preemptions for t in times),
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if cuda else 1024 * maxrss,
+    }
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """In milliseconds."""
+    return {f"p{q}": float(1000 * np.percentile(seconds or [0.0], q)) for q in (50, 99)}
+
+
+def profile_run(llm: LLM, work: Workload) -> Result:
+    """Seconds of each function (CPU) or kernel (GPU) in the first round, 100 tokens per request.
+
+    The profiler makes the run slower. On a CPU the model runs layer by layer, even where a decode
+    step is one compiled call otherwise.
+    """
+    runner: Any = llm.engine.runner
+    cuda = torch.cuda.is_initialized()
+    work = replace(work, outputs=[min(n, 100) for n in work.outputs], rounds=work.rounds[:1])
+    kernels = profile(activities=[ProfilerActivity.CUDA])
+    # Without entries for built-in functions, their time counts for the functions that call them.
+    calls = cProfile.Profile(builtins=False)
+    with patch.object(runner, "executor", runner.model), kernels if cuda else calls:
+        seconds = run_engine(llm, work)["seconds"]
+    parts: dict[str, float] = defaultdict(float)
+    for event in kernels.key_averages() if cuda else ():
+        parts[event.key[:40]] += event.self_device_time_total / 1e6
+    for call in () if cuda else calls.getstats():
+        # The functions of other packages count for the function that calls them.
+        if "/nanovllm/" in str(call.code):
+            inner = (c.totaltime for c in call.calls or () if "/nanovllm/" not in str(c.code))
+            code: Any = call.code
+            name = f"{Path(code.co_filename).stem}.{code.co_name}"
+            parts[name] += call.inlinetime + sum(inner)
+    parts["GPU idle" if cuda else "other"] = max(0.0, seconds - sum(parts.values()))
+    return parts

@@ -1,52 +1,38 @@
-"""vLLM at the other end of a pipe. Runs in an interpreter of its own, which has vLLM and not nanovllm.
+"""Run one workload in vLLM, in an environment with vLLM and without nanovllm.
 
-Given: its options as JSON in argv[1]; then, a line each on stdin, the rounds of a workload as JSON.
-Answers each with a line of JSON on what was its stdout; everything that vLLM prints goes to stderr.
+Reads JSON from stdin (options of vLLM's LLM, sampling settings, rounds) and writes JSON to the file
+that argv[1] names. Neither loading nor the warm-up is in the measured time.
 """
 
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
-# Python looks in a script's own directory first, where `kernels` is not the package of that name.
+# Python looks for modules beside the script first, where `kernels` is not the package of that name.
 sys.path.pop(0)
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB, as our own cache takes on a CPU
+# GiB; the KV cache of nanovllm has at most the same size on a CPU.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM logs to stdout
-    import torch
     import vllm
-    from vllm import LLM, SamplingParams
 
-    def answer(**what: object) -> None:
-        print(json.dumps(what), file=answers, flush=True)
-
+    options, settings, rounds = json.load(sys.stdin)
+    llm = vllm.LLM(**options)
+    warm_up = vllm.SamplingParams(max_tokens=4, **settings)
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], [warm_up], use_tqdm=False)
+    lengths: list[int] = []
     start = time.perf_counter()
-    llm = LLM(**json.loads(sys.argv[1]))
-    warm = SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False)
-    llm.generate([{"prompt_token_ids": [1, 2, 3]}], warm, use_tqdm=False)
-    ready, threads = time.perf_counter() - start, torch.get_num_threads()
-    answer(version=vllm.__version__, ready=ready, threads=threads)
-    for line in sys.stdin:
-        work = json.loads(line)
-        llm.reset_prefix_cache()
-        lengths: list[int] = []
-        start = time.perf_counter()
-        for prompts, outputs in work["rounds"]:
-            params = [
-                SamplingParams(
-                    temperature=work["temperature"], max_tokens=n, ignore_eos=True, detokenize=False
-                )
-                for n in outputs
-            ]
-            items = [{"prompt_token_ids": ids} for ids in prompts]
-            outs = llm.generate(items, params, use_tqdm=False)
-            lengths += [len(o.outputs[0].token_ids) for o in outs]
-        answer(seconds=time.perf_counter() - start, lengths=lengths)
+    for prompts, outputs in rounds:
+        items = [{"prompt_token_ids": ids} for ids in prompts]
+        params = [vllm.SamplingParams(max_tokens=n, **settings) for n in outputs]
+        outs = llm.generate(items, params, use_tqdm=False)
+        lengths += [len(out.outputs[0].token_ids) for out in outs]
+    answer = {"seconds": time.perf_counter() - start, "lengths": lengths}
+    Path(sys.argv[1]).write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -1,116 +1,99 @@
-"""Workloads: which requests a benchmark runs.
+"""What a benchmark runs: the tables WORKLOADS (requests) and SHAPES (architectures).
 
-Owns: the table WORKLOADS, and the generator that makes requests of one of its rows. Given: settings and
-a vocabulary's size. Everything is drawn from Python's random with seed 0: the same requests everywhere,
-for every engine, whatever it answers.
+Python's `random` with seed 0 draws the requests, so that each engine gets the same ones anywhere.
+The weights of a shape are those of load_format="dummy" with seed 0, and nothing is downloaded.
 """
 
+import json
 import random
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from nanovllm.models.backend import PLAIN
+from nanovllm.models.checkpoint import EMBEDDED
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.weights import random_weights
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A workload's line in --help, and its numbers unless others are given."""
+    """Requests of uniform lengths. `model`: a shape; `long_every`: n-th prompts are 10 x longer."""
 
     help: str
-    count: int  # requests; conversations, where there are several turns
-    input: tuple[int, int]  # tokens of a prompt, uniform, ends included; of a turn's own text
+    count: int
+    input: tuple[int, int]
     output: tuple[int, int]
-    prefix: int = 0  # tokens that all prompts begin with
+    model: str | None = None
+    prefix: int = 0
     turns: int = 1
-    alone: bool = False  # one request at a time
-    long_every: int = 0  # every so many prompts, one is ten times as long
-    model: str | None = None  # the shape that it is for; None is the embedded model
+    alone: bool = False
+    long_every: int = 0
 
     def __str__(self) -> str:
-        """For --help."""
-        into, out = (
-            f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in (self.input, self.output)
-        )
-        extra = f", behind {self.prefix}" if self.prefix else ""
-        extra += f", {self.turns} turns each" if self.turns > 1 else ""
-        numbers = f"{self.count} of {into} tokens in, {out} out{extra}"
-        return f"{self.help}\n{'':17}{numbers}; {self.model or 'the embedded model'}"
+        prompt, output = ("-".join(map(str, sorted({*ends}))) for ends in (self.input, self.output))
+        return f"{self.help}; {self.count} x {prompt} in, {output} out; {self.model or EMBEDDED}"
 
 
 WORKLOADS = {
-    "short": Spec("short prompts and answers; what the embedded model is for", 64, (16, 128), (16, 128)),
-    "nano": Spec("nano-vllm's own benchmark: 133,966 tokens out", 256, (100, 1024), (100, 1024), model="qwen3-0.6b"),
-    "cpu-mixed": Spec("a CPU's batch of mixed lengths", 16, (64, 256), (16, 128), model="qwen3-0.6b"),
-    "cpu-prefix": Spec("a CPU's batch behind one prefix", 16, (32, 32), (32, 32), 512, model="qwen3-0.6b"),
-    "cpu-small": Spec("many requests on a small model, where the host counts", 64, (100, 512), (50, 256), model="cpu-small"),
-    "prefix": Spec("one system prompt shared by all", 64, (16, 64), (16, 64), 512),
-    "chat": Spec("conversations; each turn's prompt holds the turns before it", 16, (16, 48), (16, 48), turns=4),
-    "long": Spec("long prompts, short answers: prefill", 16, (8192, 8192), (16, 16), model="qwen3-0.6b"),
-    "mixed": Spec("every eighth prompt is ten times as long: prefill beside decode", 64, (16, 64), (16, 128), long_every=8),
-    "latency": Spec("one request at a time: batch 1", 4, (16, 128), (128, 128), alone=True),
-}  # fmt: skip
+    "short": Spec("short requests", 64, (16, 128), (16, 128)),
+    "nano": Spec("nano-vllm's benchmark", 256, (100, 1024), (100, 1024), "qwen3-0.6b"),
+    "cpu-mixed": Spec("mixed lengths on a CPU", 16, (64, 256), (16, 128), "qwen3-0.6b"),
+    "cpu-prefix": Spec("one prefix of 512", 16, (32, 32), (32, 32), "qwen3-0.6b", prefix=512),
+    "cpu-small": Spec("many requests, small model", 64, (100, 512), (50, 256), "cpu-small"),
+    "prefix": Spec("one prefix of 512 tokens for all", 64, (16, 64), (16, 64), prefix=512),
+    "chat": Spec("conversations of 4 turns", 16, (16, 48), (16, 48), turns=4),
+    "long": Spec("long prompts: prefill", 16, (8192, 8192), (16, 16), "qwen3-0.6b"),
+    "mixed": Spec("every eighth prompt is 10 x as long", 64, (16, 64), (16, 128), long_every=8),
+    "latency": Spec("one request at a time", 4, (16, 128), (128, 128), alone=True),
+}
+
+SHAPE_FIELDS = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim vocab_size tie_word_embeddings max_position_embeddings"
+)
+SHAPES = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151_936, True, 40_960),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151_936, True, 40_960),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, 128, 151_936, True, 40_960),
+    "qwen3-8b": (4096, 12_288, 36, 32, 8, 128, 151_936, False, 40_960),
+    "qwen3-14b": (5120, 17_408, 40, 40, 8, 128, 151_936, False, 40_960),
+    "qwen2.5-7b": (3584, 18_944, 28, 28, 4, 128, 152_064, False, 32_768),
+    "cpu-small": (256, 768, 4, 4, 2, 64, 4096, True, 4096),
+}
 
 
 @dataclass(frozen=True)
 class Workload:
+    """Requests, each with the number of tokens that it generates; those of a round run together."""
+
     name: str
     prompts: list[list[int]]
-    outputs: list[int]  # tokens that each request generates, no fewer and no more
-    rounds: list[list[int]]  # requests that run together; a round begins when the last has ended
+    outputs: list[int]
+    rounds: list[list[int]]
     temperature: float = 0.6
 
     @property
-    def num_input(self) -> int:
-        return sum(map(len, self.prompts))
+    def lengths(self) -> list[int]:
+        """Tokens of each request, prompt and output."""
+        return [len(p) + n for p, n in zip(self.prompts, self.outputs, strict=True)]
 
-    @property
-    def num_output(self) -> int:
-        return sum(self.outputs)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request, prompt and output."""
-        return max(len(p) + n for p, n in zip(self.prompts, self.outputs, strict=True))
-
-    def subset(self, chosen: Iterable[int]) -> "Workload":
+    def subset(self, chosen: Sequence[int]) -> "Workload":
         """The chosen requests alone, in the same rounds."""
-        place = {old: new for new, old in enumerate(chosen)}
-        rounds = [[place[i] for i in r if i in place] for r in self.rounds]
-        return Workload(
-            self.name,
-            [self.prompts[i] for i in place],
-            [self.outputs[i] for i in place],
-            [r for r in rounds if r],
-            self.temperature,
-        )
-
-    def common_prefix(self, round_: list[int]) -> int:
-        """Tokens that all prompts of a round of two or more begin with."""
-        prompts = sorted(self.prompts[i] for i in round_)
-        return shared(prompts[0], prompts[-1]) if len(prompts) > 1 else 0
-
-    def distinct(self) -> list[tuple[int, int]]:
-        """Spans (start, end) of positions that some engine has to compute at least once.
-
-        Sorted prompts stand beside those that they share most with, so what is left of each is new.
-        """
-        prompts = sorted(self.prompts)
-        starts = [0, *(shared(a, b) for a, b in pairwise(prompts))]
-        return [(s, len(p)) for s, p in zip(starts, prompts, strict=True)]
-
-
-def shared(a: list[int], b: list[int]) -> int:
-    """How many tokens a and b begin with in common."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
+        rounds = [[chosen.index(i) for i in r if i in chosen] for r in self.rounds]
+        prompts, outputs = [self.prompts[i] for i in chosen], [self.outputs[i] for i in chosen]
+        return Workload(self.name, prompts, outputs, [r for r in rounds if r], self.temperature)
 
 
 def make_workload(name: str, spec: Spec, vocab_size: int) -> Workload:
-    """Draw the requests: lengths and ids of the prompts, then the lengths of the outputs.
+    """Draw the lengths and token ids of the prompts, then the lengths of the outputs.
 
-    In this order, and with ids from 0 to 10,000, `nano` is token for token what nano-vllm's bench.py
-    runs. The answers within a conversation are drawn too: every engine then gets the same tokens,
-    though none of them finds what it answered itself in its cache.
+    In this order, and with ids from 0 to 10,000, `nano` is nano-vllm's benchmark token for token.
+    The outputs inside a conversation are drawn too, so that all engines get the same prompts.
     """
     rng = random.Random(0)
 
@@ -121,13 +104,38 @@ def make_workload(name: str, spec: Spec, vocab_size: int) -> Workload:
     prompts: list[list[int]] = []
     for i in range(spec.count):
         long = spec.long_every and i % spec.long_every == 0
-        length = rng.randint(*spec.input) * (10 if long else 1)
-        prompts.append(prefix + ids(length))
+        prompts.append(prefix + ids(rng.randint(*spec.input) * (10 if long else 1)))
     outputs: list[int] = []
-    for i in range(spec.count * (spec.turns - 1)):  # a turn goes on from that of the round before
+    # Request i of a later turn continues request i of the turn before it.
+    for i in range(spec.count * (spec.turns - 1)):
         outputs.append(rng.randint(*spec.output))
         prompts.append(prompts[i] + ids(outputs[i]) + ids(rng.randint(*spec.input)))
     outputs += [rng.randint(*spec.output) for _ in range(spec.count)]
     size = 1 if spec.alone else spec.count
-    rounds = [list(range(i, min(i + size, len(prompts)))) for i in range(0, len(prompts), size)]
+    rounds = [list(range(i, i + size)) for i in range(0, len(prompts), size)]
     return Workload(name, prompts, outputs, rounds)
+
+
+def write_shape(name: str, parent: Path) -> Path:
+    """Make a directory with config.json alone, which is enough for load_format="dummy"."""
+    family = "Qwen2" if name.startswith("qwen2") else "Qwen3"
+    config: dict[str, object] = dict(zip(SHAPE_FIELDS.split(), SHAPES[name], strict=True))
+    config |= {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
+    config |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "dtype": "bfloat16"}
+    if family == "Qwen2":
+        # It follows from the other sizes, and a config.json of Qwen2 does not name it.
+        del config["head_dim"]
+    directory = parent / name
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return directory
+
+
+def write_weights(directory: Path, dtype: torch.dtype) -> None:
+    """Write the random weights beside config.json, for engines that cannot make them themselves."""
+    config = ModelConfig.from_file(directory / "config.json")
+    with torch.device("meta"):
+        places = Qwen3(config, 16, PLAIN).checkpoint_tensors()
+    weights = {name: torch.empty(place.shape, dtype=dtype) for name, place in places.items()}
+    random_weights(weights, seed=0)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,24 +1,25 @@
-"""BlockManager: which block of the KV cache belongs to whom, and what it holds.
+"""BlockManager: which block of the KV cache belongs to which sequences, and what it holds.
 
-Owns: the pool of blocks, the prefix index, the free lists. Given: sequences. Mutates: the block
-fields of the sequence it is given (`block_table`, `block_hashes`, `num_published`, `chain`).
-It moves no data, and imports no torch. Every operation costs O(blocks it touches).
+It owns the pool of blocks and the prefix index, and changes the block fields of the sequences that
+it is given. It moves no data. Every operation costs O(number of blocks it touches). Paging and
+copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
-From token to memory (block size 4):
+From a token to its memory, with a block size of 4:
 
-    token_ids    [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9 ]           logical blocks 0, 1, 2
-    block_table  [     7             2           5   ]           physical blocks
+    token_ids    [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9 ]     logical blocks 0, 1, 2
+    block_table  [     7             2           5   ]     physical blocks
     slot of t9 = block_table[9 // 4] * 4 + 9 % 4 = 5 * 4 + 1 = 21
 
-A block is in one of three states, which partition the pool (block 0, the null block, is in none):
+A block is in one of three states, which partition the pool. Block 0, the null block, is in none.
 
-    owned    ref_count > 0: it stands in that many block tables
-    cached   ref_count = 0, published: its content can still be found; oldest is evicted first
-    free     ref_count = 0, nothing worth keeping
+    owned      ref_count > 0: it appears in that many block tables
+    evictable  ref_count = 0 and cached: its content can still be shared until it is evicted
+    free       ref_count = 0 and not cached
 
-A full block is published under hash = xxh64(hash of the block before it, its tokens), so that equal
-hashes mean equal prefixes. A hash only suggests: a match also compares the tokens, and the identity
-of the parent, a number that is never given twice. So the index is right with any hash function.
+A full block is cached in the index under hash = xxh64(hash of the block before it, its token ids),
+so that equal hashes mean equal prefixes. A hash is only a hint: a match also compares the token ids
+and the identity of the parent block, a number that is never reused. The index is therefore correct
+with any hash function.
 """
 
 from array import array
@@ -34,8 +35,8 @@ from nanovllm.engine.sequence import Sequence
 class Block:
     index: int
     ref_count: int = 0
-    # Set while published.
-    identity: int = 0  # unique for ever; 0 is "not published", and the parent of a first block
+    # Set while the block is cached.
+    identity: int = 0  # never reused; 0 means not cached, and is the parent of a first block
     parent: int = 0  # identity of the block before it
     hash: int = 0
     token_ids: bytes = b""
@@ -45,34 +46,34 @@ class BlockManager:
     def __init__(
         self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
     ) -> None:
-        """`num_blocks` usable blocks, numbered from 1; the null block 0 comes on top."""
+        """`num_blocks` blocks for sequences, numbered from 1. The null block 0 is additional."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks + 1)]
         self.free = list(range(num_blocks, 0, -1))  # taken from the end
-        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently freed first
+        self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.index: dict[int, int] = {}  # hash -> block
         self.evictions = 0
-        self._identities = 0
+        self._last_identity = 0
 
     @property
     def num_available(self) -> int:
-        """Blocks that no sequence owns: free, or cached and evictable."""
-        return len(self.free) + len(self.cached)
+        """Blocks that no sequence owns."""
+        return len(self.free) + len(self.evictable)
 
-    # ---- the prefix index ----
+    # ---- the prefix cache ----
 
     def hash_blocks(self, seq: Sequence) -> None:
-        """Bring `seq.block_hashes` up to date: one hash for each block of known tokens."""
+        """Extend `seq.block_hashes` to one hash for each full block of known tokens."""
         done, size = len(seq.block_hashes), self.block_size
         full = len(seq.token_ids) // size
         if done == full:
             return
         parent = seq.block_hashes[-1] if done else 0
         data = array("I", seq.token_ids[done * size : full * size]).tobytes()
-        for at in range(0, len(data), size * 4):
-            parent = self._hash(parent, data[at : at + size * 4])
+        for start in range(0, len(data), size * 4):
+            parent = self._hash(parent, data[start : start + size * 4])
             seq.block_hashes.append(parent)
 
     @staticmethod
@@ -80,9 +81,9 @@ class BlockManager:
         return xxh64_intdigest(parent.to_bytes(8, "little") + tokens)
 
     def match(self, seq: Sequence) -> list[int]:
-        """The published blocks that hold the beginning of `seq`; changes nothing but its hashes.
+        """Return the cached blocks that hold the beginning of `seq`. Changes only its hashes.
 
-        Stops one token before the end: one token is always computed, for its logits.
+        At least one token is left to compute, because its logits are needed.
         """
         matched: list[int] = []
         if not self.enable_prefix_caching or not self.index:
@@ -90,138 +91,143 @@ class BlockManager:
         self.hash_blocks(seq)
         parent = 0
         for i in range((len(seq.token_ids) - 1) // self.block_size):
-            block = self._find(seq, i, parent)
+            block = self._lookup(seq, i, parent)
             if block is None:
                 break
             matched.append(block.index)
             parent = block.identity
         return matched
 
-    def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
-        """The published block with the content of logical block `i` of `seq`, if there is one."""
-        found = self.index.get(seq.block_hashes[i])
-        if found is None:
+    def _lookup(self, seq: Sequence, i: int, parent: int) -> Block | None:
+        """Return the cached block with the content of logical block `i` of `seq`, if any."""
+        index = self.index.get(seq.block_hashes[i])
+        if index is None:
             return None
-        block = self.blocks[found]
-        same = block.parent == parent and block.token_ids == self._tokens(seq, i)
+        block = self.blocks[index]
+        same = block.parent == parent and block.token_ids == self._token_bytes(seq, i)
         return block if same else None
 
-    def _tokens(self, seq: Sequence, i: int) -> bytes:
+    def _token_bytes(self, seq: Sequence, i: int) -> bytes:
         return array("I", seq.token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()
 
-    def publish(self, seq: Sequence) -> None:
-        """Let others find every block of `seq` whose tokens are known and whose KV is computed.
+    def cache_full_blocks(self, seq: Sequence) -> None:
+        """Cache every block of `seq` whose tokens are known and whose KV is computed.
 
-        "Computed" counts the plan being made: a layer stores all K and V before any row attends.
+        "Computed" includes the plan being made, because each layer stores K and V of the whole
+        step before any query attends. Sequences of the same step can therefore share a block.
         """
         full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
-        if not self.enable_prefix_caching or seq.num_published >= full:
+        if not self.enable_prefix_caching or seq.num_cached_blocks >= full:
             return
         self.hash_blocks(seq)
-        while seq.num_published < full:
-            i = seq.num_published
-            key, twin = seq.block_hashes[i], self._find(seq, i, seq.chain)
-            block = twin or self.blocks[seq.block_table[i]]
-            if twin is None:
-                if key in self.index:  # a collision, or an orphan whose parent is forgotten
-                    self._unpublish(self.blocks[self.index[key]])
-                self._identities += 1
-                block.identity, block.parent, block.hash = self._identities, seq.chain, key
-                block.token_ids = self._tokens(seq, i)
-                self.index[key] = block.index
-            seq.chain = block.identity
-            seq.num_published += 1
+        while seq.num_cached_blocks < full:
+            i = seq.num_cached_blocks
+            block = self._lookup(seq, i, seq.parent_block)
+            if block is None:
+                block = self.blocks[seq.block_table[i]]
+                self._cache(block, seq.parent_block, seq.block_hashes[i], self._token_bytes(seq, i))
+            seq.parent_block = block.identity
+            seq.num_cached_blocks += 1
 
-    def _unpublish(self, block: Block) -> None:
-        if block.index in self.cached:
-            del self.cached[block.index]
+    def _cache(self, block: Block, parent: int, key: int, tokens: bytes) -> None:
+        if key in self.index:  # a hash collision, or a block whose parent was evicted
+            self._uncache(self.blocks[self.index[key]])
+        self._last_identity += 1
+        block.identity, block.parent = self._last_identity, parent
+        block.hash, block.token_ids = key, tokens
+        self.index[key] = block.index
+
+    def _uncache(self, block: Block) -> None:
+        if block.index in self.evictable:
+            del self.evictable[block.index]
             self.free.append(block.index)
         del self.index[block.hash]
         block.identity, block.parent, block.hash, block.token_ids = 0, 0, 0, b""
 
     def reset_prefix_cache(self) -> None:
-        """Forget every published block. Sequences keep the blocks they own."""
+        """Remove every block from the cache. Sequences keep the blocks that they own."""
         for index in list(self.index.values()):
-            self._unpublish(self.blocks[index])
+            self._uncache(self.blocks[index])
 
     # ---- ownership ----
 
     def num_needed(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that `seq` lacks to hold its first `num_tokens` tokens, a copy for a tail included."""
-        return -(-num_tokens // self.block_size) - len(seq.block_table) + seq.shares_tail
+        """New blocks that `seq` needs for its first `num_tokens`, including a copy-on-write."""
+        blocks = -(-num_tokens // self.block_size)
+        return blocks - len(seq.block_table) + seq.needs_copy_on_write
 
-    def adopt(self, seq: Sequence, matched: list[int]) -> None:
-        """Start the block table of `seq` with published blocks."""
+    def share(self, seq: Sequence, matched: list[int]) -> None:
+        """Start the block table of `seq` with cached blocks, whose KV is valid."""
         for index in matched:
             block = self.blocks[index]
             if block.ref_count == 0:
-                del self.cached[index]
+                del self.evictable[index]
             block.ref_count += 1
         seq.block_table = matched
-        seq.num_published = len(matched)
-        seq.chain = self.blocks[matched[-1]].identity if matched else 0
-        seq.num_computed = len(matched) * self.block_size  # their KV is valid already
+        seq.num_cached_blocks = len(matched)
+        seq.parent_block = self.blocks[matched[-1]].identity if matched else 0
+        seq.num_computed = len(matched) * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """Start the block table of `child` with the blocks that hold its first `num_computed` tokens
-        and the one after them, shared with `parent`: whoever writes into it first copies it.
+        """Share with `child` the blocks of `parent` up to and including token `num_computed`.
+
+        The last of these blocks is copied by the first of the two that writes into it.
         """
         child.block_table = parent.block_table[: num_computed // self.block_size + 1]
         for index in child.block_table:
             self.blocks[index].ref_count += 1
         child.num_computed = num_computed
-        child.shares_tail = parent.shares_tail = True
+        child.needs_copy_on_write = parent.needs_copy_on_write = True
 
-    def own_tail(self, seq: Sequence) -> tuple[int, int] | None:
-        """Make the block that `seq` writes next its own; the copy to make, if it takes one.
+    def copy_on_write(self, seq: Sequence) -> tuple[int, int] | None:
+        """Make the block that `seq` writes next its own. Returns the copy (source, target), if any.
 
-        A published block is as good as shared, even if nobody else owns it just now: what others
-        may find in it must stay. It fills its block in place only if that is neither.
+        A cached block counts as shared even if no other sequence owns it now, because its content
+        must stay what the index says.
         """
-        seq.shares_tail = False
+        seq.needs_copy_on_write = False
         i = seq.num_computed // self.block_size
         if i >= len(seq.block_table):
-            return None  # the next write starts a block
+            return None  # the next token starts a new block
         old = self.blocks[seq.block_table[i]]
         if old.ref_count == 1 and not old.identity:
             return None
-        self._drop(old)
-        seq.block_table[i] = self._take()
+        self._release_block(old)
+        seq.block_table[i] = self._take_block()
         return old.index, seq.block_table[i]
 
-    def num_idle(self, matched: list[int]) -> int:
-        """How many of these blocks no sequence owns: adopting them makes them unavailable."""
+    def num_evictable(self, matched: list[int]) -> int:
+        """The number of these blocks that have no owner: sharing makes them unavailable."""
         return sum(self.blocks[index].ref_count == 0 for index in matched)
 
-    def append(self, seq: Sequence) -> int:
-        """Give `seq` one more block."""
-        seq.block_table.append(self._take())
+    def append_block(self, seq: Sequence) -> int:
+        """Append a block to the block table of `seq` and return it."""
+        seq.block_table.append(self._take_block())
         return seq.block_table[-1]
 
-    def _take(self) -> int:
-        """A block for one owner: a free one, or else the cached one that was unused longest."""
+    def _take_block(self) -> int:
+        """Return a block for one owner: a free one, else the least recently used evictable one."""
         if self.free:
             index = self.free.pop()
         else:
-            index, _ = self.cached.popitem(last=False)
-            self._unpublish(self.blocks[index])
+            index, _ = self.evictable.popitem(last=False)
+            self._uncache(self.blocks[index])
             self.evictions += 1
         self.blocks[index].ref_count = 1
         return index
 
-    def _drop(self, block: Block) -> None:
-        """One owner less. With none left the block is free, or cached if it can be found."""
+    def _release_block(self, block: Block) -> None:
         block.ref_count -= 1
         if block.ref_count == 0:
             if block.identity:
-                self.cached[block.index] = None
+                self.evictable[block.index] = None
             else:
                 self.free.append(block.index)
 
     def release(self, seq: Sequence) -> None:
-        """Take back all blocks of `seq`, last block first, so that shared heads age last."""
+        """Release the blocks of `seq`, the last first, so that shared prefixes are evicted last."""
         for index in reversed(seq.block_table):
-            self._drop(self.blocks[index])
+            self._release_block(self.blocks[index])
         seq.block_table = []
-        seq.shares_tail = False
-        seq.num_computed = seq.num_published = seq.chain = 0
+        seq.needs_copy_on_write = False
+        seq.num_computed = seq.num_cached_blocks = seq.parent_block = 0

@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while the engine's accounts are half-made. Mutates: the process's SIGINT handler."""
+"""defer_interrupt: Ctrl-C waits until a step is complete. It changes the SIGINT handler."""
 
 import signal
 import threading
@@ -8,22 +8,20 @@ from types import FrameType
 
 
 @contextmanager
-def interruptible() -> Iterator[Callable[[], None]]:
-    """Hold back Ctrl-C to the end of the block, or to a call of the function that this yields.
+def defer_interrupt() -> Iterator[Callable[[], None]]:
+    """Raise KeyboardInterrupt at the end of the block, or when the yielded function is called.
 
-    A second one acts at once. Within another such block, and where the program handles SIGINT in a
-    way of its own, this does nothing.
+    A second Ctrl-C acts immediately. Inside another such block, outside the main thread (which
+    alone receives signals), and if the program has its own SIGINT handler, this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None  # only the main thread sees signals
-        return
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:
-        yield lambda: None  # somebody has plans of his own for Ctrl-C
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or before is not signal.default_int_handler:
+        yield lambda: None
         return
     pressed = False
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def handler(number: int, frame: FrameType | None) -> None:
         nonlocal pressed
         if pressed:
             raise KeyboardInterrupt
@@ -33,7 +31,7 @@ def interruptible() -> Iterator[Callable[[], None]]:
         if pressed:
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, handler)
     try:
         yield check
         check()

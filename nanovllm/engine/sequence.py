@@ -1,14 +1,17 @@
 """Sequence: one stream of tokens being generated, as the control plane sees it.
 
-Owns: its tokens and its progress. The scheduler and the block manager change it; the runner never
-sees it. No torch here.
+The scheduler and the block manager change it; the runner never sees it.
 
-    token_ids:   [ prompt ............ | output ....... ]  + promised
+    token_ids:   [ prompt ............ | output ....... ]  + placeholder tokens
                                                  ^             ^
-                          num_computed <= num_tokens = len(token_ids) + tokens drawn, not yet read
+                          num_computed <= num_tokens = len(token_ids) + placeholder tokens
 
-A sequence has tokens that it knows and tokens whose KV is computed, and that is all the phase it
-has: a step computes some of `num_tokens - num_computed`.
+A placeholder token has been sampled by a plan in flight and has not been read yet.
+
+A sequence has known tokens and computed tokens (those whose KV is in the cache), and each step
+computes some of the difference: a whole prompt, a chunk of one, or the last sampled token. There is
+no separate prefill state. `decoding` only says where the next token to compute is stored: in
+`token_ids`, or in the runner's row, which may be the only place where it is known.
 """
 
 from dataclasses import dataclass, field
@@ -18,7 +21,7 @@ from nanovllm.plan import RowSampling
 
 
 class Status(Enum):
-    NEW = 0  # not queued; a fork stays so until its parent has a token
+    NEW = 0  # not queued; a fork stays in this state until its parent has sampled a token
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
@@ -27,40 +30,35 @@ class Status(Enum):
 @dataclass(slots=True, eq=False)
 class Sequence:
     request_id: str
-    arrival: int  # 0, 1, 2, ... in order of add_request
-    token_ids: list[int]  # prompt, then output; grows in Scheduler.commit
+    arrival: int  # 0, 1, 2, ... in the order of add_request
+    token_ids: list[int]  # prompt, then output; Scheduler.commit appends to it
     num_prompt: int
-    max_length: int  # prompt and output never exceed this
+    max_length: int  # of prompt and output together
     stop_token_ids: frozenset[int]
     sampling: RowSampling
     index: int = 0  # among the samples of its request
-    parent: "Sequence | None" = None  # the first sample, which computes the prompt for all
-    forks: list["Sequence"] = field(
-        default_factory=list
-    )  # its other samples, until they are queued
+    # The first sample of a request computes the prompt; the others are forked from it.
+    parent: "Sequence | None" = None
+    forks: list["Sequence"] = field(default_factory=list)  # not queued yet
 
     status: Status = Status.NEW
-    num_tokens: int = 0  # known and promised
-    num_computed: int = 0  # have their KV in the cache, once every plan made so far has run
-    decoding: bool = False  # the runner's row holds the one token left to compute
+    num_tokens: int = 0  # known tokens and placeholder tokens
+    num_computed: int = 0  # tokens whose KV is in the cache after every plan made so far has run
+    decoding: bool = False  # the one token left to compute is the last that its row sampled
     row: int = -1
     last_chunk: int = -1  # number of the plan that computed its last chunk
     preemptions: int = 0
-    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_cached: int = 0  # prompt tokens taken from the prefix cache when it was first admitted
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the token id or the string that ended it, if one did
+    stop_reason: int | str | None = None  # the token id or string that ended it, if one did
 
-    # Kept by the block manager.
+    # Maintained by the block manager.
     block_table: list[int] = field(default_factory=list)
-    shares_tail: bool = False  # the block that it writes next may be another's too: copy-on-write
-    block_hashes: list[int] = field(default_factory=list)  # of its full blocks, chained
-    num_published: int = 0  # of its blocks, how many others can find
-    chain: int = 0  # identity of the last published block, the parent of the next
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        rules = self.sampling.rules
-        return rules is not None and rules.prompt_logprobs is not None
+    # Its next token may go into a block that is shared or cached.
+    needs_copy_on_write: bool = False
+    block_hashes: list[int] = field(default_factory=list)  # one per full block, chained
+    num_cached_blocks: int = 0  # how many of its blocks are in the prefix cache
+    parent_block: int = 0  # identity of the last of these, the parent of the next
 
     @property
     def num_output(self) -> int:

@@ -1,13 +1,13 @@
-"""Qwen3 and Qwen2 (dense): the whole model, top to bottom.
+"""Qwen3 and Qwen2 (dense): the whole transformer, top to bottom.
 
-Owns: the weights. Given: a ForwardBatch and the attention backend. Mutates: the KV cache, through the
-backend. The two differ by what ModelConfig says: Qwen3 normalises queries and keys per head, Qwen2
-has a bias on the q, k, v projections.
+The model owns its weights and changes only the KV cache, through attention. The two families differ
+in what ModelConfig says: Qwen3 normalizes queries and keys per head, Qwen2 has a bias on the q, k
+and v projections.
 
-Plain objects, not torch modules: nothing here is trained or hooked, and on a CPU the calls of modules
-took 4 ms of a decode step of 70 (Qwen3-0.6B's shape, two sequences).
+The classes are plain objects and not torch modules: nothing is trained or hooked here, and on a CPU
+the calls of modules took 4 of the 70 ms of a decode step (Qwen3-0.6B's shape, two sequences).
 
-Shapes: T tokens of the step, R rows that draw a token, E hidden size, H query heads, K KV heads,
+Shapes: T tokens of the step, R rows that sample a token, E hidden size, H query heads, K KV heads,
 D head size, F feed-forward size, V vocabulary.
 """
 
@@ -15,133 +15,145 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.attention.backend import AttentionBackend
-from nanovllm.config import ModelConfig
-from nanovllm.layers.linear import Linear, linear, packed
-from nanovllm.layers.ops import Ops
-from nanovllm.layers.rotary import RotaryEmbedding
-from nanovllm.runner.batch import ForwardBatch
+from nanovllm.batch import ForwardBatch
+from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.layers import Norms, Rope, RotaryEmbedding, rms_norm, rotate
 
 
-class Attention:
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        self.layer = layer
-        kv_size = config.num_kv_heads * config.head_dim
-        self.sizes = [config.num_heads * config.head_dim, kv_size, kv_size]
-        self.qkv = Linear(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
-        self.out = Linear(self.sizes[0], config.hidden_size, bias=config.output_bias)
-        self.q_norm = torch.empty(config.head_dim) if config.qk_norm else None
-        self.k_norm = torch.empty(config.head_dim) if config.qk_norm else None
+class Linear:
+    """y = x W^T + b. Projections of the same input (q, k, v; gate, up) are one Linear."""
 
-    def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, attention: AttentionBackend
-    ) -> Tensor:
-        qkv = self.qkv(x)
-        found = attention.attend(self.layer, qkv, self.q_norm, self.k_norm, cos, sin, batch)
-        return self.out(found)
+    def __init__(self, inputs: int, outputs: int, backend: Backend, bias: bool = False) -> None:
+        self.weight = torch.empty(outputs, inputs)
+        self.bias = torch.empty(outputs) if bias else None
+        self.linear = backend.linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.weight, self.bias)
+
+
+class SelfAttention:
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+        self.layer, self.backend, self.eps = layer, backend, config.rms_norm_eps
+        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.sizes = [heads * config.head_dim for heads in self.heads]
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.qkv_proj = Linear(hidden, sum(self.sizes), backend, bias)
+        self.o_proj = Linear(self.sizes[0], hidden, backend, config.output_bias)
+        self.norms: Norms = None  # of q and k
+        if config.qk_norm:
+            self.norms = torch.empty(config.head_dim), torch.empty(config.head_dim)
+
+    def __call__(self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: Attention) -> Tensor:
+        qkv = self.qkv_proj(x)  # [T, (H + 2K) D]
+        if self.backend.fused_attention:
+            q = attention.norm_rope_store(self.layer, qkv, self.norms, rope, batch)
+        else:
+            q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=1)
+            if self.norms is not None:
+                q_norm, k_norm = self.norms
+                q, k = rms_norm(q, q_norm, self.eps), rms_norm(k, k_norm, self.eps)
+            q, k = rotate(q, rope), rotate(k, rope)
+            # All tokens are stored before any attends, because sequences can share blocks.
+            attention.store(self.layer, k, v, batch)
+        return self.o_proj(attention.attend(self.layer, q, batch))
 
 
 class MLP:
-    def __init__(self, config: ModelConfig, ops: Ops) -> None:
-        self.ops = ops
-        self.gate_up = Linear(config.hidden_size, 2 * config.intermediate_size)
-        self.down = Linear(config.intermediate_size, config.hidden_size)
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+        self.backend = backend
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, backend)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, backend)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.ops.silu_and_mul(self.gate_up(x)))
+        return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))
 
 
-class Layer:
-    def __init__(self, config: ModelConfig, layer: int, ops: Ops) -> None:
-        self.ops, self.eps = ops, config.rms_norm_eps
-        self.attention_norm = torch.empty(config.hidden_size)
-        self.attention = Attention(config, layer)
-        self.mlp_norm = torch.empty(config.hidden_size)
-        self.mlp = MLP(config, ops)
+class DecoderLayer:
+    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+        self.backend, self.eps = backend, config.rms_norm_eps
+        self.input_layernorm = torch.empty(config.hidden_size)
+        self.self_attn = SelfAttention(config, layer, backend)
+        self.post_attention_layernorm = torch.empty(config.hidden_size)
+        self.mlp = MLP(config, backend)
 
-    def products(self) -> tuple[Linear, ...]:
-        return self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down
+    def linears(self) -> tuple[Linear, ...]:
+        attn, mlp = self.self_attn, self.mlp
+        return attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj
 
     def __call__(
         self,
         x: Tensor,
         residual: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
+        rope: Rope,
         batch: ForwardBatch,
-        attention: AttentionBackend,
+        attention: Attention,
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual); their sum is the hidden state. Adding is left to the next
-        norm, which reads both anyway."""
-        x, residual = self.ops.add_rms_norm(x, residual, self.attention_norm, self.eps)
-        x = self.attention(x, cos, sin, batch, attention)
-        x, residual = self.ops.add_rms_norm(x, residual, self.mlp_norm, self.eps)
+        """(x, residual) -> (x, residual), whose sum is the hidden state [T, E].
+
+        The addition is left to the next norm, which reads both anyway.
+        """
+        x, residual = self.backend.add_rms_norm(x, residual, self.input_layernorm, self.eps)
+        x = self.self_attn(x, rope, batch, attention)
+        x, residual = self.backend.add_rms_norm(
+            x, residual, self.post_attention_layernorm, self.eps
+        )
         return self.mlp(x), residual
 
 
 class Qwen3:
-    """Built with torch's default dtype and device; weights are uninitialised until loaded."""
+    """Uses torch's default dtype and device. Weights are uninitialized until they are loaded."""
 
-    def __init__(self, config: ModelConfig, max_model_len: int, ops: Ops) -> None:
-        self.config, self.ops = config, ops
-        self.embedding = torch.empty(config.vocab_size, config.hidden_size)
+    def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
+        self.config, self.backend = config, backend
+        self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(
             config.head_dim, max_model_len, config.rope_theta, config.rope_factor
         )
-        self.layers = [Layer(config, i, ops) for i in range(config.num_layers)]
+        self.layers = [DecoderLayer(config, i, backend) for i in range(config.num_layers)]
         self.norm = torch.empty(config.hidden_size)
-        self.head = self.embedding
+        self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
-            self.head = torch.empty_like(self.embedding)
+            self.lm_head = torch.empty_like(self.embed_tokens)
 
-    def forward(self, batch: ForwardBatch, attention: AttentionBackend) -> Tensor:
-        """Hidden states of the step's tokens, normalised: [T, E]."""
-        x = F.embedding(batch.input_ids, self.embedding)
-        cos, sin = self.rotary.at(batch.positions)
-        residual = None
+    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
+        """The hidden states of the step's tokens, after the last norm: [T, E]."""
+        x = F.embedding(batch.input_ids, self.embed_tokens)
+        rope, residual = self.rotary.at(batch.positions), None
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, batch, attention)
-        return self.ops.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
+            x, residual = layer(x, residual, rope, batch, attention)
+        return self.backend.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> logits [R, V]."""
-        return linear(hidden, self.head)
-
-    def pack(self) -> None:
-        """Once the weights are loaded: lay them out for the CPU's matrix units, where that helps.
-
-        One after the other, so that only one is ever held twice; but a tied head is packed beside
-        the table that embeds, which stays as it is. What `checkpoint_tensors` gave before must be
-        let go of: it holds on to the plain weights.
-        """
-        for product in (p for layer in self.layers for p in layer.products()):
-            product.weight = packed(product.weight)
-        self.head = packed(self.head)
+        return self.backend.linear(hidden, self.lm_head, None)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Where each tensor of a checkpoint goes: its name there -> (a slice of) a weight."""
-        places: dict[str, Tensor] = {
-            "model.embed_tokens.weight": self.embedding,
+        """Map the name of each checkpoint tensor to a weight of the model or a slice of one."""
+        tensors: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embed_tokens,
             "model.norm.weight": self.norm,
         }
         if not self.config.tie_word_embeddings:
-            places["lm_head.weight"] = self.head
+            tensors["lm_head.weight"] = self.lm_head
         for i, layer in enumerate(self.layers):
-            at, attn, mlp = f"model.layers.{i}.", layer.attention, layer.mlp
-            places[at + "input_layernorm.weight"] = layer.attention_norm
-            places[at + "post_attention_layernorm.weight"] = layer.mlp_norm
-            for name, part in zip("qkv", attn.qkv.weight.split(attn.sizes), strict=True):
-                places[f"{at}self_attn.{name}_proj.weight"] = part
-            if attn.qkv.bias is not None:
-                for name, part in zip("qkv", attn.qkv.bias.split(attn.sizes), strict=True):
-                    places[f"{at}self_attn.{name}_proj.bias"] = part
-            places[at + "self_attn.o_proj.weight"] = attn.out.weight
-            if attn.out.bias is not None:
-                places[at + "self_attn.o_proj.bias"] = attn.out.bias
-            if attn.q_norm is not None and attn.k_norm is not None:
-                places[at + "self_attn.q_norm.weight"] = attn.q_norm
-                places[at + "self_attn.k_norm.weight"] = attn.k_norm
-            gate, up = mlp.gate_up.weight.chunk(2)
-            places[at + "mlp.gate_proj.weight"], places[at + "mlp.up_proj.weight"] = gate, up
-            places[at + "mlp.down_proj.weight"] = mlp.down.weight
-        return places
+            prefix, attn, mlp = f"model.layers.{i}.", layer.self_attn, layer.mlp
+            tensors[prefix + "input_layernorm.weight"] = layer.input_layernorm
+            tensors[prefix + "post_attention_layernorm.weight"] = layer.post_attention_layernorm
+            for name, part in zip("qkv", attn.qkv_proj.weight.split(attn.sizes), strict=True):
+                tensors[f"{prefix}self_attn.{name}_proj.weight"] = part
+            if attn.qkv_proj.bias is not None:
+                for name, part in zip("qkv", attn.qkv_proj.bias.split(attn.sizes), strict=True):
+                    tensors[f"{prefix}self_attn.{name}_proj.bias"] = part
+            tensors[prefix + "self_attn.o_proj.weight"] = attn.o_proj.weight
+            if attn.o_proj.bias is not None:
+                tensors[prefix + "self_attn.o_proj.bias"] = attn.o_proj.bias
+            if attn.norms is not None:
+                for name, weight in zip("qk", attn.norms, strict=True):
+                    tensors[f"{prefix}self_attn.{name}_norm.weight"] = weight
+            gate, up = mlp.gate_up_proj.weight.chunk(2)
+            tensors[prefix + "mlp.gate_proj.weight"] = gate
+            tensors[prefix + "mlp.up_proj.weight"] = up
+            tensors[prefix + "mlp.down_proj.weight"] = mlp.down_proj.weight
+        return tensors

@@ -1,1 +1,1 @@
-"""The data plane: tensors, never a Sequence."""
+"""The data plane: executes plans on a device and never sees a Sequence."""

@@ -1,8 +1,4 @@
-"""How many KV blocks fit.
-
-Owns: nothing. Given: the config, and functions that run the largest steps, whose memory is measured.
-Mutates: nothing, but the steps' scratch memory comes and goes.
-"""
+"""Computes how many KV blocks fit into memory."""
 
 import gc
 import os
@@ -14,10 +10,13 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.plan import StepPlan
 
-NO_MEMORY = ("out of memory", "allocate memory", "not enough memory")  # torch's words on a CPU
-CUDA_MARGIN = 512 << 20  # free memory left alone: graphs' nodes, library workspaces, fragments
-CPU_CACHE_BYTES = 4 << 30  # what a CPU's KV cache takes at most, unless it is told a size
+# How torch reports a failed allocation on a CPU, where the error has no type of its own.
+OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
+# Device memory that is left free for graph nodes, library workspaces and fragmentation.
+CUDA_MARGIN = 512 << 20
+CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Snapshot:
     @classmethod
     def of(cls, device: torch.device) -> "Snapshot":
         if device.type == "cuda":
-            # What an engine before this one has let go of must not count as another process's.
+            # Memory that an earlier engine has released must not count as another process's.
             gc.collect()
             torch.cuda.empty_cache()
             return cls(device, *torch.cuda.mem_get_info(device))
@@ -44,30 +43,33 @@ def num_kv_blocks(
     max_model_len: int,
     block_bytes: int,
     before: Snapshot,
-    steps: list[Callable[[], None]],
+    largest_plans: list[StepPlan],
+    run: Callable[[StepPlan], None],
 ) -> int:
-    """Blocks for requests; the null block comes on top of them.
+    """Return the number of blocks for requests. Raises ValueError if it would be 0.
 
-    `before` was taken before the weights were loaded. `steps` run the largest steps that can occur;
-    each holds its memory apart from the others. Raises ValueError if there is too little memory.
+    `before` was taken before the weights were loaded. On a GPU each of `largest_plans` is run to
+    measure its scratch memory. All of it is reserved, because graphs use a pool of their own.
     """
-    scratch = sum(map(_scratch, steps)) if before.device.type == "cuda" else 0
+    scratch = 0
+    if before.device.type == "cuda":
+        scratch = sum(_scratch_bytes(run, plan) for plan in largest_plans)
     if config.num_kvcache_blocks is not None:
         return config.num_kvcache_blocks
     if config.kv_cache_memory_bytes is not None:
         num = config.kv_cache_memory_bytes // block_bytes - 1
         if num < 1:
             raise ValueError(
-                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes:,} has no room for one block: "
-                f"a block of {config.kvcache_block_size} tokens takes {block_bytes:,} bytes, and so "
-                "does the null block; raise it, or lower kvcache_block_size"
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes:,} has no room for one "
+                f"block: a block of {config.kvcache_block_size} tokens takes {block_bytes:,} bytes "
+                "and so does the null block; raise it, or lower kvcache_block_size"
             )
         return num
     per_sequence = -(-max_model_len // config.kvcache_block_size)
     if before.device.type == "cuda":
         room, where = _cuda_room(config, before, scratch)
     else:
-        # Half of what is left: activations, and whatever else the machine is used for.
+        # The other half is for activations and for other processes.
         room = min(CPU_CACHE_BYTES, available_host_memory() // 2)
         where = f"{room / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
     num = min(room // block_bytes - 1, per_sequence * config.max_num_seqs)
@@ -81,38 +83,38 @@ def num_kv_blocks(
     return num
 
 
-def _scratch(step: Callable[[], None]) -> int:
-    """Bytes that a step needs while it runs. It also compiles what a first request would wait for."""
+def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:
+    """The memory that a step needs while it runs. Running it also compiles its kernels."""
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    step()
-    return torch.cuda.max_memory_allocated() - held
+    allocated = torch.cuda.memory_allocated()
+    run(plan)
+    return torch.cuda.max_memory_allocated() - allocated
 
 
 def _cuda_room(config: EngineConfig, before: Snapshot, scratch: int) -> tuple[int, str]:
-    """(bytes that the KV cache may take, how they come about)."""
+    """(bytes that the KV cache may take, an explanation)."""
     now = Snapshot.of(before.device)
-    # What is gone since `before` is ours; what was gone then is other processes'.
+    # Memory taken since `before` is ours; memory taken earlier belongs to other processes.
     ours = before.free - now.free
     allowed = int(config.gpu_memory_utilization * now.total) - ours
     room = max(0, min(allowed, now.free - CUDA_MARGIN) - scratch)
     gib = 2**30
     return room, (
-        f"{room / gib:.2f} GiB of the card's {now.total / gib:.2f}, of which {now.free / gib:.2f} are "
-        f"free (weights hold {ours / gib:.2f}, a largest step needs {scratch / gib:.2f}, "
+        f"{room / gib:.2f} GiB of the GPU's {now.total / gib:.2f}, of which {now.free / gib:.2f} "
+        f"is free (weights hold {ours / gib:.2f}, the largest step needs {scratch / gib:.2f}, "
         f"gpu_memory_utilization={config.gpu_memory_utilization})"
     )
 
 
 @contextmanager
-def needed(message: str) -> Iterator[None]:
-    """Say `message` if what happens inside runs out of memory."""
+def explain_out_of_memory(message: str) -> Iterator[None]:
+    """Raise ValueError(message) if the block runs out of memory."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:  # a GPU's, numpy's
+    except (torch.OutOfMemoryError, MemoryError) as error:
         raise ValueError(message) from error
-    except RuntimeError as error:  # a CPU's has no type of its own
-        if not any(words in str(error) for words in NO_MEMORY):
+    except RuntimeError as error:
+        if not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         raise ValueError(message) from error
 
@@ -127,8 +129,7 @@ def available_host_memory() -> int:
     limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip() != "max":
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(
-            stat["inactive_file"]
-        )  # page cache
+        # Inactive file pages are the page cache, which the kernel reclaims.
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
         available = min(available, int(limit.read_text()) - used)
     return max(0, available)

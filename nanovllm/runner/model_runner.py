@@ -1,52 +1,34 @@
-"""ModelRunner: runs the model over what a plan says.
+"""ModelRunner: executes plans on a device. It never sees a Sequence.
 
-Owns: the model, the KV cache (through the attention backend), the row buffers and the decode graphs.
-Given: plans. Mutates: the KV cache and its own row buffers. It never sees a sequence.
+It owns the model, the KV cache (through its attention), the rows and the captured decode steps.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.sdpa import SdpaAttention
-from nanovllm.checkpoint import weight_files
-from nanovllm.config import EngineConfig, ModelConfig
+from nanovllm.batch import SamplingBatch, to_device
+from nanovllm.config import EngineConfig
+from nanovllm.models.backend import Attention
+from nanovllm.models.checkpoint import weight_files
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.logit_rules import RowRules, token_logprobs
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.plan import StepPlan, TokenLogprobs
+from nanovllm.models.weights import load_weights, random_weights
+from nanovllm.plan import FILTERS, Chunk, Join, RowSampling, StepOutput, StepPlan, TokenLogprobs
 from nanovllm.runner import memory
-from nanovllm.runner.batch import ForwardBatch, RowBuffers, SamplingBatch, send
-from nanovllm.runner.choose import current, pick_device, pick_dtype, pick_kernels, torch_defaults
-from nanovllm.runner.cuda_graph import Capture, CudaCapture, DecodeGraphs
-from nanovllm.runner.logit_rules import token_logprobs
-from nanovllm.runner.weights import load_weights, random_weights
-
-
-@dataclass(slots=True)
-class Forward:
-    """What `forward` leaves for `sample`."""
-
-    hidden: Tensor  # [R, E], of the rows that draw a token
-    sampling: SamplingBatch | None  # None: nothing is left to draw
-    prompt_logprobs: dict[int, list[TokenLogprobs]]  # chunk -> one for each of its targets
-    tokens: Tensor | None = None  # [R], if a graph drew them already
-
-
-@dataclass(slots=True)
-class Drawn:
-    tokens: Tensor  # [R] int64, on the host, but perhaps not there yet
-    logprobs: dict[int, TokenLogprobs]  # of the R, those that asked
-    prompt_logprobs: dict[int, list[TokenLogprobs]]  # chunk -> one for each of its targets
-    arrived: torch.cuda.Event | None = None
-
-    def read(self) -> list[int]:
-        """The tokens; waits for the device."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.tokens.tolist()
+from nanovllm.runner.backends import (
+    device_guard,
+    pick_backend,
+    pick_device,
+    pick_dtype,
+    torch_defaults,
+)
+from nanovllm.runner.rows import Rows
 
 
 class ModelRunner:
@@ -56,203 +38,203 @@ class ModelRunner:
         model_config: ModelConfig,
         directory: Path,
         max_model_len: int,
-        capture: Capture | None = None,
+        capture_decode: Callable[[Callable, Tensor], Any] | None = None,
     ) -> None:
-        """`capture` records decode; None: CUDA's own where the device has it."""
+        """capture_decode: captures decode steps. None: in the backend's own way, if it has one."""
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(config.dtype, self.device, model_config.dtype)
+        self.is_async = self.device.type == "cuda"  # the device works while the host plans
         self.model_config = model_config
-        with current(self.device):
-            self._load(config, directory, max_model_len, capture)
+        with device_guard(self.device):
+            self._start(config, directory, max_model_len, capture_decode)
 
-    def _load(
-        self, config: EngineConfig, directory: Path, max_model_len: int, capture: Capture | None
+    def _start(
+        self,
+        config: EngineConfig,
+        directory: Path,
+        max_model_len: int,
+        capture_decode: Callable[[Callable, Tensor], Any] | None,
     ) -> None:
-        model_config = self.model_config
-        before = memory.Snapshot.of(self.device)
-        backend, ops, self.draw = pick_kernels(config.attention_backend, self.device, self.dtype)
+        model_config, block_size = self.model_config, config.kvcache_block_size
+        num_seqs = config.max_num_seqs
+        free_before = memory.Snapshot.of(self.device)
+        backend = pick_backend(config.attention_backend, self.device, self.dtype)
+        if capture_decode is None and not config.enforce_eager:
+            capture_decode = backend.capture_decode
+        self.sample = backend.sample
+
+        # 1. The model.
         with torch_defaults(self.device, self.dtype):
-            self.model = Qwen3(model_config, max_model_len, ops)
-        places = self.model.checkpoint_tensors()
+            self.model = Qwen3(model_config, max_model_len, backend)
+        tensors = self.model.checkpoint_tensors()
         if config.load_format == "dummy":
-            random_weights(places, config.seed)
+            random_weights(tensors, config.seed)
         else:
-            load_weights(places, weight_files(directory))
-        del places
-        self.model.pack()
-        # torch's attention is called with lengths that the host must know: no graph can hold that.
-        recordable = self.device.type == "cuda" and backend is not SdpaAttention
-        if capture is None and recordable and not config.enforce_eager:
-            capture = CudaCapture()
+            load_weights(tensors, weight_files(directory))
+        # The dict keeps weights alive that packing replaces.
+        del tensors
+        backend.pack_weights(self.model)
 
-        def make_attention(num_blocks: int) -> AttentionBackend:
-            size = config.kvcache_block_size
-            return backend(model_config, num_blocks, size, self.dtype, self.device)
-
-        def largest_step(num_tokens: int) -> None:
-            attention = make_attention(1)
-            attention.copy_blocks([(0, 0)])
-            self._largest_step(attention, num_tokens, config, max_model_len)
-
-        steps = [config.max_num_batched_tokens]  # a graph's memory is not shared with the others'
-        steps += [config.max_num_seqs] if capture is not None else []
-        self.num_blocks = memory.num_kv_blocks(
-            config, max_model_len, self.block_bytes(config.kvcache_block_size), before,
-            [lambda tokens=tokens: largest_step(tokens) for tokens in steps],  # type: ignore[misc]
-        )  # fmt: skip
-        with memory.needed(
-            f"a KV cache of {self.num_blocks} blocks takes "
-            f"{(self.num_blocks + 1) * self.block_bytes(config.kvcache_block_size):,} bytes, more "
-            "than there are; lower num_kvcache_blocks or kv_cache_memory_bytes"
-        ):
-            self.attention = make_attention(self.num_blocks + 1)
-        # The model, or what computes the same in fewer calls.
-        self.layers = ops.compile_layers(self.model, self.attention) or self.model
-        self.rows = RowBuffers(
-            config.max_num_seqs,
-            -(-max_model_len // config.kvcache_block_size),
-            config.kvcache_block_size,
+        # 2. The KV cache takes the memory that the weights and the largest steps leave.
+        self.rows = Rows(
+            num_seqs,
+            -(-max_model_len // block_size),
+            block_size,
             model_config.vocab_size,
             self.device,
+            mirrored=backend.mirrors_rows or capture_decode is not None,
         )
-        self.graphs: DecodeGraphs | None = None
-        if capture is not None:
+        self.executor: Any = self.model  # or what computes the same in fewer calls
+        self.graphs: Any = None
+
+        def make_attention(num_blocks: int) -> Attention:
+            return backend.attention(model_config, num_blocks, block_size, self.dtype, self.device)
+
+        def profile(plan: StepPlan) -> None:
+            self.attention = make_attention(1)  # everything is written to the null block
+            self.attention.copy_blocks([(0, 0)])
+            self.run(plan)
+
+        plans = [largest_plan(config.max_num_batched_tokens, num_seqs, max_model_len, block_size)]
+        if self.rows.mirror is not None:
+            plans.append(StepPlan(decode_rows=list(range(num_seqs)), num_tokens=num_seqs))
+        block_bytes = self.block_bytes(block_size)
+        self.num_blocks = memory.num_kv_blocks(
+            config, max_model_len, block_bytes, free_before, plans, profile
+        )
+        with memory.explain_out_of_memory(
+            f"a KV cache of {self.num_blocks} blocks takes {(self.num_blocks + 1) * block_bytes:,} "
+            "bytes, more than the memory holds; lower num_kvcache_blocks or kv_cache_memory_bytes"
+        ):
+            self.attention = make_attention(self.num_blocks + 1)
+
+        # 3. Compiled layers or captured graphs, which reduce a decode step to few calls.
+        self.executor = backend.compile_layers(self.model, self.attention) or self.model
+        if capture_decode is not None:
             hidden = torch.empty(
-                (config.max_num_seqs, model_config.hidden_size),
-                dtype=self.dtype, device=self.device,
-            )  # fmt: skip
+                (num_seqs, model_config.hidden_size), dtype=self.dtype, device=self.device
+            )
             with (
                 torch.inference_mode(),
-                memory.needed(
-                    "the memory left does not hold the CUDA graphs; lower gpu_memory_utilization, "
-                    "kv_cache_memory_bytes or max_num_seqs, or set enforce_eager=True"
+                memory.explain_out_of_memory(
+                    "the remaining memory does not hold the CUDA graphs; lower max_num_seqs, "
+                    "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"
                 ),
             ):
-                self.graphs = DecodeGraphs(self.rows, hidden, self._decode, capture)
+                self.graphs = capture_decode(self._decode, hidden)
 
-    def forward(self, plan: StepPlan) -> "Forward":
-        """Compute the plan's tokens."""
-        with torch.inference_mode(), current(self.device):
-            return self._forward(plan)
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Execute one step. Waits for the device only for rules and prompt log-probabilities."""
+        with torch.inference_mode(), device_guard(self.device):
+            self.rows.apply(plan)
+            if plan.block_copies:
+                self.attention.copy_blocks(plan.block_copies)
+            if self.rows.mirror is not None and not plan.chunks:
+                return self._run_decode(plan.decode_rows)
+            step = self.rows.build(plan)
+            self.attention.prepare(step.forward)
+            hidden = self.executor.forward(step.forward, self.attention)
+            output = StepOutput(list)
+            if len(step.sampling_rows):
+                last = hidden[step.forward.logits_indices]
+                output = self._sample(last, step.sampling, step.sampling_rows, step.ruled)
+            output.prompt_logprobs = self._prompt_logprobs(plan.chunks, hidden)
+            return output
 
-    def _forward(self, plan: StepPlan) -> "Forward":
-        self.rows.apply(plan)
+    def _run_decode(self, decode_rows: list[int]) -> StepOutput:
+        """Execute a step without chunks, from the device's copy of the rows."""
+        self.rows.advance(decode_rows)
         if self.graphs is not None:
-            self.graphs.apply(plan, self.rows)
-        if plan.block_copies:
-            self.attention.copy_blocks(plan.block_copies)
-        if self.graphs is not None and not plan.chunks:
-            return self._replay(self.graphs, plan)
-        batch, sampling = self.rows.build(plan)
-        if self.graphs is not None:
-            self.graphs.moved(plan, self.rows)
-        self.attention.prepare(batch)
-        hidden = self.layers.forward(batch, self.attention)
-        prompt_logprobs = {}
-        for i, chunk in enumerate(plan.chunks):
-            if chunk.targets:
-                start = int(batch.query_start[i])
-                rules = self.rows.rules[chunk.row].rules
-                k = rules.prompt_logprobs or 0
-                of_chunk = hidden[start : start + len(chunk.targets)]
-                # In parts: the logits of a whole chunk would be gigabytes, which no profile counts.
-                logits = (
-                    x for part in of_chunk.split(256) for x in self.model.logits(part).float()
-                )
-                prompt_logprobs[i] = [
-                    token_logprobs(x, t, k) for x, t in zip(logits, chunk.targets, strict=True)
-                ]
-        return Forward(hidden[batch.logit_rows], sampling, prompt_logprobs)
+            hidden, tokens = self.graphs.replay(decode_rows)
+        else:
+            hidden, tokens = self._decode(to_device(np.array(decode_rows), self.device))
+        ruled = self.rows.with_rules(decode_rows)
+        if not ruled:
+            return StepOutput(start_copy(tokens))
+        rows = to_device(np.array(decode_rows), self.device)
+        return self._sample(hidden, self.rows.sampling_batch(rows), rows, ruled)
 
-    def _replay(self, graphs: DecodeGraphs, plan: StepPlan) -> "Forward":
-        """A decode by its graph, the sampler included; rows with rules are sampled again, by `sample`."""
-        if self.rows.rules.keys().isdisjoint(plan.decode_rows):
-            self.rows.advance(plan.decode_rows)
-            hidden, tokens = graphs.replay(plan.decode_rows)
-            return Forward(hidden, None, {}, tokens)
-        _, sampling = self.rows.build(plan)
-        hidden, tokens = graphs.replay(plan.decode_rows)
-        return Forward(hidden, sampling, {}, None if self.rows.ruled else tokens)
-
-    def _decode(self, batch: ForwardBatch, sampling: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """What a graph holds: hidden states [S, E] and tokens [S] of a batch without chunks."""
+    def _decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample a token for each of `rows` [S] -> hidden states [S, E] and tokens [S]."""
+        batch, sampling = self.rows.decode_batch(rows)
         self.attention.prepare(batch)
         hidden = self.model.forward(batch, self.attention)
-        return hidden, self.draw(self.model.logits(hidden), sampling)
+        tokens = self.sample(self.model.logits(hidden), sampling)
+        self.rows.last_tokens[rows] = tokens
+        return hidden, tokens
 
-    def sample(self, forward: "Forward") -> "Drawn":
-        """Draw a token for each row that draws one."""
-        with torch.inference_mode(), current(self.device):
-            return self._sample(forward)
-
-    def _sample(self, forward: "Forward") -> "Drawn":
-        drawn = Drawn(torch.empty(0, dtype=torch.int64), {}, forward.prompt_logprobs)
-        if not forward.hidden.shape[0]:
-            return drawn
-        if forward.tokens is not None:
-            return to_host(forward.tokens, drawn)
-        assert forward.sampling is not None
-        ruled = self.rows.ruled
-        logits = self.layers.logits(forward.hidden)
+    def _sample(
+        self,
+        hidden: Tensor,
+        sampling: SamplingBatch,
+        rows: Tensor,
+        ruled: list[tuple[int, RowRules]],
+    ) -> StepOutput:
+        """Sample a token for each of `rows` [R] from hidden states [R, E]."""
+        logits = self.executor.logits(hidden)
         if ruled:
             logits = logits.float()
         raw = {i: logits[i].clone() for i, row in ruled if row.rules.logprobs is not None}
         for i, row in ruled:
             row.apply(logits[i])
-        tokens = self.draw(logits, forward.sampling)
-        self.rows.drawn(tokens)
-        to_host(tokens, drawn)
-        known = drawn.read() if ruled else []
+        tokens = self.sample(logits, sampling)
+        self.rows.last_tokens[rows] = tokens
+        output = StepOutput(start_copy(tokens))
+        token_ids = output.wait() if ruled else []
         for i, row in ruled:
-            row.drew(known[i])
+            row.append(token_ids[i])
             if row.rules.logprobs is not None:
-                drawn.logprobs[i] = token_logprobs(raw[i], known[i], row.rules.logprobs)
-        return drawn
+                output.logprobs[i] = token_logprobs(raw[i], token_ids[i], row.rules.logprobs)
+        return output
+
+    def _prompt_logprobs(
+        self, chunks: list[Chunk], hidden: Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """Return the log-probabilities of the targets by index of the chunk. hidden [T, E]."""
+        results, start = {}, 0
+        for i, chunk in enumerate(chunks):
+            targets = chunk.logprob_targets
+            if targets:
+                k = self.rows.rules[chunk.row].rules.prompt_logprobs or 0
+                # In parts, because the memory profile does not include the logits of a whole chunk.
+                parts = hidden[start : start + len(targets)].split(256)
+                logits = (row for part in parts for row in self.model.logits(part).float())
+                results[i] = [token_logprobs(*x, k) for x in zip(logits, targets, strict=True)]
+            start += len(chunk.token_ids)
+        return results
 
     def block_bytes(self, block_size: int) -> int:
         c = self.model_config
         return 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * self.dtype.itemsize
 
-    @torch.inference_mode()
-    def _largest_step(
-        self, attention: AttentionBackend, num_tokens: int, config: EngineConfig, longest: int
-    ) -> None:
-        """A step of `num_tokens` in as many sequences as there can be, all in the null block."""
-        seqs = min(config.max_num_seqs, num_tokens)
-        lens = np.full(seqs, min(num_tokens // seqs, longest), np.int64)
-        positions = np.concatenate([np.arange(n) for n in lens])
-        ends = np.cumsum(lens)
-        zeros = send(np.zeros(len(positions), np.int64), self.device)
-        batch = ForwardBatch(
-            input_ids=zeros,
-            positions=send(positions, self.device),
-            slots=send(positions % config.kvcache_block_size, self.device),
-            query_start=send(np.concatenate(([0], ends)).astype(np.int32), self.device),
-            context_lens=send(lens, self.device),
-            block_tables=torch.zeros(
-                (seqs, -(-int(lens[0]) // config.kvcache_block_size)),
-                dtype=torch.int32, device=self.device,
-            ),
-            logit_rows=send(ends - 1, self.device),
-            num_decodes=seqs if seqs == len(positions) else 0,
-        )  # fmt: skip
-        row = torch.ones(seqs, device=self.device)
-        sampling = SamplingBatch(
-            row, zeros[:seqs] + 1, row / 2, row / 2, zeros[:seqs], zeros[:seqs],
-            all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True,
-        )  # fmt: skip
-        attention.prepare(batch)
-        hidden = self.model.forward(batch, attention)[batch.logit_rows]
-        self.draw(self.model.logits(hidden), sampling)
+
+def largest_plan(
+    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
+) -> StepPlan:
+    """Return the largest possible step: as many rows as possible, with every filter in use."""
+    num_rows = min(max_num_seqs, max_num_batched_tokens)
+    length = min(max_num_batched_tokens // num_rows, max_model_len)
+    filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
+    sampling, blocks = RowSampling(1.0, seed=0, filters=filters), [0] * -(-length // block_size)
+    return StepPlan(
+        joins=[Join(row, blocks, sampling) for row in range(num_rows)],
+        chunks=[Chunk(row, 0, [0] * length, sample=True) for row in range(num_rows)],
+        num_tokens=num_rows * length,
+    )
 
 
-def to_host(tokens: Tensor, drawn: Drawn) -> Drawn:
-    """Start copying the tokens to the host; `drawn` knows when they are there."""
+def start_copy(tokens: Tensor) -> Callable[[], list[int]]:
+    """Start copying tokens [R] to the host. Returns a function that waits for them."""
     if tokens.device.type != "cuda":
-        drawn.tokens = tokens.clone()  # a replay overwrites its own
-        return drawn
-    drawn.tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    drawn.tokens.copy_(tokens, non_blocking=True)
-    drawn.arrived = torch.cuda.Event()
-    drawn.arrived.record()
-    return drawn
+        return tokens.clone().tolist  # the next replay of a graph overwrites `tokens`
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> list[int]:
+        copied.synchronize()
+        token_ids: list[int] = host.tolist()
+        return token_ids
+
+    return wait

@@ -1,0 +1,50 @@
+"""The seam between the runner and the model: one step as tensors.
+
+Attention, kernels and the sampler see these two values, but no plans and no sequences.
+
+A batch is ragged: S sequences are side by side without padding, chunks first, then decodes.
+
+    input_ids        [ a a a a a | b b b | c | d ]     T = 10 tokens, S = 4 sequences
+    query_start_loc  [ 0           5       8   9  10 ] where the tokens of each sequence begin
+    context_lens     [ 5, 20, 7, 31 ]                  tokens to attend to, including its own
+    logits_indices   [ 4, 7, 8, 9 ]                    the tokens whose logits are sampled
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, within the sequence
+    slot_mapping: Tensor  # [T] int64, the cache slot for K and V of each token
+    query_start_loc: Tensor  # [S + 1] int32
+    context_lens: Tensor  # [S] int64
+    block_tables: Tensor  # [S, B] int32, padded with the null block
+    logits_indices: Tensor  # [R] int64
+    num_decodes: int = 0  # the last `num_decodes` sequences have one token each
+    attention: Any = None  # what the attention backend's `prepare` derived for this step
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """How the next token of each of R rows is sampled."""
+
+    temperature: Tensor  # [R] float32; 0 is greedy
+    seeds: Tensor  # [R] int64
+    positions: Tensor  # [R] int64, of the token to be sampled
+    # Name -> values [R], int64 or float32 as in plan.FILTERS. Unused filters may be missing.
+    filters: dict[str, Tensor]
+    all_greedy: bool = False
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy without waiting for the device. On a CPU the tensor may share memory with `array`."""
+    tensor = torch.from_numpy(array)
+    # Copies from pinned memory are asynchronous. Pinning makes a copy, so `array` may change.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,68 @@
+"""The machine: its description, the CPU time of other processes, and the memory of this process."""
+
+import os
+import platform
+import re
+import subprocess
+from contextlib import suppress
+from datetime import datetime, timezone
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import psutil as psutil
+except ImportError:
+    psutil = None
+
+
+def cpu_seconds() -> tuple[float, float]:
+    """CPU seconds since boot: of the whole machine, idle ones included, and of other processes."""
+    if psutil is None:
+        return 0.0, 0.0
+    machine, own = psutil.cpu_times(), 0.0
+    # On Linux, the fields after those that are summed here are included in them.
+    total = sum(machine[:8])
+    process = psutil.Process()
+    for p in (process, *process.children(recursive=True)):
+        with suppress(psutil.Error):
+            own += sum(p.cpu_times()[:4])
+    return total, total - machine.idle - getattr(machine, "iowait", 0.0) - own
+
+
+def other_load(since: tuple[float, float]) -> float | None:
+    """The share of the machine's CPU time that other processes took since that `cpu_seconds()`.
+
+    A second busy process makes torch on two cores up to ten times slower. None: unknown, no psutil.
+    """
+    total, others = (now - then for now, then in zip(cpu_seconds(), since, strict=True))
+    return max(0.0, others) / total if total else None
+
+
+def describe_load(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.1%}{' (noisy)' if share > 0.03 else ''}"
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    packages = ("nanovllm", "torch", "transformers", "triton", "numba")
+    cpuinfo, commit = Path("/proc/cpuinfo"), ""
+    cpu = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""
+    name = re.search(r"model name\s*: (.*)", cpu)
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with suppress(OSError):
+        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
+        commit = done.stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "CPU": name[1] if name else platform.processor() or platform.machine(),
+        "bf16 instructions": " ".join(re.findall(r"\b\w+_bf16\b", cpu)) or "none",
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "GiB": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30,
+        "Python": platform.python_version(),
+        **{d.name: d.version for d in distributions() if d.name in packages},
+        "commit": commit or "unknown",
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }

@@ -1,0 +1,29 @@
+"""The backend of a CPU, in float32 and bfloat16."""
+
+import torch
+
+from nanovllm.cpu import kernels
+from nanovllm.cpu.attention import NumbaAttention
+from nanovllm.cpu.layers import compile_layers
+from nanovllm.cpu.linear import linear, pack_weights
+from nanovllm.cpu.sampler import sample
+from nanovllm.models.backend import Backend
+
+
+def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
+    """Return the backend. Raises ValueError for a device or dtype that it does not support."""
+    if device.type != "cpu" or dtype is torch.float16:
+        raise ValueError(
+            "attention_backend='numba' is for a CPU, in float32 or bfloat16, and this is "
+            f"{device.type!r} with {str(dtype)[6:]}; use attention_backend='sdpa'"
+        )
+    return Backend(
+        linear=linear,
+        add_rms_norm=kernels.add_rms_norm,
+        silu_and_mul=kernels.silu_and_mul,
+        attention=NumbaAttention,
+        fused_attention=True,
+        sample=sample,
+        pack_weights=pack_weights,
+        compile_layers=compile_layers,
+    )

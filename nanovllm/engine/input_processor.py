@@ -1,0 +1,169 @@
+"""InputProcessor: from a prompt and its SamplingParams to the sequences of a request.
+
+Requests are checked here before they are queued. Each check raises TypeError or ValueError with the
+value and what would work instead.
+"""
+
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.plan import FILTERS, LogitRules, RowSampling
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: the ids of the text.
+Prompt: TypeAlias = "str | list[int] | dict[str, Any]"
+
+
+class InputProcessor:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        default_sampling_params: SamplingParams,
+        seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.default_sampling_params = default_sampling_params
+        self.seed = seed
+
+    def check_params(self, params: SamplingParams | None) -> SamplingParams:
+        """Return a checked copy: fields may have been set since the last check."""
+        params = self.default_sampling_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams, not {params!r}")
+        return replace(params)
+
+    def make_sequences(
+        self, request_id: str, arrival: int, token_ids: list[int], params: SamplingParams
+    ) -> list[Sequence]:
+        """Return one sequence for each of the n samples. The first computes the prompt for all."""
+        room = self.max_model_len - len(token_ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, which leaves no room for output under "
+                f"max_model_len={self.max_model_len}; shorten it or raise max_model_len"
+            )
+        # Requests without a seed differ from each other, and the same engine seed repeats a run.
+        seed = params.seed
+        if seed is None:
+            seed = (self.seed + 1) * 0x9E3779B97F4A7C15 + arrival
+        filters = {name: getattr(params, name) for name in FILTERS}
+        if not 0 < params.top_k < self.vocab_size:
+            filters["top_k"] = FILTERS["top_k"]
+        first = Sequence(
+            request_id=request_id,
+            arrival=arrival,
+            token_ids=token_ids,
+            num_prompt=len(token_ids),
+            max_length=len(token_ids) + min(params.max_tokens or room, room),
+            stop_token_ids=self._stop_ids(params),
+            sampling=RowSampling(
+                temperature=params.temperature,
+                seed=_signed64(seed),
+                filters=tuple(filters.values()),
+                rules=self._logit_rules(params),
+            ),
+        )
+        return [first, *(_fork(first, index) for index in range(1, params.n))]
+
+    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return (text or None, token ids) of a prompt in any of its forms."""
+        text: object = None
+        ids: object = prompt
+        if isinstance(prompt, str):
+            text, ids = prompt, None
+        elif isinstance(prompt, dict):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            known = {"prompt", "prompt_token_ids"}
+            if (text is None and ids is None) or not prompt.keys() <= known:
+                raise ValueError(
+                    "a dict prompt needs 'prompt' or 'prompt_token_ids', and nothing else, not "
+                    f"{sorted(map(str, prompt))}"
+                )
+        if text is not None and not isinstance(text, str):
+            raise TypeError(f"the text of a prompt must be a string, not {text!r}")
+        if ids is None and text is not None:
+            if self.tokenizer is None:
+                raise ValueError(
+                    "the engine has no tokenizer (skip_tokenizer_init); give token ids"
+                )
+            try:
+                ids = self.tokenizer.encode(text)
+            except (TypeError, UnicodeError):  # raised by tokenizers if text is not Unicode
+                raise ValueError(f"the prompt cannot be encoded as UTF-8: {text!r:.80}") from None
+        if not isinstance(ids, list | tuple):
+            raise TypeError(
+                f"a prompt must be a string, a list of token ids or a dict, not {ids!r}"
+            )
+        if not ids:
+            raise ValueError("the prompt is empty; give at least one token")
+        size = self.vocab_size
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise TypeError(f"a token id must be an int, not {token!r}")
+            if not 0 <= token < size:
+                raise ValueError(
+                    f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})"
+                )
+        return text, list(ids)
+
+    def _logit_rules(self, params: SamplingParams) -> LogitRules | None:
+        """The rules that the parameters ask for, or None."""
+        size = self.vocab_size
+        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
+        for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
+            for token in ids:
+                if token >= size:
+                    raise ValueError(
+                        f"{name} has token id {token}; the vocabulary ends at {size - 1}"
+                    )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > size:
+                raise ValueError(
+                    f"{name}={getattr(params, name)} is more than the vocabulary of {size} tokens"
+                )
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise ValueError(
+                "stop strings and bad words need a tokenizer (skip_tokenizer_init is set)"
+            )
+        bad_words = set()
+        for word in params.bad_words:
+            assert self.tokenizer is not None
+            for text in (word, " " + word.lstrip()):  # at the start of a line, and after a word
+                bad_words.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
+        stops = sorted(t for t in self._stop_ids(params) if t < size)
+        values = {f.name: getattr(params, f.name) for f in fields(LogitRules) if f.name != "stops"}
+        values |= {"logit_bias": tuple(bias.items()), "bad_words": tuple(sorted(bad_words))}
+        rules = LogitRules(**values, stops=tuple(stops) if params.min_tokens else ())
+        return None if rules == LogitRules() else rules
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end the output."""
+        own = frozenset(params.stop_token_ids)
+        return own if params.ignore_eos else own | self.eos_token_ids
+
+
+def _fork(first: Sequence, index: int) -> Sequence:
+    """Return another sample of the same prompt, with other random numbers, queued after `first`."""
+    rules = first.sampling.rules
+    if rules is not None:  # the first sample computes the prompt's log-probabilities
+        rules = replace(rules, prompt_logprobs=None)
+    seed = _signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
+    sampling, token_ids = replace(first.sampling, rules=rules, seed=seed), list(first.token_ids)
+    own: dict[str, Any] = {"forks": [], "block_table": [], "block_hashes": []}
+    fork = replace(first, index=index, parent=first, token_ids=token_ids, sampling=sampling, **own)
+    first.forks.append(fork)
+    return fork
+
+
+def _signed64(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)

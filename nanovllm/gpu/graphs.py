@@ -1,0 +1,101 @@
+"""Decode steps as CUDA graphs: the launches of a step are captured once and replayed by one call.
+
+DecodeGraphs owns a graph for each of a few batch sizes and the tensors that these read and write at
+fixed addresses. A batch is padded to the next captured size with row N, the padding row of Rows.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nanovllm.batch import to_device
+
+logger = logging.getLogger("nanovllm")
+
+# Takes the function to capture and returns the function that replays it.
+Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """The captured sizes: dense where a padding row is a large share, and the maximum itself."""
+    sizes = [1, 2, 4, 8, *range(16, 512, 16), *range(512, max_num_seqs, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def cuda_capture() -> Capture:
+    """Return a Capture. Its graphs share one memory pool, because only one runs at a time."""
+    # The stream is our own: torch keeps one per process, on the device that captured first.
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
+        function()  # compiles kernels and initializes libraries, which a capture must not do
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # In thread-local mode other threads may use the device during a capture.
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            function()
+        return graph.replay
+
+    return capture
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        decode: Callable[[Tensor], tuple[Tensor, Tensor]],
+        hidden: Tensor,
+        capture: Callable[[], Capture],
+    ) -> None:
+        """decode: rows [S] -> (hidden [S, E], tokens [S]). Replays write to `hidden` [N, E]."""
+        num_rows, device = len(hidden), hidden.device
+        self.padding_row = num_rows
+        self.rows = torch.full((num_rows,), num_rows, dtype=torch.int64, device=device)
+        self.hidden = hidden
+        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.decode_rows: list[int] = []  # what self.rows holds, without padding
+        self.size = 0
+        self.replays: dict[int, Callable[[], None]] = {}
+        start, capture_one = time.perf_counter(), capture()
+
+        def step(size: int) -> None:
+            self.hidden[:size], self.tokens[:size] = decode(self.rows[:size])
+
+        # The largest size comes first: its memory in the pool is enough for all others.
+        sizes = batch_sizes(num_rows)[::-1]
+        with collector_paused():
+            for size in tqdm(sizes, desc="Capturing graphs", unit="graph", delay=1):
+                self.replays[size] = capture_one(lambda size=size: step(size))  # type: ignore[misc]
+        seconds = time.perf_counter() - start
+        logger.info(f"captured decode for {len(sizes)} sizes up to {num_rows} in {seconds:.1f} s")
+
+    def replay(self, decode_rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Decode rows. Returns hidden states [S, E], tokens [S], valid until the next replay."""
+        num = len(decode_rows)
+        if decode_rows != self.decode_rows:
+            self.size = next(size for size in sorted(self.replays) if size >= num)
+            padded = decode_rows + [self.padding_row] * (self.size - num)
+            self.rows[: self.size] = to_device(np.array(padded), self.rows.device)
+            self.decode_rows = decode_rows
+        self.replays[self.size]()
+        return self.hidden[:num], self.tokens[:num]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector: freeing another engine's graph would break a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

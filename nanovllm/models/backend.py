@@ -1,0 +1,76 @@
+"""Backend: everything that a device brings, in one value.
+
+The model is written in plain torch. A backend replaces named parts of it by kernels. `PLAIN`
+replaces nothing, runs on every device, and is the reference that the tests compare the others with.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.batch import ForwardBatch, SamplingBatch
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.layers import Norms, Rope, add_rms_norm, silu_and_mul
+from nanovllm.models.sampler import sample
+
+
+class Attention(Protocol):
+    """Attention with its paged KV cache. T tokens, H query heads, K KV heads, D head size."""
+
+    cache: Tensor
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Derive what all layers share. Called once per step."""
+
+    def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+        """Write k and v [T, K, D] to the slots of their tokens."""
+
+    def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
+        """Causal attention of q [T, H, D] over the whole context of each sequence -> [T, H * D]."""
+
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy blocks (source, target) in all layers. Every read precedes every write."""
+
+    def norm_rope_store(
+        self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
+    ) -> Tensor:
+        """One kernel for what Qwen3's attention does between projection and `attend`.
+
+        qkv [T, (H + 2K) D] -> q [T, H, D], normalized and rotated; k and v go to their slots.
+        `qkv` may be overwritten.
+        """
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Everything that a device brings. runner/backends.py selects one."""
+
+    # (x [T, I], weight [O, I], bias [O] or None) -> [T, O]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+    # See models/layers.py. Both may overwrite their arguments.
+    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = (
+        add_rms_norm
+    )
+    silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
+    # (model config, number of blocks with the null block, block size, dtype, device) -> Attention
+    attention: Callable[[ModelConfig, int, int, torch.dtype, torch.device], Any] = PlainAttention
+    fused_attention: bool = False  # whether attention has `norm_rope_store`, and not `store`
+    # logits [R, V] -> token ids [R] int64
+    sample: Callable[[Tensor, SamplingBatch], Tensor] = sample
+    # Changes the layout of a model's weights once they are loaded.
+    pack_weights: Callable[[Any], None] = lambda model: None
+    # (model, attention) -> an object with the model's `forward` and `logits`, or None.
+    compile_layers: Callable[[Any, Any], Any] = lambda model, attention: None
+    # (a decode step, memory for the hidden states [N, E] of N rows) -> the step, captured. The step
+    # takes rows [S] and returns hidden states [S, E] and tokens [S]; see gpu/graphs.py.
+    capture_decode: Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any] | None = None
+    # Whether decode steps are built from the device's copy of the rows.
+    mirrors_rows: bool = False
+
+
+PLAIN = Backend()

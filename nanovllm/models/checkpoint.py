@@ -1,0 +1,140 @@
+"""Finds a checkpoint: the embedded one, a local directory, or one on the Hugging Face hub.
+
+It may write to the hub's cache (HF_HOME).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.models.config import read_json
+
+EMBEDDED = "qwen3-nano"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickles, no code
+
+
+def find_checkpoint(model: str, revision: str | None = None, weights: bool = True) -> Path:
+    """Return the directory that holds `model`. Raises ValueError with a remedy.
+
+    Weights are fetched from the hub only if `weights` is true.
+    """
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(f"model must be a directory or a name, not {model!r}")
+    name = os.fspath(model)
+    if name == EMBEDDED:
+        return Path(__file__).parent.parent / "demo" / EMBEDDED
+    if not name:
+        raise ValueError(f"model is empty; give a directory, a hub id, or {EMBEDDED!r}")
+    path = Path(os.path.expanduser(name))
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{name} is a file; give the directory that holds config.json beside it")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
+        raise ValueError(
+            f"there is no directory {name!r}; give a local directory, a hub id like "
+            f"'Qwen/Qwen3-0.6B', or {EMBEDDED!r} for the embedded model"
+        )
+    return _download(
+        name, revision, WANTED if weights else [w for w in WANTED if "tensors" not in w]
+    )
+
+
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise ValueError(f"{name!r} is not a directory and not a valid hub id: {error}") from None
+    except RepositoryNotFoundError:
+        raise ValueError(
+            f"the hub has no model {name!r}, or it is private; check the spelling, or set HF_TOKEN"
+        ) from None
+    except Exception as error:  # huggingface_hub raises many: offline, revision, proxy
+        raise ValueError(
+            f"{name!r} is not a local directory and could not be fetched from the hub "
+            f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). "
+            "Give a local directory, set HF_ENDPOINT to a mirror, or set HF_HOME to a cache that "
+            f"has the model already; {EMBEDDED!r} needs no hub"
+        ) from error
+
+
+def config_file(directory: Path) -> Path:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{directory} has no config.json; it is not a model in Hugging Face layout"
+        )
+    return path
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files, from the index if any. Raises ValueError if there are none."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} has no 'weight_map'")
+        names = sorted(set(weight_map.values()))
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ValueError(f"{index} names missing files: {', '.join(missing)}")
+        return [directory / name for name in names]
+    single = directory / "model.safetensors"
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = [p.name for pattern in PICKLES for p in sorted(directory.glob(pattern))]
+    if pickles:
+        raise ValueError(
+            f"{directory} holds only pickle weights ({', '.join(pickles[:3])}), which can run code "
+            "when loaded; convert them to safetensors (transformers: model.save_pretrained)"
+        )
+    raise ValueError(
+        f"{directory} has no *.safetensors weights (load_format='dummy' needs config.json only and "
+        "makes random weights)"
+    )
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """The fields of generation_config.json that this engine uses."""
+
+    eos_token_ids: frozenset[int]
+    sampling: dict[str, Any]  # arguments for SamplingParams; empty without this file
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> GenerationDefaults:
+        path = directory / "generation_config.json"
+        has_file = path.is_file()
+        raw = read_json(path) if has_file else {}
+        eos = raw.get("eos_token_id")
+        if eos is None:
+            eos = read_json(directory / "config.json").get("eos_token_id")
+        eos_ids = [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
+        if not all(isinstance(token, int) for token in eos_ids):
+            raise ValueError(
+                f"{directory} has the eos_token_id {eos!r}; it must be an int or a list"
+            )
+        sampling: dict[str, Any] = {}
+        if has_file:
+            # transformers' default is greedy, so a file that does not mention sampling is greedy.
+            if raw.get("do_sample"):
+                names = ("temperature", "top_k", "top_p", "min_p")
+                sampling = {n: raw[n] for n in names if raw.get(n) is not None}
+            else:
+                sampling = {"temperature": 0.0}
+            for theirs, ours in (
+                ("max_new_tokens", "max_tokens"),
+                ("min_new_tokens", "min_tokens"),
+                ("repetition_penalty", "repetition_penalty"),
+            ):
+                if raw.get(theirs):
+                    sampling[ours] = raw[theirs]
+        return cls(frozenset(eos_ids), sampling)

@@ -1,0 +1,58 @@
+"""The parts of a transformer layer in plain torch: the reference of every fused kernel."""
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Norms: TypeAlias = tuple[Tensor, Tensor] | None  # weights [D] of the norms of q and k
+Rope: TypeAlias = tuple[Tensor, Tensor]  # cos, sin [T, 1, D] of the step's positions
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(RMSNorm(x + residual) * weight, x + residual), both [T, E]. The residual may be None."""
+    total = x if residual is None else residual + x
+    return rms_norm(total, weight, eps), total
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) of x [..., E], in float32."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): x [T, 2F] = (gate, up) -> silu(gate) * up [T, F]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class RotaryEmbedding:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of the two halves of a head.
+
+    It owns the tables `cos` and `sin` [max_position, D]. Their rows are (cos, cos) and (-sin, sin).
+    `factor` is that of linear position interpolation (Chen et al. 2023, arXiv:2306.15595).
+    """
+
+    def __init__(self, head_dim: int, max_position: int, theta: float, factor: float) -> None:
+        # Computed on the CPU in float32 and then moved, so that every device has the same numbers.
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+        frequencies = 1.0 / (theta**exponents) / factor
+        angles = torch.outer(torch.arange(max_position, device="cpu").float(), frequencies)
+        cos, sin = angles.cos(), angles.sin()  # [P, D / 2]
+        table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)))
+        self.cos, self.sin = table.to(torch.get_default_device(), torch.get_default_dtype())
+
+    def at(self, positions: Tensor) -> Rope:
+        """positions [T] -> cos, sin [T, 1, D]: looked up once per step, used by every layer."""
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+
+
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Halves (a, b) of x [T, heads, D] -> (a cos - b sin, b cos + a sin). `sin` holds the signs."""
+    cos, sin = rope
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin

@@ -1,0 +1,97 @@
+"""Selects the device, the dtype and the backend.
+
+    device and dtype                     attention_backend="auto"
+    a GPU                                gpu.backend   ("triton")
+    a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is installed
+    anything else                        models.backend.PLAIN ("sdpa")
+
+The folders gpu/ and cpu/ are imported here, by name, when they are selected.
+"""
+
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from nanovllm.models.backend import PLAIN, Backend
+
+logger = logging.getLogger("nanovllm")
+
+FOLDERS = {"triton": "gpu", "numba": "cpu"}
+
+
+def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """Raises ValueError if the named backend is not installed or does not run on the device."""
+    wanted = name
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "numba"
+        if name == "numba" and dtype is torch.float16:
+            logger.warning("float16 on a CPU runs in plain torch, which is slower")
+            name = "sdpa"
+    if name == "sdpa":
+        return PLAIN
+    try:
+        module = importlib.import_module(f"nanovllm.{FOLDERS[name]}.backend")
+    except ImportError as error:
+        if wanted == "auto":
+            logger.warning("attention runs in plain torch, which is slower: %s", error)
+            return PLAIN
+        raise ValueError(
+            f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} or use "
+            "attention_backend='sdpa'"
+        ) from error
+    backend: Backend = module.make_backend(device, dtype)
+    return backend
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' needs a GPU, and torch finds none; use device='cpu'")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def pick_dtype(name: str, device: torch.device, stored: str | None) -> torch.dtype:
+    if name == "auto":
+        if device.type == "cpu":
+            name = "bfloat16" if cpu_has_fast_bf16() else "float32"
+        else:
+            name = stored or "bfloat16"
+            if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+                name = "float16"  # GPUs before Ampere have no bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm's BF16)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current device of this thread, because Triton launches on it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def torch_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Create tensors on this device and with this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,264 @@
+"""Rows: what the runner knows about each running sequence, and the batches that are built from it.
+
+The scheduler gives every running sequence a row (vLLM: `InputBatch`). Host arrays are the source of
+truth. A GPU has a copy that advances there, so that a steady decode needs nothing from the host.
+
+    rows   [ 4 | 0 | 7 | N ]   a decode of 3 rows, padded to the captured size of 4
+             |   |   |   `--- row N is padding: its block table is the null block, its position 0
+             v   v   v
+    last token, position, block table and sampling of each row  ->  one ForwardBatch, SamplingBatch
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.batch import ForwardBatch, SamplingBatch, to_device
+from nanovllm.models.logit_rules import RowRules
+from nanovllm.plan import FILTERS, StepPlan
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """A plan as tensors; R of its S sequences sample a token.
+
+    Steady decode steps share one StepBatch: only `forward` and `sampling.positions` change.
+    """
+
+    decode_rows: list[int]  # of a plan without chunks
+    rows: np.ndarray  # [S] int64
+    query_lens: np.ndarray  # [S] int64
+    samples: np.ndarray  # [S] bool, which of the S sample
+    query_start_loc: Tensor  # [S + 1] int32
+    logits_indices: Tensor  # [R] int64
+    sampling: SamplingBatch
+    sampling_rows: Tensor  # [R] int64
+    ruled: list[tuple[int, RowRules]]  # the indices among R and rules of rows that have any
+    forward: ForwardBatch = field(init=False)
+
+
+@dataclass(slots=True)
+class Mirror:
+    """The host arrays of Rows as tensors on the device, and a range of numbers."""
+
+    block_tables: Tensor  # [N + 1, B] int32
+    positions: Tensor  # [N + 1] int64
+    params: Tensor  # [1 + number of filters, N + 1] float32
+    seeds: Tensor  # [N + 1] int64
+    counting: Tensor  # [N + 2] int32: 0, 1, 2, ...
+
+
+class Rows:
+    def __init__(
+        self,
+        num_rows: int,
+        max_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        device: torch.device,
+        mirrored: bool = False,
+    ) -> None:
+        """N = `num_rows`; a sequence has at most B = `max_blocks` blocks.
+
+        mirrored: whether `decode_batch` is used, which reads the device's copy.
+        """
+        self.num_rows, self.block_size, self.vocab_size = num_rows, block_size, vocab_size
+        self.device = device
+        self.block_tables = np.zeros((num_rows + 1, max_blocks), np.int32)
+        self.positions = np.zeros(num_rows + 1, np.int64)  # of the next token to compute
+        # The temperature and each filter; the padding row is greedy and has no filters.
+        self.params = np.zeros((1 + len(FILTERS), num_rows + 1), np.float32)
+        self.params[1:, num_rows] = list(FILTERS.values())
+        self.seeds = np.zeros(num_rows + 1, np.int64)
+        self.rules: dict[int, RowRules] = {}  # of the rows that have any
+        # The last sampled tokens [N + 1] exist on the device only: the host may not have them yet.
+        self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.step: StepBatch | None = None  # the last one built
+        self.mirror: Mirror | None = None
+        if mirrored:
+            self.mirror = Mirror(
+                block_tables=torch.tensor(self.block_tables, device=device),
+                positions=torch.tensor(self.positions, device=device),
+                params=torch.tensor(self.params, device=device),
+                seeds=torch.tensor(self.seeds, device=device),
+                counting=torch.arange(num_rows + 2, dtype=torch.int32, device=device),
+            )
+
+    def apply(self, plan: StepPlan) -> None:
+        """Apply the joins and new blocks of a plan."""
+        for join in plan.joins:
+            row, table, sampling = join.row, join.block_table, join.sampling
+            self.block_tables[row, : len(table)] = table
+            self.block_tables[row, len(table) :] = 0
+            self.params[:, row] = (sampling.temperature, *sampling.filters)
+            self.seeds[row] = sampling.seed
+            self.rules.pop(row, None)
+            if sampling.rules is not None:
+                self.rules[row] = RowRules(
+                    sampling.rules, join.prompt, join.output, self.vocab_size, self.device
+                )
+        for row, index, block in plan.new_blocks:
+            self.block_tables[row, index] = block
+        if self.mirror is None:
+            return
+        if plan.joins:
+            joined = [join.row for join in plan.joins]
+            rows = self._send(np.array(joined))
+            self.mirror.block_tables[rows] = self._send(self.block_tables[joined])
+            self.mirror.params[:, rows] = self._send(self.params[:, joined])
+            self.mirror.seeds[rows] = self._send(self.seeds[joined])
+        if plan.new_blocks:
+            new_rows, index, block = self._send(np.array(plan.new_blocks).T.copy())
+            self.mirror.block_tables[new_rows, index] = block.int()
+
+    def build(self, plan: StepPlan) -> StepBatch:
+        """Build the batch of any plan from the host arrays. Advances the positions of its rows."""
+        chunks, decode_rows = plan.chunks, plan.decode_rows
+        if chunks or self.step is None or self.step.decode_rows != decode_rows:
+            self.step = self._start_step(plan)
+        step = self.step
+        rows, num_chunks = step.rows, len(chunks)
+        for chunk in chunks:
+            self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
+        self.positions[rows[num_chunks:]] += 1
+        context_lens = self.positions[rows]
+        positions, token_rows = context_lens - 1, rows  # a decode computes its last position
+        decoding = step.sampling_rows[len(step.sampling_rows) - len(decode_rows) :]
+        input_ids = self.last_tokens[decoding]
+        if chunks:
+            spans = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
+            positions = np.concatenate((*spans, positions[num_chunks:]))
+            token_rows = np.repeat(rows, step.query_lens)
+            known = np.array([token for c in chunks for token in c.token_ids], np.int64)
+            input_ids = torch.cat((self._send(known), input_ids))
+        step.forward = forward = self._forward_batch(
+            self.block_tables[:, : -(-int(context_lens.max()) // self.block_size)],
+            rows,
+            token_rows,
+            positions,
+            context_lens,
+            input_ids=input_ids,
+            query_start_loc=step.query_start_loc,
+            logits_indices=step.logits_indices,
+            num_decodes=len(decode_rows),
+        )
+        if self.mirror is not None:
+            self.mirror.positions[self._send(rows)] = forward.context_lens
+        step.sampling.positions = forward.context_lens
+        if chunks:
+            step.sampling.positions = self._send(context_lens[step.samples])
+        return step
+
+    def decode_batch(self, rows: Tensor) -> tuple[ForwardBatch, SamplingBatch]:
+        """Build a decode of `rows` [S] from the device's copy alone, so that it can be captured.
+
+        Advances the positions of the rows on the device; `advance` does it on the host.
+        """
+        mirror, size = self.mirror, rows.shape[0]
+        assert mirror is not None
+        mirror.positions[-1:].zero_()  # padding stays in slot 0 of the null block
+        positions = mirror.positions[rows]
+        context_lens = positions + 1
+        mirror.positions[rows] = context_lens
+        forward = self._forward_batch(
+            mirror.block_tables,
+            rows,
+            rows,
+            positions,
+            context_lens,
+            input_ids=self.last_tokens[rows],
+            query_start_loc=mirror.counting[: size + 1],
+            logits_indices=mirror.counting[:size],
+            num_decodes=size,
+        )
+        return forward, self.sampling_batch(rows)
+
+    def sampling_batch(self, rows: Tensor) -> SamplingBatch:
+        """How the rows [R] sample the token at their next position, from the device's copy.
+
+        It has all filters, because a graph is captured before it is known which are used.
+        """
+        assert self.mirror is not None
+        mirror = self.mirror
+        return self._sampling_batch(
+            mirror.params[:, rows], mirror.seeds[rows], mirror.positions[rows]
+        )
+
+    def advance(self, decode_rows: list[int]) -> None:
+        """Advance the host's positions, as `decode_batch` advances the device's."""
+        self.positions[decode_rows] += 1
+
+    def with_rules(self, rows: list[int]) -> list[tuple[int, RowRules]]:
+        """(index, rules) of those rows that have rules."""
+        if not self.rules:
+            return []
+        return [(i, self.rules[row]) for i, row in enumerate(rows) if row in self.rules]
+
+    def _forward_batch(
+        self,
+        tables: Any,
+        rows: Any,
+        token_rows: Any,
+        positions: Any,
+        context_lens: Any,
+        input_ids: Tensor,
+        query_start_loc: Tensor,
+        logits_indices: Tensor,
+        num_decodes: int,
+    ) -> ForwardBatch:
+        """Build it from arrays of the host or tensors of the device, by the same arithmetic."""
+        blocks = tables[token_rows, positions // self.block_size]
+        return ForwardBatch(
+            input_ids=input_ids,
+            positions=self._send(positions),
+            slot_mapping=self._send(blocks * self.block_size + positions % self.block_size),
+            query_start_loc=query_start_loc,
+            context_lens=self._send(context_lens),
+            block_tables=self._send(tables[rows]),
+            logits_indices=logits_indices,
+            num_decodes=num_decodes,
+        )
+
+    def _sampling_batch(self, params: Any, seeds: Any, positions: Any) -> SamplingBatch:
+        temperature, *values = (self._send(x) for x in params)
+        filters = {
+            name: value.long() if isinstance(off, int) else value
+            for (name, off), value in zip(FILTERS.items(), values, strict=True)
+        }
+        return SamplingBatch(temperature, self._send(seeds), self._send(positions), filters)
+
+    def _start_step(self, plan: StepPlan) -> StepBatch:
+        chunks = plan.chunks
+        rows = np.array([*(c.row for c in chunks), *plan.decode_rows], np.int64)
+        query_lens = np.ones(len(rows), np.int64)
+        query_lens[: len(chunks)] = [len(c.token_ids) for c in chunks]
+        ends = np.cumsum(query_lens)
+        samples = np.ones(len(rows), bool)
+        samples[: len(chunks)] = [c.sample for c in chunks]
+        sampling_rows = rows[samples]
+        params = self.params.take(sampling_rows, axis=1)  # each row contiguous, as kernels expect
+        # `sampling_rows` stands in for the positions, which `build` sets.
+        sampling = self._sampling_batch(params, self.seeds[sampling_rows], sampling_rows)
+        random = params[0] > 0
+        sampling.all_greedy = not random.any()
+        for (name, off), values in zip(FILTERS.items(), params[1:], strict=True):
+            if not (random & (values != off)).any():
+                del sampling.filters[name]
+        return StepBatch(
+            # A step with chunks is not shared, because no plan without chunks has an empty list.
+            decode_rows=[] if chunks else plan.decode_rows,
+            rows=rows,
+            query_lens=query_lens,
+            samples=samples,
+            sampling_rows=self._send(sampling_rows),
+            query_start_loc=self._send(np.concatenate(([0], ends)).astype(np.int32)),
+            logits_indices=self._send(ends[samples] - 1),
+            sampling=sampling,
+            ruled=self.with_rules(sampling_rows.tolist()),
+        )
+
+    def _send(self, x: Any) -> Tensor:
+        return x if isinstance(x, Tensor) else to_device(x, self.device)

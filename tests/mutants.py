@@ -1,0 +1,146 @@
+"""One-line faults of the scheduler and the block manager, made in the syntax tree.
+
+A fault names a function, a pattern in it and what replaces the one place that matches. In a pattern a
+single capital letter matches any expression, so that renamed variables and other line breaks do not
+matter. `apply` returns the module with the fault. No torch, no conftest.
+"""
+
+import ast
+import inspect
+import types
+from typing import NamedTuple
+
+from nanovllm.engine import block_manager, scheduler
+
+
+class Mutant(NamedTuple):
+    module: types.ModuleType
+    function: str
+    pattern: str
+    replacement: str
+
+
+BLOCKS, SCHEDULER = block_manager, scheduler
+
+MUTANTS = {
+    "a reference is not counted": Mutant(BLOCKS, "share", "A.ref_count += 1", "pass"),
+    "a shared block stays evictable": Mutant(BLOCKS, "share", "del A[B]", "pass"),
+    "a stale hash is kept when a block is reused": Mutant(
+        BLOCKS, "_take_block", "self._uncache(A)", "pass"
+    ),
+    "the parent is not checked": Mutant(BLOCKS, "_lookup", "A.parent == B and C", "C"),
+    "the tokens are not compared": Mutant(BLOCKS, "_lookup", "A and B.token_ids == C", "A"),
+    "a match goes to the very end": Mutant(BLOCKS, "match", "(len(A) - 1) // B", "len(A) // B"),
+    "a block is cached before it is full": Mutant(
+        BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"
+    ),
+    "a block is cached before it is computed": Mutant(
+        BLOCKS, "cache_full_blocks", "min(A, B) // C", "min(len(seq.block_table) * C, B) // C"
+    ),
+    "a shared block is written in place": Mutant(
+        BLOCKS, "copy_on_write", "A.ref_count == 1 and B", "True"
+    ),
+    "a cached block is written in place": Mutant(
+        BLOCKS, "copy_on_write", "A.ref_count == 1 and B", "A.ref_count == 1"
+    ),
+    "a block is appended one token late": Mutant(
+        SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed == B + 1"
+    ),
+    "a block is appended one token early": Mutant(
+        SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed + 1 == B"
+    ),
+    "a copy is not planned": Mutant(SCHEDULER, "_allocate", "A.block_copies.append(B)", "pass"),
+    "the copied block is not reported": Mutant(
+        SCHEDULER, "_allocate", "new.append((A, B // C, D))", "pass"
+    ),
+    "a fork copies what is not written yet": Mutant(
+        SCHEDULER, "_admit", "A.last_chunk < B", "True"
+    ),
+    "the oldest is preempted": Mutant(
+        SCHEDULER, "_make_room", "self.running[-1]", "self.running[0]"
+    ),
+    "a preempted sequence loses its tokens": Mutant(
+        SCHEDULER, "_preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt :]"
+    ),
+    "admission in a step that preempted": Mutant(SCHEDULER, "schedule", "not preempted", "True"),
+    "a row is not returned": Mutant(SCHEDULER, "_leave", "self._free_rows.append(A)", "pass"),
+    "a token sampled too late is kept": Mutant(
+        SCHEDULER, "commit", "A.status is Status.FINISHED", "False"
+    ),
+    "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
+    "an abandoned step's blocks stay cached": Mutant(
+        SCHEDULER, "abandon", "A.reset_prefix_cache()", "pass"
+    ),
+    "max_length is passed by one": Mutant(
+        SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"
+    ),
+    "a resumed chunk starts one token late": Mutant(
+        SCHEDULER,
+        "_plan_chunk",
+        "Chunk(A, B, C[start:end], sample=D)",
+        "Chunk(A, B, C[start + 1 : end + 1], sample=D)",
+    ),
+}
+
+
+def is_wildcard(node: object) -> bool:
+    return isinstance(node, ast.Name) and len(node.id) == 1 and node.id.isupper()
+
+
+def matches(pattern: object, node: object, found: dict[str, ast.expr]) -> bool:
+    """Whether the nodes are equal but for wildcards, whose expressions are put into `found`."""
+    if is_wildcard(pattern) and isinstance(node, ast.expr):
+        found[pattern.id] = node
+        return True
+    if isinstance(pattern, list):
+        same = isinstance(node, list) and len(pattern) == len(node)
+        return same and all(matches(p, n, found) for p, n in zip(pattern, node, strict=True))
+    if isinstance(pattern, ast.expr_context):
+        return True
+    if isinstance(pattern, ast.AST):
+        return type(pattern) is type(node) and all(
+            matches(value, getattr(node, name), found) for name, value in ast.iter_fields(pattern)
+        )
+    return pattern == node
+
+
+class Replace(ast.NodeTransformer):
+    def __init__(self, pattern: ast.AST, replacement: ast.AST) -> None:
+        self.pattern, self.replacement, self.count = pattern, replacement, 0
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        found: dict[str, ast.expr] = {}
+        if not matches(self.pattern, node, found):
+            return self.generic_visit(node)
+        self.count += 1
+
+        class Fill(ast.NodeTransformer):
+            def visit_Name(self, name: ast.Name) -> ast.expr:
+                return found.get(name.id, name)
+
+        return ast.copy_location(Fill().visit(self.replacement), node)
+
+
+def statement(source: str) -> ast.AST:
+    """The statement of a line, or the expression if it is one that stands inside a statement."""
+    return ast.parse(source).body[0]
+
+
+def apply(mutant: Mutant) -> types.ModuleType:
+    """The module with the fault in it. Raises ValueError unless exactly one place matches."""
+    tree = ast.parse(inspect.getsource(mutant.module))
+    pattern, replacement = statement(mutant.pattern), statement(mutant.replacement)
+    if isinstance(pattern, ast.Expr) and isinstance(replacement, ast.Expr):
+        pattern, replacement = pattern.value, replacement.value
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == mutant.function:
+            replace = Replace(pattern, replacement)
+            node.body = [replace.visit(child) for child in node.body]
+            count += replace.count
+    if count != 1:
+        raise ValueError(f"{mutant.pattern!r} matches {count} places of {mutant.function}")
+    faulty = types.ModuleType("faulty")
+    faulty.__dict__["__name__"] = mutant.module.__name__  # dataclasses look up their module by name
+    exec(compile(ast.fix_missing_locations(tree), "<mutant>", "exec"), faulty.__dict__)
+    return faulty

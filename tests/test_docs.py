@@ -1,0 +1,65 @@
+"""README and docs/ tell the truth: their code runs, the options exist, the links lead somewhere."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, SamplingParams, outputs
+from nanovllm.config import EngineConfig, EngineOptions
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def pages(with_code: bool = False) -> list[Path]:
+    return [page for page in PAGES if not with_code or "```python" in page.read_text()]
+
+
+def test_the_two_lines_stand_at_the_top() -> None:
+    lines = [line.strip() for line in README.read_text().splitlines()[:20]]
+    assert "pip install -e . && python example.py" in lines
+    assert "pip install -e '.[test]' && pytest" in lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", pages(with_code=True), ids=lambda page: page.name)
+def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(block, {})
+    printed = capsys.readouterr().out
+    if page == README:
+        assert "2, 3, 5, 7, 11, 13" in printed
+        assert "12 + 30 = 42" in printed
+
+
+def test_every_field_is_documented() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    values = [outputs.CompletionOutput, outputs.RequestOutput, outputs.StreamOutput]
+    for cls in (EngineConfig, SamplingParams, outputs.Logprob, outputs.RequestMetrics, *values):
+        for field in dataclasses.fields(cls):
+            assert f"`{field.name}`" in text, (cls.__name__, field.name)
+    assert set(EngineOptions.__annotations__) == {f.name for f in dataclasses.fields(EngineConfig)}
+    for name in re.findall(r"^\| `(\w+)\(", README.read_text(), re.MULTILINE):
+        assert name == "LLM" or hasattr(LLM, name), name
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\((\S+?)\)", page.read_text()):
+        if not link.startswith(("http", "#")):
+            assert (page.parent / link.split("#")[0]).exists(), link
+
+
+def test_readme_and_the_reading_path_are_short() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    table = text[text.index("Read it in this order") : text.index("Beside this path")]
+    lines = [
+        len((README.parent / link).read_text().splitlines())
+        for link in re.findall(r"\]\((\S+?)\)", table)
+    ]
+    assert sum(lines) <= 2000
+    assert f"({sum(lines) // 100 * 100:,} lines" in table
