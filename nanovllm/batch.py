@@ -44,7 +44,7 @@ class SamplingBatch:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy without waiting for the device. On a CPU the tensor may share memory with `array`."""
+    """Move to the device without waiting for it. A CPU tensor may share memory with `array`."""
     tensor = torch.from_numpy(array)
     # Copies from pinned memory are asynchronous. Pinning makes a copy, so `array` may change.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,7 +1,7 @@
-"""The seam between the engine and the runner: plain ints in both directions.
+"""The seam between the engine and the runner, without torch: plain ints in both directions.
 
 The scheduler makes a `StepPlan`; the runner executes it and returns a `StepOutput`. In vLLM they
-are `SchedulerOutput` and `ModelRunnerOutput`. A plan does not change. This module imports no torch.
+are `SchedulerOutput` and `ModelRunnerOutput`. A plan is not changed once the scheduler returns it.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
 
 # The sampler's filters in the order in which they apply, each with the value that turns it off.
 # A new one needs a field of SamplingParams, an entry here and a function in models/sampler.py; on a
-# GPU also the kernel `_threshold`.
+# GPU also `_threshold` and `sample` in gpu/kernels/sampling.py.
 FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -64,12 +64,12 @@ class Join:
 
 @dataclass(slots=True)
 class Chunk:
-    """Known tokens of one row that this step computes, of a prompt or of a resumed sequence."""
+    """Known tokens of one row, from a prompt or a resumed sequence, that this step computes."""
 
     row: int
-    start: int  # position of token_ids[0]; the KV of all positions before it is in the cache
+    start: int  # position; all earlier KV is in the cache or is stored before any query attends
     token_ids: list[int]
-    sample: bool  # whether the chunk ends with the row's last token, so that the next is sampled
+    sample: bool  # whether it ends with the row's last known token, so that the next is sampled
     # The prompt tokens that follow each token of the chunk, if prompt_logprobs are requested.
     logprob_targets: list[int] = field(default_factory=list)
 

@@ -1,5 +1,6 @@
 """Policies, budgets, sharing and head-room: one test for each promise, and for each old failure."""
 
+import itertools
 import random
 
 import pytest
@@ -257,6 +258,40 @@ def test_sjf_overtaking_is_bounded() -> None:
         overtook += 1
     assert long.status is Status.FINISHED
     assert 400 / AGING / 2 < overtook <= 400 / AGING + 1
+
+
+@pytest.mark.parametrize("fails_at", range(1, 9))
+def test_an_interrupted_plan_is_reverted(fails_at: int) -> None:
+    """An exception within `schedule`, as a second Ctrl-C is, after some sequences have advanced."""
+    engine = Engine(blocks=30, size=2, seqs=3, budget=8)
+    seqs = [sequence([i, i, 1], 7, i, seed=i) for i in range(4)]
+    engine.add(*seqs)
+    take, calls = engine.blocks.append_block, itertools.count(1)
+
+    def failing(seq: Sequence) -> int:
+        if next(calls) == fails_at:
+            raise KeyboardInterrupt
+        return take(seq)
+
+    engine.blocks.append_block = failing
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    engine.scheduler.abandon()
+    engine.run()
+    assert all(right(s) for s in seqs)
+
+
+def test_an_abort_at_the_head_admits_the_next() -> None:
+    engine = Engine(blocks=8, size=1, seqs=4, budget=100)
+    engine.add(sequence([1, 2], 5, 0))
+    engine.step()
+    large, small = sequence([3] * 6, 1, 1), sequence([4], 1, 2)
+    engine.add(large, small)
+    assert not engine.step().joins
+    engine.scheduler.abort(large)
+    assert engine.step().joins
+    engine.run()
+    assert right(small)
 
 
 # Numbers of blocks that admission could leave available, to compare with the scheduler's own.

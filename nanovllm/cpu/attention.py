@@ -1,7 +1,7 @@
 """Attention on a CPU: Numba kernels for decodes and short chunks, torch's attention for prompts.
 
-With one query per sequence a step does little else than read KV. First blocks that sequences share
-are read once for all of them: by the same kernel for a pack of queries, or by torch's flash
+With one query per sequence a step does little else than read KV. Leading blocks that sequences
+share are read once for all of them: by the same kernel for a pack of queries, or by torch's flash
 attention for many queries. The kernel then continues with each sequence's own blocks and merges the
 two parts by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
 
@@ -222,7 +222,7 @@ class NumbaAttention(PlainAttention):
     def norm_rope_store(
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
     ) -> Tensor:
-        """In place: returns qkv as [T, H + 2K, D], whose first H heads are q and the others k and v."""
+        """In place: returns qkv as [T, H + 2K, D]; the first H heads are q, the others k and v."""
         slot_mapping = batch.attention.slot_mapping
         weights = (0, 0) if norms is None else [weight.data_ptr() for weight in norms]
         tensors = (qkv.data_ptr(), *weights, *(table.data_ptr() for table in rope))

@@ -157,7 +157,7 @@ class BlockManager:
         return blocks - len(seq.block_table) + seq.needs_copy_on_write
 
     def share(self, seq: Sequence, matched: list[int]) -> None:
-        """Start the block table of `seq` with cached blocks, whose KV is valid."""
+        """Start `seq.block_table` with cached blocks, whose KV this step computes at the latest."""
         for index in matched:
             block = self.blocks[index]
             if block.ref_count == 0:

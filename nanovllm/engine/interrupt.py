@@ -9,7 +9,7 @@ from types import FrameType
 
 @contextmanager
 def defer_interrupt() -> Iterator[Callable[[], None]]:
-    """Raise KeyboardInterrupt at the end of the block, or when the yielded function is called.
+    """Ctrl-C in the block raises KeyboardInterrupt at its end or when the yielded function runs.
 
     A second Ctrl-C acts immediately. Inside another such block, outside the main thread (which
     alone receives signals), and if the program has its own SIGINT handler, this does nothing.

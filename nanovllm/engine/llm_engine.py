@@ -2,7 +2,7 @@
 
     add_request --> InputProcessor --> Scheduler ---- plan ----> runner
                                        waiting, running          model, KV cache, rows
-    RequestOutput <- OutputProcessor <-BlockManager <-- output ---
+    RequestOutput <- OutputProcessor <- Scheduler.commit <- StepOutput
 
 It owns the input processor, the scheduler and the output processor, and is given its runner. This
 folder imports no torch.
@@ -121,7 +121,7 @@ class LLMEngine:
                     if step.plan.joins:
                         self.outputs.note_scheduled(scheduler.running[-len(step.plan.joins) :])
                     step.output = self.runner.run(step.plan)  # changes KV cache and rows
-                # After a launch, the previous step is committed while the device works.
+                # If async, the previous step is committed while the device works; if not, this one.
                 while len(scheduler.in_flight) > (self.max_in_flight if step is not None else 0):
                     self._commit()
             except BaseException:

@@ -47,7 +47,7 @@ class Request:
     prompt: str | None
     params: SamplingParams
     metrics: RequestMetrics
-    num_unfinished: int  # samples
+    num_unfinished: int  # unfinished samples
     stream: bool  # read with `read_stream` while it runs; gives no RequestOutput
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
 

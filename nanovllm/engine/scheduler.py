@@ -271,6 +271,7 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
+        self._min_available = 0
         if seq.status is Status.RUNNING:
             self.blocks.release(seq)
             self._free_rows.append(seq.row)
@@ -324,11 +325,12 @@ class Scheduler:
         Their sequences return to the waiting queue with their known tokens. Blocks that these steps
         cached may hold anything and may be shared, so the whole prefix cache is reset.
         """
-        affected = [seq for step in self.in_flight for seq in (*step.sampling, *step.chunked)]
         self.in_flight.clear()
-        for seq in affected:
-            if seq.status is Status.RUNNING:
-                self._preempt(seq)
+        # A plan may have been interrupted before it was complete, so every sequence is affected.
+        for seq in reversed(list(self.running)):
+            self._preempt(seq)
+        for *_, seq in self.waiting:
+            self.blocks.release(seq)
             seq.num_tokens = len(seq.token_ids)
         self.blocks.reset_prefix_cache()
 

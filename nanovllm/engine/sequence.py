@@ -6,11 +6,11 @@ The scheduler and the block manager change it; the runner never sees it.
                                                  ^             ^
                           num_computed <= num_tokens = len(token_ids) + placeholder tokens
 
-A placeholder token has been sampled by a plan in flight and has not been read yet.
+A placeholder token is sampled by a plan in flight; the engine does not know its id yet.
 
-A sequence has known tokens and computed tokens (those whose KV is in the cache), and each step
-computes some of the difference: a whole prompt, a chunk of one, or the last sampled token. There is
-no separate prefill state. `decoding` only says where the next token to compute is stored: in
+A sequence has known tokens and computed tokens (KV in the cache once all plans made so far have
+run). Each step computes some of the difference: a whole prompt, a chunk of one, or the last sampled
+token. There is no prefill state. `decoding` only says where the next token to compute is stored: in
 `token_ids`, or in the runner's row, which may be the only place where it is known.
 """
 
@@ -36,7 +36,7 @@ class Sequence:
     max_length: int  # of prompt and output together
     stop_token_ids: frozenset[int]
     sampling: RowSampling
-    index: int = 0  # among the samples of its request
+    index: int = 0  # number among the samples of its request
     # The first sample of a request computes the prompt; the others are forked from it.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = field(default_factory=list)  # not queued yet
@@ -48,7 +48,7 @@ class Sequence:
     row: int = -1
     last_chunk: int = -1  # number of the plan that computed its last chunk
     preemptions: int = 0
-    num_cached: int = 0  # prompt tokens taken from the prefix cache when it was first admitted
+    num_cached: int = 0  # prompt tokens from the prefix cache or its parent at first admission
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the token id or string that ended it, if one did
 
@@ -57,7 +57,7 @@ class Sequence:
     # Its next token may go into a block that is shared or cached.
     needs_copy_on_write: bool = False
     block_hashes: list[int] = field(default_factory=list)  # one per full block, chained
-    num_cached_blocks: int = 0  # how many of its blocks are in the prefix cache
+    num_cached_blocks: int = 0  # full blocks whose content is cached, perhaps in another's block
     parent_block: int = 0  # identity of the last of these, the parent of the next
 
     @property

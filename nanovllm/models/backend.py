@@ -41,8 +41,8 @@ class Attention(Protocol):
     ) -> Tensor:
         """One kernel for what Qwen3's attention does between projection and `attend`.
 
-        qkv [T, (H + 2K) D] -> q [T, H, D], normalized and rotated; k and v go to their slots.
-        `qkv` may be overwritten.
+        `qkv` [T, (H + 2K) D] may be overwritten; k and v go to their slots.
+        Returns what this attention's `attend` takes: q [T, H, D], or qkv with q first.
         """
 
 
@@ -69,7 +69,7 @@ class Backend:
     # (a decode step, memory for the hidden states [N, E] of N rows) -> the step, captured. The step
     # takes rows [S] and returns hidden states [S, E] and tokens [S]; see gpu/graphs.py.
     capture_decode: Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any] | None = None
-    # Whether decode steps are built from the device's copy of the rows.
+    # Whether decode steps are built from the mirror of the rows on the device.
     mirrors_rows: bool = False
 
 

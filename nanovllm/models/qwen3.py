@@ -2,7 +2,7 @@
 
 The model owns its weights and changes only the KV cache, through attention. The two families differ
 in what ModelConfig says: Qwen3 normalizes queries and keys per head, Qwen2 has a bias on the q, k
-and v projections.
+and v projections. A Qwen3 config may ask for biases, then on the output projection too.
 
 The classes are plain objects and not torch modules: nothing is trained or hooked here, and on a CPU
 the calls of modules took 4 of the 70 ms of a decode step (Qwen3-0.6B's shape, two sequences).
@@ -41,7 +41,7 @@ class SelfAttention:
         hidden, bias = config.hidden_size, config.attention_bias
         self.qkv_proj = Linear(hidden, sum(self.sizes), backend, bias)
         self.o_proj = Linear(self.sizes[0], hidden, backend, config.output_bias)
-        self.norms: Norms = None  # of q and k
+        self.norms: Norms = None  # norm weights of q and k
         if config.qk_norm:
             self.norms = torch.empty(config.head_dim), torch.empty(config.head_dim)
 

@@ -29,7 +29,7 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
     """The token [R] at which the cumulative probability of logits [R, V] exceeds u [R]."""
     cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     token = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
-    # Rounding must not select a token after the last one with a probability.
+    # Rounding must not select a token after the last one with nonzero probability.
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     return token.minimum(last).flatten()
 
@@ -60,7 +60,7 @@ def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     """Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751): most likely tokens up to p.
 
-    It keeps the fewest tokens that reach p, all if p is 1, and equally likely ones together.
+    Keeps the fewest tokens that reach p and all as likely as the last of them; p = 1 keeps all.
     """
     probs = logits.softmax(dim=-1)
     ordered = probs.sort(dim=-1, descending=True).values

@@ -14,8 +14,7 @@ from nanovllm.plan import StepPlan
 
 # How torch reports a failed allocation on a CPU, where the error has no type of its own.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
-# Device memory that is left free for graph nodes, library workspaces and fragmentation.
-CUDA_MARGIN = 512 << 20
+CUDA_MARGIN = 512 << 20  # device memory left for graph nodes, library workspaces, fragmentation
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
 
 
@@ -46,10 +45,11 @@ def num_kv_blocks(
     largest_plans: list[StepPlan],
     run: Callable[[StepPlan], None],
 ) -> int:
-    """Return the number of blocks for requests. Raises ValueError if it would be 0.
+    """Return the number of blocks for requests.
 
-    `before` was taken before the weights were loaded. On a GPU each of `largest_plans` is run to
-    measure its scratch memory. All of it is reserved, because graphs use a pool of their own.
+    `before` was taken before the weights were loaded. On a GPU `largest_plans` are run to measure
+    scratch memory. All of it is reserved, because graphs use a pool of their own. Raises ValueError
+    if there is no room for one block or, on a GPU, for one request of max_model_len.
     """
     scratch = 0
     if before.device.type == "cuda":

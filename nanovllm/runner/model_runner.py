@@ -40,7 +40,7 @@ class ModelRunner:
         max_model_len: int,
         capture_decode: Callable[[Callable, Tensor], Any] | None = None,
     ) -> None:
-        """capture_decode: captures decode steps. None: in the backend's own way, if it has one."""
+        """capture_decode captures decode steps; None takes the backend's, unless enforce_eager."""
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(config.dtype, self.device, model_config.dtype)
         self.is_async = self.device.type == "cuda"  # the device works while the host plans
@@ -71,7 +71,7 @@ class ModelRunner:
             random_weights(tensors, config.seed)
         else:
             load_weights(tensors, weight_files(directory))
-        # The dict keeps weights alive that packing replaces.
+        # `tensors` would keep alive the weights that packing replaces.
         del tensors
         backend.pack_weights(self.model)
 
@@ -84,7 +84,7 @@ class ModelRunner:
             self.device,
             mirrored=backend.mirrors_rows or capture_decode is not None,
         )
-        self.executor: Any = self.model  # or what computes the same in fewer calls
+        self.executor: Any = self.model  # the model, or what computes the same in fewer calls
         self.graphs: Any = None
 
         def make_attention(num_blocks: int) -> Attention:
@@ -124,7 +124,7 @@ class ModelRunner:
                 self.graphs = capture_decode(self._decode, hidden)
 
     def run(self, plan: StepPlan) -> StepOutput:
-        """Execute one step. Waits for the device only for rules and prompt log-probabilities."""
+        """Execute a step. With the Triton backend it waits only for rules and prompt_logprobs."""
         with torch.inference_mode(), device_guard(self.device):
             self.rows.apply(plan)
             if plan.block_copies:
@@ -142,7 +142,7 @@ class ModelRunner:
             return output
 
     def _run_decode(self, decode_rows: list[int]) -> StepOutput:
-        """Execute a step without chunks, from the device's copy of the rows."""
+        """Execute a step without chunks, from the mirror of the rows."""
         self.rows.advance(decode_rows)
         if self.graphs is not None:
             hidden, tokens = self.graphs.replay(decode_rows)

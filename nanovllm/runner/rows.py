@@ -1,7 +1,7 @@
 """Rows: what the runner knows about each running sequence, and the batches that are built from it.
 
-The scheduler gives every running sequence a row (vLLM: `InputBatch`). Host arrays are the source of
-truth. A GPU has a copy that advances there, so that a steady decode needs nothing from the host.
+Every running sequence has a row (vLLM: `InputBatch`). Host arrays are the source of truth for all
+but the last tokens. A mirror advances on a GPU, so a steady decode needs nothing from the host.
 
     rows   [ 4 | 0 | 7 | N ]   a decode of 3 rows, padded to the captured size of 4
              |   |   |   `--- row N is padding: its block table is the null block, its position 0
@@ -28,7 +28,7 @@ class StepBatch:
     Steady decode steps share one StepBatch: only `forward` and `sampling.positions` change.
     """
 
-    decode_rows: list[int]  # of a plan without chunks
+    decode_rows: list[int]  # the decode rows; [] for a plan with chunks
     rows: np.ndarray  # [S] int64
     query_lens: np.ndarray  # [S] int64
     samples: np.ndarray  # [S] bool, which of the S sample
@@ -36,7 +36,7 @@ class StepBatch:
     logits_indices: Tensor  # [R] int64
     sampling: SamplingBatch
     sampling_rows: Tensor  # [R] int64
-    ruled: list[tuple[int, RowRules]]  # the indices among R and rules of rows that have any
+    ruled: list[tuple[int, RowRules]]  # (index among R, rules) of each row with rules
     forward: ForwardBatch = field(init=False)
 
 
@@ -63,7 +63,7 @@ class Rows:
     ) -> None:
         """N = `num_rows`; a sequence has at most B = `max_blocks` blocks.
 
-        mirrored: whether `decode_batch` is used, which reads the device's copy.
+        mirrored: whether `decode_batch` is used, which reads the mirror.
         """
         self.num_rows, self.block_size, self.vocab_size = num_rows, block_size, vocab_size
         self.device = device
@@ -73,10 +73,10 @@ class Rows:
         self.params = np.zeros((1 + len(FILTERS), num_rows + 1), np.float32)
         self.params[1:, num_rows] = list(FILTERS.values())
         self.seeds = np.zeros(num_rows + 1, np.int64)
-        self.rules: dict[int, RowRules] = {}  # of the rows that have any
+        self.rules: dict[int, RowRules] = {}  # rules of the rows that have any
         # The last sampled tokens [N + 1] exist on the device only: the host may not have them yet.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-        self.step: StepBatch | None = None  # the last one built
+        self.step: StepBatch | None = None  # the last step built
         self.mirror: Mirror | None = None
         if mirrored:
             self.mirror = Mirror(
@@ -153,7 +153,7 @@ class Rows:
         return step
 
     def decode_batch(self, rows: Tensor) -> tuple[ForwardBatch, SamplingBatch]:
-        """Build a decode of `rows` [S] from the device's copy alone, so that it can be captured.
+        """Build a decode of `rows` [S] from the mirror alone, so that it can be captured.
 
         Advances the positions of the rows on the device; `advance` does it on the host.
         """
@@ -177,7 +177,7 @@ class Rows:
         return forward, self.sampling_batch(rows)
 
     def sampling_batch(self, rows: Tensor) -> SamplingBatch:
-        """How the rows [R] sample the token at their next position, from the device's copy.
+        """How the rows [R] sample the token at their next position, from the mirror.
 
         It has all filters, because a graph is captured before it is known which are used.
         """
@@ -188,7 +188,7 @@ class Rows:
         )
 
     def advance(self, decode_rows: list[int]) -> None:
-        """Advance the host's positions, as `decode_batch` advances the device's."""
+        """Advance the host's positions, as `decode_batch` advances the mirror's."""
         self.positions[decode_rows] += 1
 
     def with_rules(self, rows: list[int]) -> list[tuple[int, RowRules]]:
@@ -248,7 +248,7 @@ class Rows:
             if not (random & (values != off)).any():
                 del sampling.filters[name]
         return StepBatch(
-            # A step with chunks is not shared, because no plan without chunks has an empty list.
+            # A step with chunks must not be reused: [] never equals a decode plan's rows.
             decode_rows=[] if chunks else plan.decode_rows,
             rows=rows,
             query_lens=query_lens,

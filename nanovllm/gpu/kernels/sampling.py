@@ -26,9 +26,9 @@ from torch import Tensor
 from nanovllm.batch import SamplingBatch
 from nanovllm.plan import FILTERS
 
-# Tokens of a chunk of the vocabulary.
+# A chunk of the vocabulary has this many tokens.
 CHUNK = 2048
-# Tokens that the radix search loads at a time.
+# The radix search loads this many tokens at a time.
 TILE = 8192
 
 
@@ -53,7 +53,7 @@ def _search(
 
     A token weighs 1 (COUNT) or exp((logit - max_logit) / temperature), and 0 below `min_key`.
     """
-    # No keys of 16-bit floats differ only in the last digits, so bfloat16 needs half the passes.
+    # Keys of 16-bit floats never differ in the last digits alone: bfloat16 needs half the passes.
     dtype = row_logits.dtype.element_ty
     LAST_STEP: tl.constexpr = 65536 if dtype == tl.bfloat16 else 4096 if dtype == tl.float16 else 1
     result = tl.full((), -(2**31), tl.int32)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Heads that one program computes.
+# One program computes this many heads.
 HEADS = 8
 
 
