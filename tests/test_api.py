@@ -192,6 +192,7 @@ def test_ctrl_c(path: Path, asynchronous: bool) -> None:
         assert [o["token_ids"] for o in again] == [o["token_ids"] for o in want]
 
 
+@pytest.mark.slow
 def test_ctrl_c_from_outside(path: Path) -> None:
     llm = random_llm(path)
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -213,6 +214,7 @@ def test_generate_in_another_thread(llm: LLM) -> None:
     assert results[0]["token_ids"] == llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("where", ["run", "sample"])
 def test_engine_survives_a_failing_step(path: Path, asynchronous: bool, where: str) -> None:
@@ -281,6 +283,7 @@ def test_torch_defaults_are_left_alone(path: Path) -> None:
     assert torch.empty(1).device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_n_samples(path: Path) -> None:
     """Distinct, in order of index, each what its seed gives; one greedy answer n times."""
     llm = random_llm(path, num_kvcache_blocks=200)

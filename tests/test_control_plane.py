@@ -27,7 +27,7 @@ HISTORIES, SLOW = 20_000, pytest.mark.slow
 MACHINE = settings(max_examples=400, stateful_step_count=40, deadline=None)
 
 
-PARTS = [range(500), range(500, 5000), *(range(i, i + 5000) for i in range(5000, HISTORIES, 5000))]
+PARTS = [range(200), range(200, 5000), *(range(i, i + 5000) for i in range(5000, HISTORIES, 5000))]
 
 
 @pytest.mark.parametrize("seeds", [PARTS[0], *(pytest.param(p, marks=SLOW) for p in PARTS[1:])])

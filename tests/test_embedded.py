@@ -57,6 +57,7 @@ def test_accuracy_holds_in_bf16(options: dict) -> None:
     assert wrong <= (1 - FLOOR) * total
 
 
+@pytest.mark.slow
 def test_constant_preemption_changes_no_token(embedded: LLM) -> None:
     """A pool of the longest request plus one block."""
     samples = [
@@ -92,6 +93,7 @@ def test_second_turn_finds_the_first(embedded: LLM) -> None:
 # ---- the data ----
 
 
+@pytest.mark.slow
 def test_training_never_sees_the_test_side() -> None:
     """20,000 training samples and all graded questions: no instance, and no closed phrasing, twice."""
     rng = random.Random(5)
@@ -136,6 +138,7 @@ def test_answers_are_right() -> None:
     assert data.table_answer(12).endswith("12 x 10 = 120")
 
 
+@pytest.mark.slow
 def test_graded_sizes_are_even() -> None:
     for task, sizes in (("sort", range(2, 9)), ("reverse", range(3, 13)), ("spell", range(3, 13))):
         counts = [sum(s.size == n for s in data.graded_samples(task)) for n in sizes]

@@ -64,6 +64,7 @@ def test_batch_sizes(maximum: int) -> None:
         assert size - num < max(16, num / 8), (num, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("maximum", [1, 3, 10, 17, 100])
 def test_padded_equals_unpadded(checkpoint: Path, maximum: int) -> None:
     """Every batch size from the maximum down to 1: the requests end one after the other."""

@@ -93,6 +93,7 @@ def attention_inputs(case: dict) -> tuple[Paged, Tensor, Tensor]:
     return kv, q.to(case["dtype"]), starts
 
 
+@pytest.mark.slow
 @BRIEF
 @given(case=cases(decode=False), rows=st.sampled_from([16, 32]))
 def test_attend(case: dict, rows: int) -> None:
@@ -120,6 +121,7 @@ def test_attend_decode(case: dict, splits: int) -> None:
     close(actual, references.attend(q, kv.k, kv.v, starts, kv.contexts, kv.tables))
 
 
+@pytest.mark.slow
 def test_a_cache_of_more_than_2_31_elements() -> None:
     """Offsets must be 64-bit. Only the last blocks of each 4.6 GB cache are touched."""
     torch.manual_seed(0)
@@ -180,6 +182,7 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     assert attention.num_splits(1, 2, 10**6) == attention.MAX_SPLITS
 
 
+@pytest.mark.slow
 @BRIEF
 @given(
     seed=SEEDS,
@@ -248,6 +251,7 @@ def sampling_batch(rows: int, generator: torch.Generator) -> SamplingBatch:
     )
 
 
+@pytest.mark.slow
 @settings(BRIEF, max_examples=6)
 @given(seed=SEEDS, size=st.sampled_from([40, 2048, 2049]), dtype=DTYPES)
 def test_sample(seed: int, size: int, dtype: torch.dtype) -> None:
@@ -264,6 +268,7 @@ def test_sample(seed: int, size: int, dtype: torch.dtype) -> None:
     assert actual.tolist() == sampler.sample(logits.float(), batch).tolist()
 
 
+@pytest.mark.slow
 def test_sample_gives_tokens_of_the_vocabulary_for_nan() -> None:
     """The logits of a padding row come from the null block and may be NaN."""
     batch = sampling_batch(8, torch.Generator().manual_seed(1))

@@ -89,6 +89,7 @@ def small(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     return path, make_checkpoint(path, request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 16, 36, 37])
 def test_chunked_prompt(small, budget: int) -> None:
     """Budgets from 1 up cut a prompt of 37 tokens at every boundary."""
@@ -96,6 +97,7 @@ def test_chunked_prompt(small, budget: int) -> None:
     check(random_llm(path, max_num_batched_tokens=budget), model, prompt(37))
 
 
+@pytest.mark.slow
 def test_every_chunk_boundary(small) -> None:
     """The prompt's first chunk has each length from 1 to 36, the rest follows in one."""
     path, model = small
@@ -149,6 +151,7 @@ def test_mixed_lengths(small, options: dict, asynchronous: bool) -> None:
         assert out["token_ids"] == reference(model, ids)[0]
 
 
+@pytest.mark.slow
 def test_preemption(small) -> None:
     """A pool that cannot hold all: sequences are preempted and resumed, the answers are the same."""
     path, model = small
@@ -173,6 +176,7 @@ ROPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ROPES)
 def test_rope_forms(tmp_path: Path, rope: dict) -> None:
     """Both forms of config.json: rope_parameters, and rope_theta with rope_scaling."""

@@ -73,6 +73,7 @@ def test_uniform_is_uniform_and_pure() -> None:
     assert uniform(torch.tensor([-(2**63), 2**63 - 1]), torch.tensor([0, 1])).min() >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "row", [(1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 4, 1.0, 0.0), (1.0, 0, 0.7, 0.0), (1.0, 0, 1.0, 0.2), (1.3, 6, 0.9, 0.1)]
 )  # fmt: skip

@@ -148,6 +148,7 @@ def test_mixed_batch_equals_each_alone(checkpoint) -> None:
         assert (out.prompt_logprobs is None) == (p.prompt_logprobs is None)
 
 
+@pytest.mark.slow
 def test_rules_survive_preemption(checkpoint) -> None:
     params = SamplingParams(
         temperature=1.0, seed=2, max_tokens=40, ignore_eos=True, frequency_penalty=1.5,
@@ -171,6 +172,7 @@ def test_rules_survive_preemption(checkpoint) -> None:
 # ---- text ----
 
 
+@pytest.mark.slow
 def test_stop_strings(embedded: LLM) -> None:
     chat = [{"role": "user", "content": "Count from 10 to 30"}]
     whole = embedded.chat(chat, use_tqdm=False)[0]["text"]
@@ -321,6 +323,7 @@ def test_logits_processor_sees_and_shapes(embedded: LLM) -> None:
     assert seen == [prompt + [seven] * i for i in range(4)]
 
 
+@pytest.mark.slow
 def test_streams_share_an_engine(embedded: LLM) -> None:
     """Two streams read by turns, and a `generate` within a third: nothing is lost, nothing is left."""
     params = SamplingParams(temperature=0, max_tokens=60)
