@@ -242,18 +242,26 @@ def test_a_failed_replay_leaves_the_engine_usable(checkpoint: Path) -> None:
     assert [found[key] for key in sorted(found, key=int)] == want
 
 
-def test_profile_step_is_the_largest_that_can_occur(checkpoint: Path) -> None:
-    """The step that sizes the cache on a GPU runs, and takes the tokens it was asked for."""
+@pytest.mark.parametrize(("num_seqs", "chunk"), [(5, 12), (1, 32)])
+def test_profile_steps_are_the_largest_that_can_occur(
+    checkpoint: Path, num_seqs: int, chunk: int
+) -> None:
+    """The steps that size the cache on a GPU run, and take as many tokens as there can be."""
     config = EngineConfig(
-        dtype="float32", device="cpu", max_num_seqs=5, max_num_batched_tokens=64, max_model_len=32,
+        dtype="float32",
+        device="cpu",
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=64,
+        max_model_len=32,
         num_kvcache_blocks=4,
-    )  # fmt: skip
+    )
     model_config = ModelConfig.from_file(checkpoint / "config.json")
-    runner = model_runner.ModelRunner(config, model_config, checkpoint, 32)
-    seen = []
+    runner = model_runner.ModelRunner(config, model_config, checkpoint, 32, stand_in)
+    runner.graphs, seen = None, []
     forward = runner.model.forward
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
         seen.append((len(batch.input_ids), len(batch.context_lens))) or forward(batch, attention)
     )
-    runner.run(model_runner.largest_plan(64, 5, 32, 16))
-    assert seen == [(60, 5)]
+    for plan in model_runner.largest_plans(64, num_seqs, 32, 16):
+        runner.run(plan)
+    assert seen == [(num_seqs, num_seqs), (chunk * num_seqs, num_seqs)]

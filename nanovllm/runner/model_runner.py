@@ -95,9 +95,9 @@ class ModelRunner:
             self.attention.copy_blocks([(0, 0)])
             self.run(plan)
 
-        plans = [largest_plan(config.max_num_batched_tokens, num_seqs, max_model_len, block_size)]
-        if self.rows.mirror is not None:
-            plans.append(StepPlan(decode_rows=list(range(num_seqs)), num_tokens=num_seqs))
+        plans = largest_plans(config.max_num_batched_tokens, num_seqs, max_model_len, block_size)
+        if self.rows.mirror is None:
+            del plans[0]  # without graphs a decode has no memory of its own
         block_bytes = self.block_bytes(block_size)
         self.num_blocks = memory.num_kv_blocks(
             config, max_model_len, block_bytes, free_before, plans, profile
@@ -208,19 +208,24 @@ class ModelRunner:
         return 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * self.dtype.itemsize
 
 
-def largest_plan(
+def largest_plans(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
-) -> StepPlan:
-    """Return the largest possible step: as many rows as possible, with every filter in use."""
+) -> list[StepPlan]:
+    """A decode of all rows, and a step with as many tokens in as many rows as possible.
+
+    In this order: the decode computes position 0 of each row, and the chunks may end with the last.
+    """
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     length = min(max_num_batched_tokens // num_rows, max_model_len)
     filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
-    sampling, blocks = RowSampling(1.0, seed=0, filters=filters), [0] * -(-length // block_size)
-    return StepPlan(
-        joins=[Join(row, blocks, sampling) for row in range(num_rows)],
+    sampling = RowSampling(temperature=1.0, seed=0, filters=filters)
+    table = [0] * -(-length // block_size)
+    chunks = StepPlan(
+        joins=[Join(row, table, sampling) for row in range(num_rows)],
         chunks=[Chunk(row, 0, [0] * length, sample=True) for row in range(num_rows)],
         num_tokens=num_rows * length,
     )
+    return [StepPlan(decode_rows=list(range(max_num_seqs)), num_tokens=max_num_seqs), chunks]
 
 
 def start_copy(tokens: Tensor) -> Callable[[], list[int]]:
