@@ -1,4 +1,4 @@
-"""Policies, budgets, sharing and head-room: one test for each promise, and for each old failure."""
+"""Policies, budgets, sharing and the reserve: one test for each promise and each earlier failure."""
 
 import itertools
 import random

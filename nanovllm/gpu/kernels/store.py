@@ -4,7 +4,7 @@ One program takes one token and HEADS of the H + 2K heads of its packed projecti
 
     qkv [T, (H + 2K) D]    q_0 ... q_H-1   |  k_0 ... k_K-1                |  v_0 ... v_K-1
                            norm, rotary    |  norm, rotary                 |  unchanged
-    written to             q_out [T, H, D] |  k_cache[slot // block size,  |  v_cache, likewise
+    written to             q_out [T, H, D] |  k_cache[slot // block size,  |  v_cache, same slot
                                            |    head, slot % block size]   |
 
 It changes the slots of the given tokens in one layer's cache. The reference uses models/layers.py.
