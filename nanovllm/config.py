@@ -152,9 +152,9 @@ LIMITS: Limits = {
     "scheduling_policy": ("fcfs", "sjf"),
     "attention_backend": ("auto", "triton", "numba", "sdpa"),
     "load_format": ("auto", "dummy"),
+    "max_model_len": (2, math.inf),  # a prompt and an output have at least one token each
 } | dict.fromkeys(
     (
-        "max_model_len",
         "max_num_seqs",
         "max_num_batched_tokens",
         "kv_cache_memory_bytes",

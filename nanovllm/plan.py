@@ -94,7 +94,7 @@ class StepPlan:
 class StepOutput:
     """What one step sampled."""
 
-    wait: Callable[[], list[int]]  # returns the token ids in plan order when they reach the host
+    token_ids: list[int]  # in plan order
     # Index among the sampled tokens -> its log-probabilities, for the rows that request them.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     # Index of the chunk -> the log-probabilities of each of its `logprob_targets`.
@@ -107,5 +107,5 @@ class Runner(Protocol):
     num_blocks: int  # KV blocks for requests; the null block is not counted
     is_async: bool  # whether the device works while the host plans the next step
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Execute one step. It may return before the device has finished."""
+    def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        """Launch one step. Returns a function that waits for the device and returns the output."""

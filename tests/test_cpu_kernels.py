@@ -13,7 +13,7 @@ from conftest import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import SamplingBatch
-from nanovllm.models import sampler
+from nanovllm.models import logit_rules, sampler
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
@@ -378,3 +378,18 @@ def test_top_p_of_a_large_vocabulary(scale: float, monkeypatch: pytest.MonkeyPat
         got = cpu_sampler.keep_top_p(logits.clone(), torch.tensor([0.9, 0.5, 1.0]))
         differ = (got != want).sum()  # a flat row's sums round: one token more or less
         assert differ <= (3 if scale == 0 else 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "k"), [(5, 5), (2048, 1), (5000, 0), (5000, 20), (5000, 100)])
+def test_token_logprobs(dtype: torch.dtype, size: int, k: int) -> None:
+    """The plain function's, in which equal logits may come in another order."""
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(7, size)).to(dtype)
+    tokens = torch.cat((logits[:2].argmax(1), torch.randint(size, (5,))))
+    found = cpu_sampler.token_logprobs(logits, tokens, k)
+    wanted = logit_rules.token_logprobs(logits, tokens, k)
+    torch.testing.assert_close(found[:, : 2 + k], wanted[:, : 2 + k], rtol=0, atol=1e-4)
+    ids = found[:, 2 + k :].long()
+    assert all(len(set(row)) == k for row in ids.tolist())
+    torch.testing.assert_close(logits.gather(1, ids), logits.topk(k).values)

@@ -264,4 +264,4 @@ def test_profile_steps_are_the_largest_that_can_occur(
     )
     for plan in model_runner.largest_plans(64, num_seqs, 32, 16):
         runner.run(plan)
-    assert seen == [(num_seqs, num_seqs), (chunk * num_seqs, num_seqs)]
+    assert seen == [(num_seqs, num_seqs), (1, 1), (chunk * num_seqs, num_seqs)]

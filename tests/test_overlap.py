@@ -5,6 +5,7 @@ On a fake runner: no model, but the oracle's memory, so that the answers must be
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,16 +37,16 @@ class FakeRunner:
     def block_bytes(self, size: int) -> int:
         return size
 
-    def run(self, plan) -> StepOutput:
+    def run(self, plan) -> Callable[[], StepOutput]:
         step, tokens = next(self.steps), self.oracle.run(plan)
         self.events.append(("run", step))
         self.drawn.append(len(tokens))
 
-        def wait() -> list[int]:
+        def wait() -> StepOutput:
             self.events.append(("wait", step))
-            return tokens
+            return StepOutput(tokens)
 
-        return StepOutput(wait)
+        return wait
 
 
 @pytest.fixture

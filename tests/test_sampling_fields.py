@@ -16,20 +16,25 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.logit_rules import RowRules
-from nanovllm.plan import LogitRules
+from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
+from nanovllm.plan import Join, LogitRules, RowSampling
 
 PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]
 
 
 def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT) -> torch.Tensor:
     """The logits after the rules of a row that drew `output` one by one."""
-    row = RowRules(rules, PROMPT, output[:1], len(logits), torch.device("cpu"))
+    device, position = torch.device("cpu"), torch.tensor([len(PROMPT) + 1])
+    join = Join(1, [], RowSampling(0.0, 0, rules=rules), PROMPT, output[:1])
+    state = RulesState(2, 40, len(logits), device)
+    state.join(join.row, PROMPT, output[:1])
+    batch = RulesBatch([(0, row := RowRules(rules, join, device))], state)
     for token in output[1:]:
-        row.append(token)
-    changed = logits.clone()
-    row.apply(changed)
-    return changed
+        batch.apply(logits[None], position, int(position) + 1)
+        batch.append(position, torch.tensor([token]))
+        row.output.append(token)
+        position = position + 1
+    return batch.apply(logits[None], position, int(position) + 1)[0]
 
 
 IDS = torch.tensor([PROMPT + OUTPUT])
@@ -63,6 +68,45 @@ def test_presence_and_frequency_penalties() -> None:
     torch.testing.assert_close(
         applied(LogitRules(presence_penalty=0.7, frequency_penalty=0.4), logits), want
     )
+
+
+def test_penalties_of_rows_of_every_length() -> None:
+    """Rows that join at different times and repeat few tokens, against counts of the whole list."""
+    rng, size, device = random.Random(0), 6, torch.device("cpu")
+    state, rows = RulesState(5, 64, size, device), {}
+    rules = LogitRules(repetition_penalty=1.5, frequency_penalty=0.3, presence_penalty=0.7)
+    for step in range(60):
+        if step % 5 == 0:  # a new sequence, also in the place of an old one
+            prompt, output = (rng.choices(range(size), k=n) for n in (rng.randint(1, 3), step % 3))
+            join = Join(rng.randrange(5), [], RowSampling(0.0, 0, rules=rules), prompt, output)
+            rows[join.row] = (RowRules(rules, join, device), [*prompt, *output])
+            state.join(join.row, prompt, output)
+        batch = RulesBatch([(i, row) for i, (row, _) in enumerate(rows.values())], state)
+        known = [tokens for _, tokens in rows.values()]
+        positions = torch.tensor([len(tokens) for tokens in known])
+        logits = torch.randn(len(rows), size)
+        wanted = logits.clone()
+        for i, (row, tokens) in enumerate(rows.values()):
+            for token in set(tokens):
+                wanted[i, token] *= 1 / 1.5 if wanted[i, token] > 0 else 1.5
+                count = tokens[len(row.prompt) :].count(token)
+                wanted[i, token] -= 0.3 * count + 0.7 * (count > 0)
+        torch.testing.assert_close(batch.apply(logits, positions, max(map(len, known)) + 1), wanted)
+        sampled = torch.randint(size, (len(rows),))
+        batch.append(positions, sampled)
+        for tokens, token in zip(known, sampled.tolist(), strict=True):
+            tokens.append(token)
+
+
+def test_rules_that_name_the_same_token() -> None:
+    """A bad word that is also a stop token and has a bias stays hidden after min_tokens."""
+    rules = LogitRules(
+        bad_words=((4,),), min_tokens=1, stops=(4, 6), logit_bias=((4, 3.0), (6, 1.0))
+    )
+    logits = torch.randn(20)
+    wanted = logits.clone()
+    wanted[4], wanted[6] = float("-inf"), logits[6] + 1
+    torch.testing.assert_close(applied(rules, logits), wanted)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from nanovllm.cpu import kernels
 from nanovllm.cpu.attention import NumbaAttention
 from nanovllm.cpu.layers import compile_layers
 from nanovllm.cpu.linear import linear, pack_weights
-from nanovllm.cpu.sampler import sample
+from nanovllm.cpu.sampler import sample, token_logprobs
 from nanovllm.models.backend import Backend
 
 
@@ -24,6 +24,7 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         attention=NumbaAttention,
         fused_attention=True,
         sample=sample,
+        token_logprobs=token_logprobs,
         pack_weights=pack_weights,
         compile_layers=compile_layers,
     )

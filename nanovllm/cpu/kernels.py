@@ -854,6 +854,43 @@ def draw(logits_ptr, rows, size, temperatures, seeds, positions, tokens, example
         tokens[row] = chunk * VOCAB_CHUNK + index
 
 
+@njit(parallel=True, **COMPILED)
+def token_logprobs(logits_ptr, rows, size, tokens, packed, example):
+    """Fill packed [R, 2 + 2k] as models.logit_rules.token_logprobs does, in one pass over a row."""
+    logits = array(logits_ptr, (rows, size), example)
+    k = (packed.shape[1] - 2) // 2
+    for row in prange(rows):
+        own, rank = to_float32(logits[row, tokens[row]]), 1
+        values, ids = np.full(k, f32(-np.inf)), np.zeros(k, np.int64)
+        top, total = f32(-np.inf), f32(0)
+        buffer, weights = np.empty(VOCAB_CHUNK, f32), np.empty(VOCAB_CHUNK, f32)
+        for start in range(0, size, VOCAB_CHUNK):
+            part = logits[row, start : start + VOCAB_CHUNK]
+            wide = buffer[: len(part)]
+            for i in range(len(part)):
+                wide[i] = to_float32(part[i])
+            for i in range(len(part)):
+                rank += np.int64(wide[i] > own)
+            chunk_max = maximum(wide)
+            if chunk_max > top:
+                total *= exp(max(top - chunk_max, f32(-87)))
+                top = chunk_max
+            if top > -np.inf:
+                total += _exp_weights(part, top, f32(1), weights)
+            if k > 0 and chunk_max > values[k - 1]:
+                for i in range(len(part)):
+                    if wide[i] > values[k - 1]:
+                        at = k - 1
+                        while at > 0 and wide[i] > values[at - 1]:
+                            values[at], ids[at] = values[at - 1], ids[at - 1]
+                            at -= 1
+                        values[at], ids[at] = wide[i], start + i
+        log_sum = top + np.log(total)
+        packed[row, 0], packed[row, 1] = own - log_sum, rank
+        for i in range(k):
+            packed[row, 2 + i], packed[row, 2 + k + i] = values[i] - log_sum, ids[i]
+
+
 def compile_all(example, use_amx) -> None:
     """Compile all kernels for one dtype, or load them from the cache, by calls with no rows."""
     kernel = _add_rms_norm_rows
@@ -870,6 +907,7 @@ def compile_all(example, use_amx) -> None:
     # Logits that filters or rules have changed are float32.
     for logits_example in (example, f32(0)):
         draw(0, 0, 1, np.empty(0, f32), none, none, none, logits_example)
+    token_logprobs(0, 0, 1, none, np.empty((0, 2)), example)
     packs = Packs(nones, nones, nones.astype(np.int32))
     work = AttentionWork(packs, packs, np.empty((0, 1), f32))
     attend(0, 0, 0, 1, 0, 0, shape, work, example, use_amx, 1)

@@ -1,4 +1,4 @@
-"""The sampler on a CPU: filters by torch without a full sort, and the draw by one kernel."""
+"""The sampler on a CPU: filters by torch without a full sort; draws and log-probabilities by kernels."""
 
 import numpy as np
 import torch
@@ -6,9 +6,11 @@ from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
 from nanovllm.cpu import kernels
+from nanovllm.models import logit_rules
 from nanovllm.models.sampler import FILTER_FUNCTIONS, HIDDEN, filtered_logits
 
 CANDIDATES = 256  # most likely tokens that top-p considers first
+MAX_LOGPROBS = 64  # the kernel inserts one by one, which is slow for more
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -36,3 +38,13 @@ def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
     least = ordered.gather(1, (before < p).sum(dim=-1, keepdim=True).clamp(min=1) - 1)
     logits[rows] = logits[rows].masked_fill_(probs < least, HIDDEN)
     return logits
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """As models.logit_rules.token_logprobs."""
+    if k > MAX_LOGPROBS:
+        return logit_rules.token_logprobs(logits, tokens, k)
+    logits, packed = logits.contiguous(), np.empty((len(logits), 2 + 2 * k))
+    example = kernels.DTYPE_EXAMPLE[logits.dtype]
+    kernels.token_logprobs(logits.data_ptr(), *logits.shape, tokens.numpy(), packed, example)
+    return torch.from_numpy(packed)

@@ -120,7 +120,7 @@ class LLMEngine:
                 if step is not None:
                     if step.plan.joins:
                         self.outputs.note_scheduled(scheduler.running[-len(step.plan.joins) :])
-                    step.output = self.runner.run(step.plan)  # changes KV cache and rows
+                    step.wait = self.runner.run(step.plan)  # changes KV cache and rows
                 # If async, the previous step is committed while the device works; if not, this one.
                 while len(scheduler.in_flight) > (self.max_in_flight if step is not None else 0):
                     self._commit()
@@ -130,10 +130,12 @@ class LLMEngine:
 
     def _commit(self) -> None:
         step = self.scheduler.in_flight[0]
-        assert step.output is not None
-        token_ids = step.output.wait()  # waits for the device
-        progressed = self.scheduler.commit(step, token_ids)  # changes sequences, prefix cache
-        for seq, stop_string in self.outputs.process(step, progressed):
+        assert step.wait is not None
+        output = step.wait()  # waits for the device
+        progressed = self.scheduler.commit(
+            step, output.token_ids
+        )  # changes sequences, prefix cache
+        for seq, stop_string in self.outputs.process(step, output, progressed):
             self.scheduler.stop(seq, stop_string)
         self.outputs.collect_finished(progressed)
 

@@ -18,7 +18,7 @@ from nanovllm.outputs import (
     RequestOutput,
     StreamOutput,
 )
-from nanovllm.plan import TokenLogprobs
+from nanovllm.plan import StepOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -125,12 +125,14 @@ class OutputProcessor:
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
 
-    def process(self, step: InFlightStep, progressed: list[Sequence]) -> list[tuple[Sequence, str]]:
+    def process(
+        self, step: InFlightStep, output: StepOutput, progressed: list[Sequence]
+    ) -> list[tuple[Sequence, str]]:
         """Process the results of a step. Returns the sequences that a stop string ends."""
         self.num_output_tokens += len(progressed)
         if step.plan.chunks:
             self._note_first_tokens(progressed)
-        self._add_logprobs(step)
+        self._add_logprobs(step, output)
         if not self.watched:
             return []
         return [(seq, stop) for seq in progressed if (stop := self._detokenize(seq)) is not None]
@@ -155,14 +157,13 @@ class OutputProcessor:
                 metrics.first_token_time = now
                 self.num_prompt_tokens += seq.num_prompt
 
-    def _add_logprobs(self, step: InFlightStep) -> None:
-        assert step.output is not None
-        for i, logprobs in step.output.logprobs.items():
+    def _add_logprobs(self, step: InFlightStep, output: StepOutput) -> None:
+        for i, logprobs in output.logprobs.items():
             sample = self.watched.get(step.sampling[i])
             # A token that was sampled after the end of its sequence is not in the output.
             if sample is not None and len(sample.logprobs) < sample.seq.num_output:
                 sample.logprobs.append(logprobs)
-        for i, targets in step.output.prompt_logprobs.items():
+        for i, targets in output.prompt_logprobs.items():
             request = self.requests.get(step.chunked[i].request_id)
             if request is not None:
                 first = step.plan.chunks[i].start + 1

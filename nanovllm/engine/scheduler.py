@@ -52,7 +52,7 @@ class InFlightStep:
     plan: StepPlan
     sampling: list[Sequence] = field(default_factory=list)  # one token each, in plan order
     chunked: list[Sequence] = field(default_factory=list)  # one per chunk
-    output: StepOutput | None = None  # set by the engine when the runner has launched the plan
+    wait: Callable[[], StepOutput] | None = None  # set by the engine: what `runner.run` returned
 
 
 class Scheduler:

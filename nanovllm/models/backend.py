@@ -16,6 +16,7 @@ from nanovllm.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.layers import Norms, Rope, add_rms_norm, silu_and_mul
+from nanovllm.models.logit_rules import token_logprobs
 from nanovllm.models.sampler import sample
 
 
@@ -62,6 +63,8 @@ class Backend:
     fused_attention: bool = False  # whether attention has `norm_rope_store`, and not `store`
     # logits [R, V] -> token ids [R] int64
     sample: Callable[[Tensor, SamplingBatch], Tensor] = sample
+    # See models/logit_rules.py.
+    token_logprobs: Callable[[Tensor, Tensor, int], Tensor] = token_logprobs
     # Changes the layout of a model's weights once they are loaded.
     pack_weights: Callable[[Any], None] = lambda model: None
     # (model, attention) -> an object with the model's `forward` and `logits`, or None.

@@ -1,77 +1,187 @@
-"""RowRules: changes to the logits of a row beyond temperature and filters.
+"""Logit rules: changes to the logits beyond temperature and filters, and log-probabilities.
 
-It owns, for one row, the token counts and tokens that its rules depend on, and changes the row's
-logits. A row without rules has no RowRules and costs nothing.
+A row without rules costs nothing. The rules of a step's rows are applied together, by few operations
+on the device and without waiting for it. Two kinds need the sampled tokens on the host, and a step
+with such a row waits for them: logits processors, and bad words of several tokens.
 
 The order is that of transformers and vLLM: log-probabilities of the raw logits, allowed tokens, bad
 words, minimum length, bias, penalties, logits processors. The sampler follows.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.plan import LogitRules, TokenLogprobs
+from nanovllm.batch import to_device
+from nanovllm.plan import Join, LogitRules, TokenLogprobs
 
 HIDDEN = float("-inf")
+ALWAYS = 2**62
 
 
 class RowRules:
-    def __init__(
-        self,
-        rules: LogitRules,
-        prompt: list[int],
-        output: list[int],
-        vocab_size: int,
-        device: torch.device,
-    ) -> None:
-        """`prompt` and `output` are the tokens that are known when the row joins."""
-        self.rules = rules
-        self.prompt = prompt
-        self.output = list(output)
-        self.device = device
-        self.counts = self.in_prompt = torch.empty(0)
-        if rules.has_penalties:
-            ids = torch.tensor(output, dtype=torch.int64, device=device)
-            self.counts = torch.bincount(ids, minlength=vocab_size).float()  # [V], of the output
-            self.in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.in_prompt[torch.tensor(prompt, device=device)] = True
+    """The rules of one row, with their tokens on the device."""
+
+    def __init__(self, rules: LogitRules, join: Join, device: torch.device) -> None:
+        self.rules, self.row = rules, join.row
+        self.prompt, self.output = join.prompt, list(join.output)
+        self.phrases = [word for word in rules.bad_words if len(word) > 1]
+        # Whether `output` must be complete before the next token is sampled.
+        self.needs_output = bool(self.phrases or rules.logits_processors)
+        self.allowed: Tensor | None = None
+        if rules.allowed_token_ids is not None:
+            self.allowed = to_device(np.array(rules.allowed_token_ids, np.int64), device)
+        # (token, what is added to its logit, the first position at which it is not)
+        edits = [(word[0], HIDDEN, ALWAYS) for word in rules.bad_words if len(word) == 1]
+        edits += [(token, HIDDEN, len(join.prompt) + rules.min_tokens) for token in rules.stops]
+        edits += [(token, value, ALWAYS) for token, value in rules.logit_bias]
+        tokens, values, ends = zip(*edits, strict=True) if edits else ((), (), ())
+        self.edits = (
+            to_device(np.array(tokens, np.int64), device),
+            to_device(np.array(values, np.float32), device),
+            to_device(np.array(ends, np.int64), device),
+        )
 
     def apply(self, logits: Tensor) -> None:
-        """Change the row's logits [V] in place."""
-        rules = self.rules
-        if rules.allowed_token_ids is not None:
-            kept = logits[list(rules.allowed_token_ids)]
-            logits.fill_(HIDDEN)[list(rules.allowed_token_ids)] = kept
-        for *start, last in rules.bad_words:
-            if not start or self.output[-len(start) :] == start:
+        """Apply the rules that need the output to the row's logits [V], in place."""
+        for *start, last in self.phrases:
+            if self.output[-len(start) :] == start:
                 logits[last] = HIDDEN
-        if len(self.output) < rules.min_tokens:
-            logits[list(rules.stops)] = HIDDEN
-        if rules.logit_bias:
-            tokens, values = zip(*rules.logit_bias, strict=True)
-            logits[list(tokens)] += torch.tensor(values, device=self.device)
-        if rules.has_penalties:
-            in_output = self.counts > 0
-            scaled = torch.where(
-                logits > 0, logits / rules.repetition_penalty, logits * rules.repetition_penalty
-            )
-            logits.copy_(torch.where(in_output | self.in_prompt, scaled, logits))
-            logits -= rules.frequency_penalty * self.counts + rules.presence_penalty * in_output
-        for processor in rules.logits_processors:
+        for processor in self.rules.logits_processors:
             logits.copy_(processor([*self.prompt, *self.output], logits))
 
-    def append(self, token: int) -> None:
-        """Add a sampled token."""
-        self.output.append(token)
-        if self.rules.has_penalties:
-            self.counts[token] += 1
+
+class RulesState:
+    """What rules keep on the device between steps, and memory for the logits that they change.
+
+    `tokens` are the known tokens of each row with penalties, `counts` how often its output contains
+    them. Equal tokens of a row always have equal counts.
+    """
+
+    def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
+        # torch.empty takes no memory on a CPU before it is written.
+        self.tokens = torch.empty((num_rows, length), dtype=torch.int64, device=device)
+        self.counts = torch.empty((num_rows, length), dtype=torch.float32, device=device)
+        self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
+
+    def join(self, row: int, prompt: list[int], output: list[int]) -> None:
+        known = np.array([*prompt, *output], np.int64)
+        ids, index = np.unique(known, return_inverse=True)
+        counts = np.bincount(index[len(prompt) :], minlength=len(ids))[index]
+        self.tokens[row, : len(known)] = to_device(known, self.tokens.device)
+        self.counts[row, : len(known)] = to_device(counts, self.counts.device)
+
+    def read(self, rows: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """tokens and counts [P, length] of `rows` [P] before `positions` [P].
+
+        Entries past these repeat the first one: it then gets the same penalty more than once.
+        """
+        known = torch.arange(length, device=rows.device) < positions[:, None]
+        tokens, counts = self.tokens[:, :length][rows], self.counts[:, :length][rows]
+        return torch.where(known, tokens, tokens[:, :1]), torch.where(known, counts, counts[:, :1])
+
+    def append(
+        self, rows: Tensor, positions: Tensor, known: tuple[Tensor, Tensor], sampled: Tensor
+    ) -> None:
+        """Add tokens `sampled` [P] at `positions` [P], which are within what `read` returned."""
+        tokens, counts = known
+        equal = tokens == sampled[:, None]
+        counts = counts + equal
+        self.counts[:, : counts.shape[1]][rows] = counts
+        self.counts[rows, positions] = (counts * equal).amax(dim=1).clamp(min=1)
+        self.tokens[rows, positions] = sampled
 
 
-def token_logprobs(logits: Tensor, token: int, k: int) -> TokenLogprobs:
-    """(token, log-probability, rank) of `token` and the k most likely ones, from raw logits [V]."""
-    logprobs = logits.log_softmax(dim=-1)
-    own = logprobs[token]
-    entry = (token, float(own), int((logprobs > own).sum()) + 1)
-    values, ids = logprobs.topk(k)
-    most_likely = zip(ids.tolist(), values.tolist(), range(1, k + 1), strict=True)
-    return [entry, *(other for other in most_likely if other[0] != token)]
+class RulesBatch:
+    """The rules of the rows of a step, as tensors. Steps with the same rows share it.
+
+    `rows` has (index of the row's logits, rules) for each row with rules. P rows have penalties and
+    Q report log-probabilities.
+    """
+
+    def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
+        self.state, device, vocab_size = state, state.logits.device, state.logits.shape[1]
+        self.rows = [row.row for _, row in rows]
+        self.host_rules = [(i, row) for i, row in rows if row.needs_output]
+
+        def send(values: Any, dtype: Any = np.int64) -> Tensor:
+            return to_device(np.array(values, dtype), device)
+
+        def in_logits(pairs: list[tuple[int, Tensor]]) -> Tensor:
+            """Where in the logits [R * V] the tokens of each (index, tokens) are."""
+            return torch.cat([send([]), *(tokens + i * vocab_size for i, tokens in pairs)])
+
+        # 1. Allowed tokens.
+        allowed = [(i, row.allowed) for i, row in rows if row.allowed is not None]
+        self.restricted, self.allowed = send([i for i, _ in allowed]), in_logits(allowed)
+        # 2. Bad words, minimum length and bias: additions to single logits.
+        edited = [(i, row.edits) for i, row in rows if len(row.edits[0])]
+        self.edited = in_logits([(i, tokens) for i, (tokens, _, _) in edited])
+        if edited:
+            self.added = torch.cat([values for _, (_, values, _) in edited])
+            self.until = torch.cat([ends for _, (_, _, ends) in edited])
+        # 3. Penalties.
+        penalized = [(i, row) for i, row in rows if row.rules.has_penalties]
+        self.penalized = send([i for i, _ in penalized])
+        self.penalized_rows = send([row.row for _, row in penalized])
+        self.known = self.penalized, self.penalized  # what `apply` read for `append`
+        names = "repetition_penalty", "frequency_penalty", "presence_penalty"
+        factors = [[[getattr(row.rules, name)] for _, row in penalized] for name in names]
+        self.repetition, self.frequency, self.presence = send(factors, np.float32)
+        # 4. Log-probabilities.
+        self.reported = [(i, k) for i, row in rows if (k := row.rules.logprobs) is not None]
+        self.reported_index = send([i for i, _ in self.reported])
+        self.num_logprobs = max((k for _, k in self.reported), default=0)
+        self.changes_logits = bool(allowed or edited or penalized or self.host_rules)
+
+    def apply(self, logits: Tensor, positions: Tensor, length: int) -> Tensor:
+        """Return logits [R, V] with the rules applied, in float32; the next call overwrites them.
+
+        positions [R] of the tokens to be sampled; `length` is more than all of these.
+        """
+        logits = self.state.logits[: len(logits)].copy_(logits)
+        flat, vocab_size = logits.view(-1), logits.shape[1]
+        if len(self.restricted):
+            kept = flat[self.allowed]
+            logits.index_fill_(0, self.restricted, HIDDEN)
+            flat[self.allowed] = kept
+        if len(self.edited):
+            active = positions[self.edited // vocab_size] < self.until
+            flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
+        if len(self.penalized):
+            at = positions[self.penalized]
+            self.known = tokens, counts = self.state.read(self.penalized_rows, at, length)
+            where = tokens + self.penalized[:, None] * vocab_size
+            x = flat[where]
+            scaled = torch.where(x > 0, x / self.repetition, x * self.repetition)
+            flat[where] = scaled - (self.frequency * counts + self.presence * (counts > 0))
+        for i, row in self.host_rules:
+            row.apply(logits[i])
+        return logits
+
+    def append(self, positions: Tensor, tokens: Tensor) -> None:
+        """Add the tokens [R] that were sampled from what `apply` returned."""
+        if len(self.penalized):
+            at = self.penalized
+            self.state.append(self.penalized_rows, positions[at], self.known, tokens[at])
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """Log-probabilities of tokens [Q] and of the k most likely ones, from raw logits [Q, V].
+
+    Returns [Q, 2 + 2k] float64: log-probability and rank of the token, k log-probabilities, k ids.
+    """
+    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    own = logprobs.gather(1, tokens[:, None])
+    rank = (logprobs > own).sum(dim=-1, keepdim=True) + 1
+    return torch.cat((own.double(), rank, *logprobs.topk(k)), dim=1)
+
+
+def unpack_logprobs(packed: list[float], token: int, k: int) -> TokenLogprobs:
+    """(token, log-probability, rank) of `token` and the k most likely, from `token_logprobs`."""
+    most = (len(packed) - 2) // 2
+    values, ids = packed[2 : 2 + k], packed[2 + most : 2 + most + k]
+    likely = zip(map(int, ids), values, range(1, k + 1), strict=True)
+    return [(token, packed[0], int(packed[1])), *(other for other in likely if other[0] != token)]

@@ -4,6 +4,7 @@ It owns the model, the KV cache (through its attention), the rows and the captur
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from nanovllm.config import EngineConfig
 from nanovllm.models.backend import Attention
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.logit_rules import RowRules, token_logprobs
+from nanovllm.models.logit_rules import RulesBatch, unpack_logprobs
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
-from nanovllm.plan import FILTERS, Chunk, Join, RowSampling, StepOutput, StepPlan, TokenLogprobs
+from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepOutput, StepPlan
 from nanovllm.runner import memory
 from nanovllm.runner.backends import (
     device_guard,
@@ -61,7 +62,7 @@ class ModelRunner:
         backend = pick_backend(config.attention_backend, self.device, self.dtype)
         if capture_decode is None and not config.enforce_eager:
             capture_decode = backend.capture_decode
-        self.sample = backend.sample
+        self.sample, self.token_logprobs = backend.sample, backend.token_logprobs
 
         # 1. The model.
         with torch_defaults(self.device, self.dtype):
@@ -96,8 +97,6 @@ class ModelRunner:
             self.run(plan)
 
         plans = largest_plans(config.max_num_batched_tokens, num_seqs, max_model_len, block_size)
-        if self.rows.mirror is None:
-            del plans[0]  # without graphs a decode has no memory of its own
         block_bytes = self.block_bytes(block_size)
         self.num_blocks = memory.num_kv_blocks(
             config, max_model_len, block_bytes, free_before, plans, profile
@@ -123,36 +122,36 @@ class ModelRunner:
             ):
                 self.graphs = capture_decode(self._decode, hidden)
 
-    def run(self, plan: StepPlan) -> StepOutput:
-        """Execute a step. With the Triton backend it waits only for rules and prompt_logprobs."""
+    def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        """Launch a step. Returns a function that waits for the device and returns the output."""
         with torch.inference_mode(), device_guard(self.device):
             self.rows.apply(plan)
             if plan.block_copies:
                 self.attention.copy_blocks(plan.block_copies)
             if self.rows.mirror is not None and not plan.chunks:
-                return self._run_decode(plan.decode_rows)
+                return self._run_decode(plan.decode_rows).wait
             step = self.rows.build(plan)
             self.attention.prepare(step.forward)
             hidden = self.executor.forward(step.forward, self.attention)
-            output = StepOutput(list)
+            output = PendingOutput(list)
             if len(step.sampling_rows):
                 last = hidden[step.forward.logits_indices]
-                output = self._sample(last, step.sampling, step.sampling_rows, step.ruled)
-            output.prompt_logprobs = self._prompt_logprobs(plan.chunks, hidden)
-            return output
+                output = self._sample(last, step.sampling, step.sampling_rows, step.rules)
+            self._prompt_logprobs(plan.chunks, hidden, output)
+            return output.wait
 
-    def _run_decode(self, decode_rows: list[int]) -> StepOutput:
+    def _run_decode(self, decode_rows: list[int]) -> "PendingOutput":
         """Execute a step without chunks, from the mirror of the rows."""
         self.rows.advance(decode_rows)
         if self.graphs is not None:
             hidden, tokens = self.graphs.replay(decode_rows)
         else:
             hidden, tokens = self._decode(to_device(np.array(decode_rows), self.device))
-        ruled = self.rows.with_rules(decode_rows)
-        if not ruled:
-            return StepOutput(start_copy(tokens))
+        rules = self.rows.with_rules(decode_rows)
+        if rules is None:
+            return PendingOutput(start_copy(tokens))
         rows = to_device(np.array(decode_rows), self.device)
-        return self._sample(hidden, self.rows.sampling_batch(rows), rows, ruled)
+        return self._sample(hidden, self.rows.sampling_batch(rows), rows, rules)
 
     def _decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Sample a token for each of `rows` [S] -> hidden states [S, E] and tokens [S]."""
@@ -164,44 +163,49 @@ class ModelRunner:
         return hidden, tokens
 
     def _sample(
-        self,
-        hidden: Tensor,
-        sampling: SamplingBatch,
-        rows: Tensor,
-        ruled: list[tuple[int, RowRules]],
-    ) -> StepOutput:
+        self, hidden: Tensor, sampling: SamplingBatch, rows: Tensor, rules: RulesBatch | None
+    ) -> "PendingOutput":
         """Sample a token for each of `rows` [R] from hidden states [R, E]."""
-        logits = self.executor.logits(hidden)
-        if ruled:
-            logits = logits.float()
-        raw = {i: logits[i].clone() for i, row in ruled if row.rules.logprobs is not None}
-        for i, row in ruled:
-            row.apply(logits[i])
+        raw = logits = self.executor.logits(hidden)
+        if rules is not None and rules.changes_logits:
+            length = int(self.rows.positions[rules.rows].max()) + 1
+            logits = rules.apply(raw, sampling.positions, length)
         tokens = self.sample(logits, sampling)
         self.rows.last_tokens[rows] = tokens
-        output = StepOutput(start_copy(tokens))
-        token_ids = output.wait() if ruled else []
-        for i, row in ruled:
-            row.append(token_ids[i])
-            if row.rules.logprobs is not None:
-                output.logprobs[i] = token_logprobs(raw[i], token_ids[i], row.rules.logprobs)
+        output = PendingOutput(start_copy(tokens))
+        if rules is None:
+            return output
+        if rules.changes_logits:
+            rules.append(sampling.positions, tokens)
+        if rules.reported:
+            at = rules.reported_index
+            if len(at) < len(tokens):
+                raw, tokens = raw[at], tokens[at]
+            output.reported = rules.reported
+            output.logprobs = start_copy(self.token_logprobs(raw, tokens, rules.num_logprobs))
+        if rules.host_rules:
+            token_ids = output.token_ids()
+            for i, row in rules.host_rules:
+                row.output.append(token_ids[i])
         return output
 
     def _prompt_logprobs(
-        self, chunks: list[Chunk], hidden: Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
-        """Return the log-probabilities of the targets by index of the chunk. hidden [T, E]."""
-        results, start = {}, 0
+        self, chunks: list[Chunk], hidden: Tensor, output: "PendingOutput"
+    ) -> None:
+        """Compute the log-probabilities of the chunks' targets from hidden states [T, E]."""
+        start = 0
         for i, chunk in enumerate(chunks):
-            targets = chunk.logprob_targets
-            if targets:
+            if targets := chunk.logprob_targets:
                 k = self.rows.rules[chunk.row].rules.prompt_logprobs or 0
+                ids = to_device(np.array(targets), self.device)
                 # In parts, because the memory profile does not include the logits of a whole chunk.
-                parts = hidden[start : start + len(targets)].split(256)
-                logits = (row for part in parts for row in self.model.logits(part).float())
-                results[i] = [token_logprobs(*x, k) for x in zip(logits, targets, strict=True)]
+                parts = zip(hidden[start : start + len(ids)].split(64), ids.split(64), strict=True)
+                copies = [
+                    start_copy(self.token_logprobs(self.model.logits(part), part_ids, k))
+                    for part, part_ids in parts
+                ]
+                output.prompts.append((i, targets, k, copies))
             start += len(chunk.token_ids)
-        return results
 
     def block_bytes(self, block_size: int) -> int:
         c = self.model_config
@@ -211,35 +215,66 @@ class ModelRunner:
 def largest_plans(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
 ) -> list[StepPlan]:
-    """A decode of all rows, and a step with as many tokens in as many rows as possible.
+    """Steps that need the most memory, and launch every variant of the kernels.
 
-    In this order: the decode computes position 0 of each row, and the chunks may end with the last.
+    A decode of all rows with rules, a decode of one row, and a step with as many tokens in as many
+    rows as possible. In this order: a decode computes the first positions of its rows, and the
+    chunks may end with the last.
     """
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     length = min(max_num_batched_tokens // num_rows, max_model_len)
-    filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
-    sampling = RowSampling(temperature=1.0, seed=0, filters=filters)
     table = [0] * -(-length // block_size)
-    chunks = StepPlan(
-        joins=[Join(row, table, sampling) for row in range(num_rows)],
-        chunks=[Chunk(row, 0, [0] * length, sample=True) for row in range(num_rows)],
-        num_tokens=num_rows * length,
+
+    def joins(num: int, rules: LogitRules | None) -> list[Join]:
+        filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
+        sampling = RowSampling(temperature=1.0, seed=0, filters=filters, rules=rules)
+        return [Join(row, table, sampling, prompt=[0]) for row in range(num)]
+
+    rules = LogitRules(
+        repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
     )
-    return [StepPlan(decode_rows=list(range(max_num_seqs)), num_tokens=max_num_seqs), chunks]
+    return [
+        StepPlan(joins(max_num_seqs, rules), decode_rows=list(range(max_num_seqs))),
+        StepPlan(joins(max_num_seqs, None), decode_rows=[0]),
+        StepPlan(chunks=[Chunk(row, 0, [0] * length, sample=True) for row in range(num_rows)]),
+    ]
 
 
-def start_copy(tokens: Tensor) -> Callable[[], list[int]]:
-    """Start copying tokens [R] to the host. Returns a function that waits for them."""
-    if tokens.device.type != "cuda":
-        return tokens.clone().tolist  # the next replay of a graph overwrites `tokens`
-    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    host.copy_(tokens, non_blocking=True)
+def start_copy(tensor: Tensor) -> Callable[[], Any]:
+    """Start copying to the host. Returns a function that waits and returns a list."""
+    if tensor.device.type != "cuda":
+        return tensor.clone().tolist  # the next replay of a graph may overwrite it
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
-    def wait() -> list[int]:
+    def wait() -> Any:
         copied.synchronize()
-        token_ids: list[int] = host.tolist()
-        return token_ids
+        return host.tolist()
 
     return wait
+
+
+@dataclass(slots=True)
+class PendingOutput:
+    """The output of a step that the device may still compute: functions that wait for copies."""
+
+    token_ids: Callable[[], list[int]]
+    # (index among the sampled tokens, number of log-probabilities), and what token_logprobs returns
+    reported: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: Callable[[], list[list[float]]] = list
+    # (index of the chunk, targets, number of log-probabilities, the same in parts)
+    prompts: list[tuple[int, list[int], int, list[Callable[[], list[list[float]]]]]] = field(
+        default_factory=list
+    )
+
+    def wait(self) -> StepOutput:
+        output = StepOutput(token_ids := self.token_ids())
+        for (i, k), packed in zip(self.reported, self.logprobs(), strict=True):
+            output.logprobs[i] = unpack_logprobs(packed, token_ids[i], k)
+        for i, targets, k, parts in self.prompts:
+            rows = [row for part in parts for row in part()]
+            entries = zip(rows, targets, strict=True)
+            output.prompt_logprobs[i] = [unpack_logprobs(*entry, k) for entry in entries]
+        return output

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import ForwardBatch, SamplingBatch, to_device
-from nanovllm.models.logit_rules import RowRules
+from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import FILTERS, StepPlan
 
 
@@ -36,7 +36,7 @@ class StepBatch:
     logits_indices: Tensor  # [R] int64
     sampling: SamplingBatch
     sampling_rows: Tensor  # [R] int64
-    ruled: list[tuple[int, RowRules]]  # (index among R, rules) of each row with rules
+    rules: RulesBatch | None
     forward: ForwardBatch = field(init=False)
 
 
@@ -65,8 +65,7 @@ class Rows:
 
         mirrored: whether `decode_batch` is used, which reads the mirror.
         """
-        self.num_rows, self.block_size, self.vocab_size = num_rows, block_size, vocab_size
-        self.device = device
+        self.num_rows, self.block_size, self.device = num_rows, block_size, device
         self.block_tables = np.zeros((num_rows + 1, max_blocks), np.int32)
         self.positions = np.zeros(num_rows + 1, np.int64)  # of the next token to compute
         # The temperature and each filter; the padding row is greedy and has no filters.
@@ -74,6 +73,8 @@ class Rows:
         self.params[1:, num_rows] = list(FILTERS.values())
         self.seeds = np.zeros(num_rows + 1, np.int64)
         self.rules: dict[int, RowRules] = {}  # rules of the rows that have any
+        self.rules_state = RulesState(num_rows, max_blocks * block_size, vocab_size, device)
+        self.rules_batch: tuple[list[int], RulesBatch] | None = None  # the last one built
         # The last sampled tokens [N + 1] exist on the device only: the host may not have them yet.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.step: StepBatch | None = None  # the last step built
@@ -95,11 +96,12 @@ class Rows:
             self.block_tables[row, len(table) :] = 0
             self.params[:, row] = (sampling.temperature, *sampling.filters)
             self.seeds[row] = sampling.seed
-            self.rules.pop(row, None)
-            if sampling.rules is not None:
-                self.rules[row] = RowRules(
-                    sampling.rules, join.prompt, join.output, self.vocab_size, self.device
-                )
+            if self.rules.pop(row, None) or sampling.rules is not None:
+                self.rules_batch = None
+            if (rules := sampling.rules) is not None:
+                self.rules[row] = RowRules(rules, join, self.device)
+                if rules.has_penalties:
+                    self.rules_state.join(row, join.prompt, join.output)
         for row, index, block in plan.new_blocks:
             self.block_tables[row, index] = block
         if self.mirror is None:
@@ -191,11 +193,14 @@ class Rows:
         """Advance the host's positions, as `decode_batch` advances the mirror's."""
         self.positions[decode_rows] += 1
 
-    def with_rules(self, rows: list[int]) -> list[tuple[int, RowRules]]:
-        """(index, rules) of those rows that have rules."""
-        if not self.rules:
-            return []
-        return [(i, self.rules[row]) for i, row in enumerate(rows) if row in self.rules]
+    def with_rules(self, rows: list[int]) -> RulesBatch | None:
+        """The rules of `rows`, if any of them has rules."""
+        if not any(row in self.rules for row in rows):
+            return None
+        if self.rules_batch is None or self.rules_batch[0] != rows:
+            ruled = [(i, self.rules[row]) for i, row in enumerate(rows) if row in self.rules]
+            self.rules_batch = rows, RulesBatch(ruled, self.rules_state)
+        return self.rules_batch[1]
 
     def _forward_batch(
         self,
@@ -257,7 +262,7 @@ class Rows:
             query_start_loc=self._send(np.concatenate(([0], ends)).astype(np.int32)),
             logits_indices=self._send(ends[samples] - 1),
             sampling=sampling,
-            ruled=self.with_rules(sampling_rows.tolist()),
+            rules=self.with_rules(sampling_rows.tolist()),
         )
 
     def _send(self, x: Any) -> Tensor:
