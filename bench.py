@@ -9,6 +9,7 @@
   python bench.py --workload mixed --policy fcfs sjf --set max_num_seqs=16
   python bench.py --startup --memory   the time to start, and host memory over 10,000 requests
   python bench.py --kernels            each Triton kernel alone (needs a GPU)
+  python bench.py --gpu-report         GPU tests and benchmarks, written to gpu-report.txt
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early.
 They take turns (A B A B). Each figure is the median over the turns, with the range beside it. Other
@@ -34,7 +35,7 @@ from nanovllm.benchmarks.workloads import SHAPES, WORKLOADS
 from nanovllm.config import DTYPES
 from nanovllm.models.checkpoint import EMBEDDED
 
-MODES = ("host_only", "startup", "memory", "kernels")
+MODES = ("host_only", "startup", "memory", "kernels", "gpu_report")
 
 
 def count(text: str, low: int = 1) -> int:
@@ -91,6 +92,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--startup", action="store_true", help="seconds until LLM() is ready")
     add("--memory", action="store_true", help="host memory over 10,000 requests")
     add("--kernels", action="store_true", help="each Triton kernel alone, on a GPU")
+    to_file: dict[str, Any] = {"nargs": "?", "type": Path, "const": Path("gpu-report.txt")}
+    add("--gpu-report", **to_file, metavar="FILE", help="all that needs a GPU, in one file to send")
     return parser
 
 
@@ -102,7 +105,7 @@ def check(args: argparse.Namespace) -> None:
         low, high = getattr(args, name) or (1, 1)
         if low > high:
             raise ValueError(f"--{name} {low} {high}: give MIN <= MAX")
-    for path in filter(None, (args.json, args.plot)):
+    for path in filter(None, (args.json, args.plot, args.gpu_report)):
         if path.is_dir() or not path.resolve().parent.is_dir():
             raise ValueError(f"cannot write {path}; name a file in a directory that exists")
     if args.plot and args.plot.suffix not in (".png", ".pdf", ".svg"):

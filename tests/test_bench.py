@@ -198,7 +198,23 @@ BAD_INPUT = {
     "--workload nano --model qwen3-nano": "qwen3-nano ends at 1,024",
     "--shape qwen3-14b": "use a smaller --shape (qwen3-0.6b)",
     "--kernels": "--kernels needs a GPU",
+    "--gpu-report": "--gpu-report needs a GPU",
+    "--gpu-report /no/where.txt": "cannot write /no/where.txt",
 }
+
+
+def test_gpu_report(tmp_path, capsys, monkeypatch):
+    """It keeps what each command prints, and goes on after one that fails."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(modes, "GPU_REPORT", ("-c print(6*7)", "-c raise(SystemExit(3))"))
+    file = tmp_path / "report.txt"
+    assert bench.main(["--gpu-report", str(file)]) == 0
+    text = file.read_text()
+    assert text.startswith("device: a card\nCPU: ")
+    assert "print(6*7)\n42\n-- exit status 0" in text
+    assert "-- exit status 3" in text
+    assert str(file) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.items())

@@ -256,20 +256,35 @@ def test_steady_decode_never_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num", [1, 2, 7, 8, 64, 100, 256, 512])
 def test_capture_sizes(tmp_path: Path, num: int) -> None:
-    """A batch as large as can be, its rows in every combination as they end."""
+    """A batch as large as can be, its rows in every combination as they end.
+
+    Matrix products of other sizes round differently, so that a near-tie of two tokens may go either
+    way, and what follows it differs. Up to there the tokens are the same.
+    """
     make_checkpoint(tmp_path)
     prompts = [[i % 190 + 1, 2, 3] for i in range(num)]
     params = [
-        SamplingParams(temperature=0, max_tokens=1 + i % 60, ignore_eos=True) for i in range(num)
+        SamplingParams(temperature=0, max_tokens=1 + i % 60, ignore_eos=True, logprobs=2)
+        for i in range(num)
     ]
     answers = []
     for eager in (True, False):
         llm = LLM(str(tmp_path), dtype="float32", device=DEVICE, skip_tokenizer_init=True,
                   max_num_seqs=num, enforce_eager=eager, gpu_memory_utilization=0.3)  # fmt: skip
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        answers.append([o.outputs[0].token_ids for o in outputs])
+        answers.append([o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)])
         del llm
-    assert answers[1] == answers[0]
+    near_ties = 0
+    for wanted, found in zip(*answers, strict=True):
+        assert len(found.token_ids) == len(wanted.token_ids)
+        pairs = list(zip(wanted.token_ids, found.token_ids, strict=True))
+        first = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+        if first is not None:
+            near_ties += 1
+            best, second = sorted(
+                (e.logprob for e in wanted.logprobs[first].values()), reverse=True
+            )
+            assert best - second < 1e-4, (pairs[first], best, second)
+    assert near_ties <= 1 + num // 50
 
 
 def test_a_full_pool(tmp_path: Path) -> None:
