@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.batch import ForwardBatch
-from nanovllm.cpu import kernels
+from nanovllm.cpu import kernels, sampler
 from nanovllm.cpu.linear import PACKED_FOR
 from nanovllm.models.attention import Gathered, PlainAttention
 from nanovllm.models.config import ModelConfig
@@ -87,6 +87,7 @@ class NumbaAttention(PlainAttention):
         self.use_amx = True if use_amx else None  # Numba selects the kernel by the type
         start, threads = time.perf_counter(), torch.get_num_threads()
         kernels.compile_all(self.example, self.use_amx)
+        sampler.compile_all()
         torch.set_num_threads(threads)  # Numba's start resets OpenMP's threads
         if (seconds := time.perf_counter() - start) > 1.5:
             kept = "kept for the next start" if kernels.can_cache_code() else "not kept"

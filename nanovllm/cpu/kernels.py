@@ -68,12 +68,9 @@ NO_NAN: Any = COMPILED | {"fastmath": COMPILED["fastmath"] | {"nnan"}}
 PREFETCH_TILES = 2
 # Prefetch distance of weights: the layers of Qwen3-0.6B take 36 ms instead of 42 ms.
 PREFETCH_BYTES = 4096
-# A cache line in bytes, and a chunk of the vocabulary in tokens.
-CACHE_LINE, VOCAB_CHUNK = 64, 1024
+CACHE_LINE = 64  # bytes
 # The calling thread computes up to this many elements alone, because waking others takes 10 us.
 SERIAL_ELEMENTS = 1 << 17
-# The lowest temperature used: its reciprocal is finite.
-MIN_TEMPERATURE = np.float32(1.2e-38)
 
 BFLOAT16 = np.uint16(0)
 DTYPE_EXAMPLE = {torch.bfloat16: BFLOAT16, torch.float32: np.float32(0)}
@@ -768,129 +765,6 @@ def decode_layers(addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin_ptr, 
         linear(activated_ptr, at[DOWN], no_bias, x_ptr, rows, intermediate_size, size, parts)
 
 
-# ---- sampling ----
-
-
-@njit(**COMPILED)
-def uniform(seed, position):
-    """A number in [0, 1): SplitMix64 (Steele et al. 2014), as in the plain sampler."""
-    gamma = np.uint64(0x9E3779B97F4A7C15)
-    z = np.uint64(seed) + np.uint64(position) * gamma
-    for step in range(2):
-        z += np.uint64(step) * gamma
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = z ^ (z >> np.uint64(31))
-    return np.float64(z >> np.uint64(11)) * 2.0**-53
-
-
-@njit(**COMPILED)
-def _exp_weights(logits, top, temperature, weights):
-    """weights = e^((logits - top) / temperature), or 0 below e^-87. Returns their sum."""
-    total, temperature = f32(0), max(temperature, MIN_TEMPERATURE)
-    for i in range(len(logits)):
-        power = (to_float32(logits[i]) - top) / temperature
-        weight = exp(power) if power > f32(-87) else f32(0)
-        weights[i] = weight
-        total += weight
-    return total
-
-
-@njit(**COMPILED)
-def _search_cumsum(weights, target):
-    """(first index of positive weight whose cumulative sum exceeds target, the sum before it)."""
-    index, before, total = 0, 0.0, 0.0
-    for i in range(len(weights)):
-        if weights[i] > 0:
-            index, before = i, total
-            total += weights[i]
-            if total > target:
-                break
-    return index, before
-
-
-@njit(parallel=True, **COMPILED)
-def draw(logits_ptr, rows, size, temperatures, seeds, positions, tokens, example):
-    """Draw tokens [R] from logits [R, V] by inverting the cumulative distribution.
-
-    All logits are read once, to sum each chunk relative to its maximum; one chunk is read twice.
-    """
-    logits = array(logits_ptr, (rows, size), example)
-    chunks = (size + VOCAB_CHUNK - 1) // VOCAB_CHUNK
-    chunk_max, chunk_sum = np.empty((rows, chunks), f32), np.zeros((rows, chunks), f32)
-    for item in prange(rows * chunks):
-        row, chunk = item // chunks, item % chunks
-        part = logits[row, chunk * VOCAB_CHUNK : (chunk + 1) * VOCAB_CHUNK]
-        weights = np.empty(len(part), f32)
-        for i in range(len(part)):
-            weights[i] = to_float32(part[i])
-        top = maximum(weights)
-        chunk_max[row, chunk] = top
-        if temperatures[row] > 0 and top > -np.inf:
-            chunk_sum[row, chunk] = _exp_weights(part, top, temperatures[row], weights)
-    for row in prange(rows):
-        top, temperature = maximum(chunk_max[row]), temperatures[row]
-        weights = np.zeros(VOCAB_CHUNK, f32)
-        if temperature > 0:
-            sums = np.empty(chunks, f32)
-            total = 0.0
-            for chunk in range(chunks):
-                power = (chunk_max[row, chunk] - top) / max(temperature, MIN_TEMPERATURE)
-                sums[chunk] = chunk_sum[row, chunk] * exp(power) if power > f32(-87) else f32(0)
-                total += sums[chunk]
-            target = uniform(seeds[row], positions[row]) * total
-            chunk, before = _search_cumsum(sums, target)
-            part = logits[row, chunk * VOCAB_CHUNK : (chunk + 1) * VOCAB_CHUNK]
-            _exp_weights(part, top, temperature, weights)
-            index, _ = _search_cumsum(weights, target - before)
-        else:
-            chunk = 0
-            while chunk < chunks - 1 and chunk_max[row, chunk] != top:
-                chunk += 1
-            part = logits[row, chunk * VOCAB_CHUNK : (chunk + 1) * VOCAB_CHUNK]
-            index = 0
-            while index < len(part) - 1 and to_float32(part[index]) != top:
-                index += 1
-        tokens[row] = chunk * VOCAB_CHUNK + index
-
-
-@njit(parallel=True, **COMPILED)
-def token_logprobs(logits_ptr, rows, size, tokens, packed, example):
-    """Fill packed [R, 2 + 2k] as models.logit_rules.token_logprobs does, in one pass over a row."""
-    logits = array(logits_ptr, (rows, size), example)
-    k = (packed.shape[1] - 2) // 2
-    for row in prange(rows):
-        own, rank = to_float32(logits[row, tokens[row]]), 1
-        values, ids = np.full(k, f32(-np.inf)), np.zeros(k, np.int64)
-        top, total = f32(-np.inf), f32(0)
-        buffer, weights = np.empty(VOCAB_CHUNK, f32), np.empty(VOCAB_CHUNK, f32)
-        for start in range(0, size, VOCAB_CHUNK):
-            part = logits[row, start : start + VOCAB_CHUNK]
-            wide = buffer[: len(part)]
-            for i in range(len(part)):
-                wide[i] = to_float32(part[i])
-            for i in range(len(part)):
-                rank += np.int64(wide[i] > own)
-            chunk_max = maximum(wide)
-            if chunk_max > top:
-                total *= exp(max(top - chunk_max, f32(-87)))
-                top = chunk_max
-            if top > -np.inf:
-                total += _exp_weights(part, top, f32(1), weights)
-            if k > 0 and chunk_max > values[k - 1]:
-                for i in range(len(part)):
-                    if wide[i] > values[k - 1]:
-                        at = k - 1
-                        while at > 0 and wide[i] > values[at - 1]:
-                            values[at], ids[at] = values[at - 1], ids[at - 1]
-                            at -= 1
-                        values[at], ids[at] = wide[i], start + i
-        log_sum = top + np.log(total)
-        packed[row, 0], packed[row, 1] = own - log_sum, rank
-        for i in range(k):
-            packed[row, 2 + i], packed[row, 2 + k + i] = values[i] - log_sum, ids[i]
-
-
 def compile_all(example, use_amx) -> None:
     """Compile all kernels for one dtype, or load them from the cache, by calls with no rows."""
     kernel = _add_rms_norm_rows
@@ -904,10 +778,6 @@ def compile_all(example, use_amx) -> None:
     _silu_and_mul(0, 0, 0, 1, example, 1)
     norm_rope_store_rows(0, 0, 0, 0, 0, 0, 0, none, shape, 1, 0.0, example, 0, 0)
     norm_rope_store(0, 0, 0, 0, 0, 0, 0, none, shape, 1, 0.0, example, 1)
-    # Logits that filters or rules have changed are float32.
-    for logits_example in (example, f32(0)):
-        draw(0, 0, 1, np.empty(0, f32), none, none, none, logits_example)
-    token_logprobs(0, 0, 1, none, np.empty((0, 2)), example)
     packs = Packs(nones, nones, nones.astype(np.int32))
     work = AttentionWork(packs, packs, np.empty((0, 1), f32))
     attend(0, 0, 0, 1, 0, 0, shape, work, example, use_amx, 1)

@@ -1,50 +1,308 @@
-"""The sampler on a CPU: filters by torch without a full sort; draws and log-probabilities by kernels."""
+"""The sampler on a CPU: filters, draws and log-probabilities, each logit read once or twice.
+
+The reference is models/sampler.py: it has the same filters and the same random numbers. `_draw` takes
+the maximum and the sum of the weights e^((logit - maximum) / temperature) of each chunk of the
+vocabulary, chooses a chunk, and reads that chunk again. With filters, a row is drawn from its
+candidates: with top-k these are the few tokens whose logit is at least the k-th largest of the
+maxima of all groups of tokens, because at least k tokens are as large as that.
+"""
 
 import numpy as np
 import torch
+from numba import njit, prange
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
-from nanovllm.cpu import kernels
+from nanovllm.cpu.kernels import BFLOAT16, COMPILED, array, exp, maximum, to_float32
 from nanovllm.models import logit_rules
-from nanovllm.models.sampler import FILTER_FUNCTIONS, HIDDEN, filtered_logits
+from nanovllm.plan import FILTERS
 
-CANDIDATES = 256  # most likely tokens that top-p considers first
-MAX_LOGPROBS = 64  # the kernel inserts one by one, which is slow for more
+f32 = np.float32
+# Tokens of a chunk and of a group; a chunk is a whole number of groups.
+CHUNK, GROUP = 1024, 256
+GROUPS = CHUNK // GROUP
+# The lowest temperature used: its reciprocal is finite.
+MIN_TEMPERATURE = f32(1.2e-38)
+# Top-p of more candidates than this uses a histogram first: bins of 1 / 128 over 32 nats.
+HISTOGRAM_FROM, BINS, BINS_PER_NAT = 4096, 4096, f32(128)
+# `_token_logprobs` inserts the most likely tokens one by one, which is slow for more of them.
+MAX_LOGPROBS = 64
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits [R, V] -> token ids [R] int64."""
-    temperature = batch.temperature
-    if batch.filters and not batch.all_greedy:
-        logits = filtered_logits(logits, batch, FILTER_FUNCTIONS | {"top_p": keep_top_p})
-        temperature = (temperature > 0).float()  # the filtered logits have been divided by it
-    tokens = np.empty(len(logits), np.int64)
-    rows = (x.numpy() for x in (temperature, batch.seeds, batch.positions))
-    example = kernels.DTYPE_EXAMPLE[logits.dtype]
-    kernels.draw(logits.data_ptr(), *logits.shape, *rows, tokens, example)
+    """logits [R, V] in float32 or bfloat16 -> token ids [R] int64."""
+    logits, tokens = logits.contiguous(), np.empty(len(logits), np.int64)
+    numbers = (x.numpy() for x in (batch.temperature, batch.seeds, batch.positions))
+    values = batch.filters
+    top_k, top_p, min_p = (
+        (values[name].numpy() if name in values else np.full(len(logits), off)).astype(np.float32)
+        for name, off in FILTERS.items()
+    )
+    filters = np.stack((top_k, top_p, min_p))
+    is_bf16 = logits.dtype is torch.bfloat16
+    _draw(logits.data_ptr(), is_bf16, *logits.shape, *numbers, filters, tokens)
     return torch.from_numpy(tokens)
 
 
-def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """As models.sampler.keep_top_p, but it sorts only as many tokens as it takes to reach p."""
-    rows = (top_p < 1).nonzero().flatten()
-    probs, p, size = logits[rows].softmax(dim=-1), top_p[rows, None], CANDIDATES
-    ordered = probs.topk(min(size, probs.shape[1])).values
-    while size < probs.shape[1] and (ordered.sum(dim=-1, keepdim=True) < p).any():
-        size *= 8
-        ordered = probs.topk(min(size, probs.shape[1])).values
-    before = ordered.cumsum(dim=-1) - ordered
-    least = ordered.gather(1, (before < p).sum(dim=-1, keepdim=True).clamp(min=1) - 1)
-    logits[rows] = logits[rows].masked_fill_(probs < least, HIDDEN)
-    return logits
-
-
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """As models.logit_rules.token_logprobs."""
+    """As models.logit_rules.token_logprobs, in one pass over each row."""
     if k > MAX_LOGPROBS:
         return logit_rules.token_logprobs(logits, tokens, k)
     logits, packed = logits.contiguous(), np.empty((len(logits), 2 + 2 * k))
-    example = kernels.DTYPE_EXAMPLE[logits.dtype]
-    kernels.token_logprobs(logits.data_ptr(), *logits.shape, tokens.numpy(), packed, example)
+    is_bf16 = logits.dtype is torch.bfloat16
+    _token_logprobs(logits.data_ptr(), is_bf16, *logits.shape, tokens.numpy(), packed)
     return torch.from_numpy(packed)
+
+
+@njit(**COMPILED)
+def _load(address, is_bf16, start, wide):
+    """Set wide [n] to the logits from `start` on, in float32."""
+    if is_bf16:
+        half = array(address + 2 * start, (len(wide),), BFLOAT16)
+        for i in range(len(wide)):
+            wide[i] = to_float32(half[i])
+    else:
+        full = array(address + 4 * start, (len(wide),), f32(0))
+        for i in range(len(wide)):
+            wide[i] = full[i]
+
+
+@njit(**COMPILED)
+def _uniform(seed, position):
+    """A number in [0, 1): SplitMix64 (Steele et al. 2014), as in the plain sampler."""
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    z = np.uint64(seed) + np.uint64(position) * gamma
+    for step in range(2):
+        z += np.uint64(step) * gamma
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    return np.float64(z >> np.uint64(11)) * 2.0**-53
+
+
+@njit(**COMPILED)
+def _exp_weights(logits, top, temperature, weights):
+    """weights = e^((logits - top) / temperature), or 0 below e^-87. Returns their sum."""
+    total = f32(0)
+    for i in range(len(logits)):
+        power = (logits[i] - top) / temperature
+        weight = exp(power) if power > f32(-87) else f32(0)
+        weights[i] = weight
+        total += weight
+    return total
+
+
+@njit(**COMPILED)
+def _search_cumsum(weights, target):
+    """(first index of positive weight whose cumulative sum exceeds target, the sum before it)."""
+    index, before, total = 0, 0.0, 0.0
+    for i in range(len(weights)):
+        if weights[i] > 0:
+            index, before = i, total
+            total += weights[i]
+            if total > target:
+                break
+    return index, before
+
+
+@njit(**COMPILED)
+def _least_kept(values, weights, target):
+    """The largest of values [n] such that all that are at least as large weigh `target` or more.
+
+    A quickselect, which reorders both arrays: larger values move to the front.
+    """
+    start, stop = 0, len(values)
+    while stop - start > 1:
+        pivot = values[(start + stop) // 2]
+        above, i, below = start, start, stop
+        larger, equal = 0.0, 0.0
+        while i < below:
+            value, weight = values[i], weights[i]
+            if value > pivot:
+                values[i], weights[i] = values[above], weights[above]
+                values[above], weights[above] = value, weight
+                larger += weight
+                above += 1
+                i += 1
+            elif value < pivot:
+                below -= 1
+                values[i], weights[i] = values[below], weights[below]
+                values[below], weights[below] = value, weight
+            else:
+                equal += weight
+                i += 1
+        if larger >= target:
+            stop = above
+        elif larger + equal >= target or below == stop:
+            return pivot
+        else:
+            target -= larger + equal
+            start = below
+    return values[start]
+
+
+@njit(**COMPILED)
+def _top_p_threshold(values, weights, top, temperature, target):
+    """`_least_kept` of the candidates. Many are sorted into bins first, of which one matters."""
+    if len(values) > HISTOGRAM_FROM:
+        scale = BINS_PER_NAT / temperature
+        sums = np.zeros(BINS)
+        for i in range(len(values)):
+            sums[min(BINS - 1, np.int64(min((top - values[i]) * scale, f32(BINS))))] += weights[i]
+        chosen = 0
+        while chosen < BINS - 1 and sums[chosen] < target:
+            target -= sums[chosen]
+            chosen += 1
+        count = 0
+        some, their_weights = np.empty(len(values), f32), np.empty(len(values), f32)
+        for i in range(len(values)):
+            if min(BINS - 1, np.int64(min((top - values[i]) * scale, f32(BINS)))) == chosen:
+                some[count], their_weights[count] = values[i], weights[i]
+                count += 1
+        if count == 0:
+            return f32(-np.inf)
+        return _least_kept(some[:count], their_weights[:count], target)
+    return _least_kept(values.copy(), weights.copy(), target)
+
+
+@njit(**COMPILED)
+def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, u):
+    """Draw from a row whose logits begin at `start`; maxima [groups] are those of its groups."""
+    top_k, top_p, min_p = np.int64(filters[0]), filters[1], filters[2]
+    top, bound, num = maximum(maxima), f32(-np.inf), len(maxima)
+    if 0 < top_k <= num:
+        bound = _least_kept(maxima.copy(), np.ones(num, f32), top_k)
+    values, tokens, count = np.empty(size, f32), np.empty(size, np.int32), 0
+    wide = np.empty(GROUP, f32)
+    for group in range(num):
+        if maxima[group] >= bound:
+            first = group * GROUP
+            part = wide[: min(GROUP, size - first)]
+            _load(address, is_bf16, start + first, part)
+            for i in range(len(part)):
+                if part[i] >= bound and part[i] > -np.inf:
+                    values[count], tokens[count] = part[i], first + i
+                    count += 1
+    values = values[:count]
+    if count == 0:
+        return 0
+    threshold = f32(-np.inf)
+    if 0 < top_k < count:
+        threshold = _least_kept(values.copy(), np.ones(count, f32), top_k)
+    weights = np.empty(count, f32)
+    _exp_weights(values, top, temperature, weights)
+    if top_p < 1:
+        total = 0.0
+        for i in range(count):
+            weights[i] = weights[i] if values[i] >= threshold else f32(0)
+            total += weights[i]
+        least = _top_p_threshold(values, weights, top, temperature, top_p * total)
+        threshold = max(threshold, min(least, top))
+    if min_p > 0:
+        threshold = max(threshold, min(top + temperature * np.log(min_p), top))
+    total = 0.0
+    for i in range(count):
+        weights[i] = weights[i] if values[i] >= threshold else f32(0)
+        total += weights[i]
+    index, _ = _search_cumsum(weights, u * total)
+    return tokens[index]
+
+
+@njit(parallel=True, **COMPILED)
+def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters, tokens):
+    """Draw tokens [R] from logits [R, V]; filters [3, R] are top_k, top_p and min_p.
+
+    All logits are read once, for the maximum and the sum of each chunk.
+    """
+    chunks = (size + CHUNK - 1) // CHUNK
+    maxima = np.full((rows, chunks * GROUPS), f32(-np.inf))
+    chunk_max, sums = np.empty((rows, chunks), f32), np.zeros((rows, chunks), f32)
+    filtered = (filters[0] > 0) | (filters[1] < 1) | (filters[2] > 0)
+    for item in prange(rows * chunks):
+        row, chunk = item // chunks, item % chunks
+        first = chunk * CHUNK
+        wide, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
+        wide = wide[: min(CHUNK, size - first)]
+        _load(address, is_bf16, row * size + first, wide)
+        if filtered[row]:
+            for group in range((len(wide) + GROUP - 1) // GROUP):
+                part = wide[group * GROUP : (group + 1) * GROUP]
+                maxima[row, chunk * GROUPS + group] = maximum(part)
+        top = maximum(wide)
+        chunk_max[row, chunk] = top
+        if temperatures[row] > 0 and top > -np.inf and not filtered[row]:
+            temperature = max(temperatures[row], MIN_TEMPERATURE)
+            sums[row, chunk] = _exp_weights(wide, top, temperature, weights)
+    for row in prange(rows):
+        top, temperature = maximum(chunk_max[row]), max(temperatures[row], MIN_TEMPERATURE)
+        u = _uniform(seeds[row], positions[row])
+        wide, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
+        if temperatures[row] > 0 and filtered[row]:
+            groups = maxima[row, : (size + GROUP - 1) // GROUP]
+            tokens[row] = _draw_filtered(
+                address, is_bf16, row * size, size, groups, temperature, filters[:, row], u
+            )
+        elif temperatures[row] > 0:
+            total = 0.0
+            for chunk in range(chunks):
+                power = (chunk_max[row, chunk] - top) / temperature
+                sums[row, chunk] *= exp(power) if power > f32(-87) else f32(0)
+                total += sums[row, chunk]
+            chunk, before = _search_cumsum(sums[row], u * total)
+            wide = wide[: min(CHUNK, size - chunk * CHUNK)]
+            _load(address, is_bf16, row * size + chunk * CHUNK, wide)
+            _exp_weights(wide, top, temperature, weights)
+            index, _ = _search_cumsum(weights[: len(wide)], u * total - before)
+            tokens[row] = chunk * CHUNK + index
+        else:
+            chunk = 0
+            while chunk < chunks - 1 and chunk_max[row, chunk] != top:
+                chunk += 1
+            wide = wide[: min(CHUNK, size - chunk * CHUNK)]
+            _load(address, is_bf16, row * size + chunk * CHUNK, wide)
+            index = 0
+            while index < len(wide) - 1 and wide[index] != top:
+                index += 1
+            tokens[row] = chunk * CHUNK + index
+
+
+@njit(parallel=True, **COMPILED)
+def _token_logprobs(address, is_bf16, rows, size, tokens, packed):
+    """Fill packed [R, 2 + 2k]; see models/logit_rules.py."""
+    k = (packed.shape[1] - 2) // 2
+    for row in prange(rows):
+        buffer, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
+        _load(address, is_bf16, row * size + tokens[row], buffer[:1])
+        own, rank = buffer[0], 1
+        values, ids = np.full(k, f32(-np.inf)), np.zeros(k, np.int64)
+        top, total = f32(-np.inf), f32(0)
+        for start in range(0, size, CHUNK):
+            wide = buffer[: min(CHUNK, size - start)]
+            _load(address, is_bf16, row * size + start, wide)
+            for i in range(len(wide)):
+                rank += np.int64(wide[i] > own)
+            chunk_max = maximum(wide)
+            if chunk_max > top:
+                total *= exp(max(top - chunk_max, f32(-87)))
+                top = chunk_max
+            if top > -np.inf:
+                total += _exp_weights(wide, top, f32(1), weights)
+            if k > 0 and chunk_max > values[k - 1]:
+                for i in range(len(wide)):
+                    if wide[i] > values[k - 1]:
+                        at = k - 1
+                        while at > 0 and wide[i] > values[at - 1]:
+                            values[at], ids[at] = values[at - 1], ids[at - 1]
+                            at -= 1
+                        values[at], ids[at] = wide[i], start + i
+        log_sum = top + np.log(total)
+        packed[row, 0], packed[row, 1] = own - log_sum, rank
+        for i in range(k):
+            packed[row, 2 + i], packed[row, 2 + k + i] = values[i] - log_sum, ids[i]
+
+
+def compile_all() -> None:
+    """Compile the kernels, or load them from the cache, by calls with no rows."""
+    none, floats = np.empty(0, np.int64), np.empty(0, f32)
+    _draw(0, False, 0, 1, floats, none, none, np.empty((3, 0), f32), none)
+    _token_logprobs(0, False, 0, 1, none, np.empty((0, 2)))
