@@ -32,7 +32,7 @@ class LogitRules:
     stops: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logits_processors: tuple[Callable[[list[int], Any], Any], ...] = ()
+    logits_processors: tuple[Callable[..., Any], ...] = ()
 
     @property
     def has_penalties(self) -> bool:

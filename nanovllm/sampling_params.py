@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from nanovllm.config import Limits, check_scalar, check_scalars, unknown_name
 
-# (token ids so far: prompt and output, logits [V] float32) -> logits [V]. Called on the device's
-# tensor for each token of the request, after all other rules and before the temperature.
-LogitsProcessor: TypeAlias = "Callable[[list[int], Any], Any]"
+# (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits). Called on the
+# device's tensor for each token of the request, after all other rules and before the temperature.
+LogitsProcessor: TypeAlias = "Callable[..., Any]"
 
 # Fields of vLLM that do not exist here, and what to use instead.
 ELSEWHERE = {

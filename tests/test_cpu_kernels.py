@@ -192,12 +192,20 @@ def test_sample_with_filters(dtype: torch.dtype, scale: float, size: int) -> Non
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_sample_gives_tokens_of_the_vocabulary_whatever_comes(value: float) -> None:
-    for where in (slice(None), slice(5, 6)):
-        logits = torch.randn(2, 3000)
-        logits[:, where] = value
-        tokens = cpu_sampler.sample(logits, sampling(2, torch.tensor([0.0, 1.0])))
-        assert ((tokens >= 0) & (tokens < 3000)).all()
+def test_sample_says_that_there_is_no_token(value: float) -> None:
+    """-1 for a row of NaN or -inf; otherwise a token of the vocabulary, whatever the logits are."""
+    for filters in ({}, {"top_k": torch.tensor([2, 2])}):
+        for where in (slice(None), slice(5, 6)):
+            logits = torch.randn(2, 3000)
+            logits[:, where] = value
+            batch = sampling(2, torch.tensor([0.0, 1.0]))
+            batch.filters = filters
+            tokens = cpu_sampler.sample(logits, batch)
+            if where == slice(None) and value != float("inf"):
+                assert tokens.tolist() == [-1, -1]
+                assert sampler.sample(logits, batch).tolist() == [-1, -1]
+            else:
+                assert ((tokens >= 0) & (tokens < 3000)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

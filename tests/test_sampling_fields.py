@@ -363,8 +363,37 @@ def test_logits_processor_sees_and_shapes(embedded: LLM) -> None:
     params = SamplingParams(max_tokens=4, logits_processors=[only_sevens])
     out = embedded.generate("hello", params, use_tqdm=False)[0]
     assert out["text"] == "7777"
-    prompt = out.prompt_token_ids
-    assert seen == [prompt + [seven] * i for i in range(4)]
+    assert seen == [[seven] * i for i in range(4)]
+
+
+def test_logits_processors_as_in_vllm(embedded: LLM) -> None:
+    """Three parameters get the prompt too; a result may be None, of NumPy, infinite, or wrong."""
+    seven = embedded.get_tokenizer().encode("7")[0]
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def three(prompt: list[int], output: list[int], logits: torch.Tensor) -> None:
+        seen.append((prompt, output))
+        logits[seven] = float("inf")
+
+    class Callable:
+        def __call__(self, ids: list[int], logits: torch.Tensor, scale: float = 0.0):
+            changed = scale * logits.numpy()
+            changed[seven] = 1.0
+            return changed
+
+    for processor in (three, Callable(), lambda *args: three([], *args)):
+        for temperature in (0.0, 0.01):
+            params = SamplingParams(
+                temperature=temperature, max_tokens=3, logits_processors=[processor]
+            )
+            out = embedded.generate("hello", params, use_tqdm=False)[0]
+            assert out["text"] == "777"
+            if processor is three:
+                assert seen[-1] == (out.prompt_token_ids, [seven, seven])
+    short = SamplingParams(max_tokens=3, logits_processors=[lambda ids, logits: logits[:5]])
+    with pytest.raises(ValueError, match=r"lambda.*returned \[5\] numbers in place of"):
+        embedded.generate("hello", short, use_tqdm=False)
+    assert embedded.generate("hello", params, use_tqdm=False)[0]["text"] == "777"
 
 
 @pytest.mark.slow

@@ -162,7 +162,8 @@ class NumbaAttention(PlainAttention):
             if shared:
                 tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
                 if many_rows and len(tokens) * self.group_size > FLASH_QUERIES:
-                    step.prefixes.append(self._prefix(tokens, tables[members[0], :shared]))
+                    blocks = torch.from_numpy(tables[members[0], :shared])
+                    step.prefixes.append(Prefix(tokens, self.block_rows(blocks)))
                 elif pack_size > 1:
                     filled = np.pad(tokens, (0, -len(tokens) % pack_size), constant_values=-1)
                     packed.append(filled.reshape(-1, pack_size))
@@ -195,12 +196,6 @@ class NumbaAttention(PlainAttention):
         own = kernels.Packs(tokens, own_contexts, own_tables)
         lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
         step.work = kernels.AttentionWork(prefixes, own, lse)
-
-    def _prefix(self, tokens: Any, blocks: Any) -> Prefix:
-        num_blocks, kv_heads, *_ = self.shape
-        k_and_v = np.array([0, num_blocks]).reshape(2, 1, 1)
-        rows = (k_and_v + blocks) * kv_heads + np.arange(kv_heads)[:, None]  # [2, K, P / B]
-        return Prefix(tokens, torch.from_numpy(rows.ravel()))
 
     def _short_chunks(
         self, num_chunks: int, queries: Any, contexts: Any, tables: Any
@@ -259,8 +254,7 @@ class NumbaAttention(PlainAttention):
 
     def _attend_prefix(self, prefix: Prefix, lse: Any, layer: int, q: Tensor, out: Tensor) -> None:
         """Writes `lse` and `out`. All queries of a KV head are one sequence of n * G queries."""
-        blocks = self.cache[layer].view(-1, self.block_size * self.dim)
-        kv = blocks.index_select(0, prefix.rows).view(2, 1, self.kv_heads, -1, self.dim)
+        kv = self.read_blocks(layer, prefix.rows).unsqueeze(1)
         tokens, split = torch.from_numpy(prefix.tokens), (len(prefix.tokens), self.group_size)
         queries = q[tokens].unflatten(1, (self.kv_heads, -1)).transpose(0, 1)  # [K, n, G, D]
         attended, logs = flash_attention(queries.flatten(1, 2)[None], *kv)

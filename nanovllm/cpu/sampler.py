@@ -184,8 +184,6 @@ def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, 
                     values[count], tokens[count] = part[i], first + i
                     count += 1
     values = values[:count]
-    if count == 0:
-        return 0
     threshold = f32(-np.inf)
     if 0 < top_k < count:
         threshold = _least_kept(values.copy(), np.ones(count, f32), top_k)
@@ -237,7 +235,9 @@ def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters,
         top, temperature = maximum(chunk_max[row]), max(temperatures[row], MIN_TEMPERATURE)
         u = _uniform(seeds[row], positions[row])
         wide, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
-        if temperatures[row] > 0 and filtered[row]:
+        if not top > -np.inf:
+            tokens[row] = -1
+        elif temperatures[row] > 0 and filtered[row]:
             groups = maxima[row, : (size + GROUP - 1) // GROUP]
             tokens[row] = _draw_filtered(
                 address, is_bf16, row * size, size, groups, temperature, filters[:, row], u

@@ -298,12 +298,16 @@ class Scheduler:
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
             ids = seq.token_ids
-            ids.append(token)
             progressed.append(seq)
             if seq.forks:
                 for fork in seq.forks:
                     self._enqueue(fork, at_head=True)
                 seq.forks = []
+            if token < 0:  # there was none to sample; see models/sampler.py
+                self._finish(seq, "error")
+                any_finished = True
+                continue
+            ids.append(token)
             if len(ids) % block_size == 0 and seq.num_computed >= len(ids):
                 # A step in flight has computed the KV of this token already.
                 self.blocks.cache_full_blocks(seq)

@@ -20,14 +20,15 @@ class Gathered(NamedTuple):
     """One sequence of the step: its queries, and where its keys and values are in the cache."""
 
     tokens: slice  # Q of the step's tokens
-    block: Tensor  # [L] int64
-    offset: Tensor  # [L] int64, within the block
+    rows: Tensor  # where the blocks of its context are, see `read_blocks`
+    context_len: int
+    num_keys: int  # L, the context and padding that no query attends to
     mask: Tensor | None  # [Q, L] bool, true where a query attends to a key; None: all, or is_causal
     is_causal: bool  # query i attends to the keys 0 to i
 
 
 class PlainAttention:
-    key_padding = 1  # keys are padded to a multiple of this, with keys that no query attends to
+    key_padding = 1  # the number of keys is padded to a multiple of this
 
     def __init__(
         self,
@@ -54,16 +55,30 @@ class PlainAttention:
         """Return where the tokens and the context of sequence `i` of the batch are."""
         start, end = batch.query_start_loc[i : i + 2].tolist()
         context_len, num = int(batch.context_lens[i]), end - start
-        padded = -(-context_len // self.key_padding) * self.key_padding
-        key_positions = torch.arange(padded, device=batch.block_tables.device)
-        # Padding repeats position 0, because an unwritten slot may hold NaN.
-        readable = torch.where(key_positions < context_len, key_positions, 0)
-        block = batch.block_tables[i, readable // self.block_size].long()
+        num_keys = -(-context_len // self.key_padding) * self.key_padding
+        device = batch.block_tables.device
+        # Padding may take more blocks than the table has; what they contain is not used.
+        index = torch.arange(-(-num_keys // self.block_size), device=device)
+        blocks = batch.block_tables[i, index.clamp(max=(context_len - 1) // self.block_size)]
         is_causal, mask = num == context_len, None
         if not is_causal:  # the queries are the last `num` positions of the context
-            query_positions = torch.arange(context_len - num, context_len, device=block.device)
-            mask = key_positions <= query_positions[:, None]
-        return Gathered(slice(start, end), block, readable % self.block_size, mask, is_causal)
+            query_positions = torch.arange(context_len - num, context_len, device=device)
+            mask = torch.arange(num_keys, device=device) <= query_positions[:, None]
+        rows = self.block_rows(blocks)
+        return Gathered(slice(start, end), rows, context_len, num_keys, mask, is_causal)
+
+    def block_rows(self, blocks: Tensor) -> Tensor:
+        """Where `blocks` [n] are in a layer's cache as [2 * blocks * K, B * D], ordered [2, K, n]."""
+        _, _, num_blocks, kv_heads, *_ = self.cache.shape
+        k_and_v = torch.arange(2, device=blocks.device)[:, None, None] * num_blocks
+        heads = torch.arange(kv_heads, device=blocks.device)[:, None]
+        return ((k_and_v + blocks) * kv_heads + heads).flatten()
+
+    def read_blocks(self, layer: int, rows: Tensor) -> Tensor:
+        """Copy the blocks at `rows` -> [2, K, n * B, D]."""
+        *_, kv_heads, block_size, dim = self.cache.shape
+        blocks = self.cache[layer].view(-1, block_size * dim).index_select(0, rows)
+        return blocks.view(2, kv_heads, -1, dim)
 
     def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         block, offset = batch.slot_mapping // self.block_size, batch.slot_mapping % self.block_size
@@ -80,9 +95,9 @@ class PlainAttention:
     ) -> None:
         """Compute the rows of these sequences in out [T, H, D] from q [T, H, D], one by one."""
         for seq in sequences:
-            # [L, 2, K, D] -> [1, K, L, D] each
-            kv = self.cache[layer][:, seq.block, :, seq.offset]
-            k, v = kv.permute(1, 2, 0, 3).unsqueeze(1)
+            kv = self.read_blocks(layer, seq.rows)[:, :, : seq.num_keys]
+            kv[:, :, seq.context_len :] = 0  # NaN in an unwritten slot would spread
+            k, v = kv.unsqueeze(1)  # [1, K, L, D] each
             queries = q[seq.tokens].transpose(0, 1)[None]  # [1, H, Q, D]
             attended = F.scaled_dot_product_attention(
                 queries, k, v, seq.mask, is_causal=seq.is_causal, enable_gqa=True

@@ -8,6 +8,8 @@ The order is that of transformers and vLLM: log-probabilities of the raw logits,
 words, minimum length, bias, penalties, logits processors. The sampler follows.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from nanovllm.plan import Join, LogitRules, TokenLogprobs
 
 HIDDEN = float("-inf")
 ALWAYS = 2**62
+POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class RowRules:
@@ -28,8 +31,9 @@ class RowRules:
         self.rules, self.row = rules, join.row
         self.prompt, self.output = join.prompt, list(join.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
+        self.processors = [(p, takes_prompt(p)) for p in rules.logits_processors]
         # Whether `output` must be complete before the next token is sampled.
-        self.needs_output = bool(self.phrases or rules.logits_processors)
+        self.needs_output = bool(self.phrases or self.processors)
         self.allowed: Tensor | None = None
         if rules.allowed_token_ids is not None:
             self.allowed = to_device(np.array(rules.allowed_token_ids, np.int64), device)
@@ -49,8 +53,31 @@ class RowRules:
         for *start, last in self.phrases:
             if self.output[-len(start) :] == start:
                 logits[last] = HIDDEN
-        for processor in self.rules.logits_processors:
-            logits.copy_(processor([*self.prompt, *self.output], logits))
+        for processor, takes_prompt in self.processors:
+            token_ids = (self.prompt, self.output) if takes_prompt else (self.output,)
+            changed = processor(*map(list, token_ids), logits)
+            if changed is None:
+                continue  # it has changed `logits` itself
+            changed = torch.as_tensor(changed)
+            if changed.shape != logits.shape:
+                raise ValueError(
+                    f"the logits processor {processor!r} returned {list(changed.shape)} numbers in "
+                    f"place of {list(logits.shape)}; return the logits, or change them in place"
+                )
+            logits.copy_(changed)
+        if self.processors and not (logits < float("inf")).all():
+            # A softmax of infinity is NaN. With NaN there is no token to sample.
+            infinite = logits.isposinf()
+            logits.copy_(torch.where(infinite & ~logits.isnan().any(), 0.0, HIDDEN))
+
+
+def takes_prompt(processor: Callable[..., Any]) -> bool:
+    """Whether it takes (prompt ids, output ids, logits) and not (output ids, logits), as in vLLM."""
+    try:
+        parameters = inspect.signature(processor).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return sum(p.default is p.empty and p.kind in POSITIONAL for p in parameters) == 3
 
 
 class RulesState:

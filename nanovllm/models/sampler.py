@@ -16,13 +16,17 @@ HIDDEN = float("-inf")  # the logit of a token that is never drawn
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits [R, V] -> token ids [R] int64. Rows of temperature 0 take the most likely token."""
-    greedy = logits.argmax(dim=-1)
-    if batch.all_greedy:
-        return greedy
-    logits = filtered_logits(logits, batch, FILTER_FUNCTIONS)
-    drawn = draw(logits, uniform(batch.seeds, batch.positions))
-    return torch.where(batch.temperature == 0, greedy, drawn)
+    """logits [R, V] -> token ids [R] int64. Rows of temperature 0 take the most likely token.
+
+    Every sampler returns -1 for a row of which no logit is greater than -inf, because all tokens
+    are hidden or the model computed NaN.
+    """
+    best, tokens = logits.max(dim=-1)
+    if not batch.all_greedy:
+        filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
+        drawn = draw(filtered, uniform(batch.seeds, batch.positions))
+        tokens = torch.where(batch.temperature == 0, tokens, drawn)
+    return torch.where(best > HIDDEN, tokens, -1)
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:

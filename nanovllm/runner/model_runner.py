@@ -159,7 +159,7 @@ class ModelRunner:
         self.attention.prepare(batch)
         hidden = self.model.forward(batch, self.attention)
         tokens = self.sample(self.model.logits(hidden), sampling)
-        self.rows.last_tokens[rows] = tokens
+        self.rows.last_tokens[rows] = tokens.clamp(min=0)  # -1 is an error; see models/sampler.py
         return hidden, tokens
 
     def _sample(
@@ -171,7 +171,7 @@ class ModelRunner:
             length = int(self.rows.positions[rules.rows].max()) + 1
             logits = rules.apply(raw, sampling.positions, length)
         tokens = self.sample(logits, sampling)
-        self.rows.last_tokens[rows] = tokens
+        self.rows.last_tokens[rows] = tokens.clamp(min=0)  # -1 is an error; see models/sampler.py
         output = PendingOutput(start_copy(tokens))
         if rules is None:
             return output
