@@ -113,10 +113,11 @@ def _search(
     "tokens", or their "weights".
     """
     dtype = logits.dtype.element_ty
-    # The keys of neighbouring logits of this dtype differ by at least this much.
-    GAP: tl.constexpr = 65536 if dtype == tl.bfloat16 else 8192 if dtype == tl.float16 else 1
+    # The keys of neighbouring logits of this dtype differ by at least this much. The result for
+    # chunks is a bound, which need not be exact.
+    COARSE: tl.constexpr = dtype == tl.bfloat16 or MEASURE == "chunks"
+    GAP: tl.constexpr = 65536 if COARSE else 8192 if dtype == tl.float16 else 1
     lower, upper = _to_key(low), _to_key(max_logit) + 1
-    count = 0
     if MEASURE != "chunks":
         count = _list_chunks(listed, maxima, low)
     while upper - lower > GAP:
@@ -134,7 +135,7 @@ def _search(
         if measured >= target:
             lower = middle
             # A list that fits into one tile need not become shorter.
-            if count > TILE:
+            if MEASURE != "chunks" and count > TILE:
                 count = _list_chunks(listed, maxima, threshold)
         else:
             upper = middle
