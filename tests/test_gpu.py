@@ -165,10 +165,9 @@ def test_sampler(dtype: torch.dtype) -> None:
 
     batch = SamplingBatch(
         temperature=pick(0.0, 0.6, 1.0),
-        # bf16 logits have ties: which of equal ones a filter keeps is not defined.
         filters={
-            "top_k": pick(0, 1, 50).long() if dtype == torch.float32 else pick(0).long(),
-            "top_p": pick(1.0, 0.9) if dtype == torch.float32 else pick(1.0),
+            "top_k": pick(0, 0, 1, 20, 50, 5000).long(),  # 5000 is more than the chunks
+            "top_p": pick(1.0, 0.95, 0.5),
             "min_p": pick(0.0, 0.05),
         },
         seeds=torch.randint(2**62, (rows,), device=DEVICE),

@@ -4,8 +4,12 @@ The tolerance is 1e-5 in float32 and a few roundings in float16. The interpreter
 incorrectly (up to Triton 3.9): .ci/compile_kernels.py compiles it, and `pytest -m gpu` runs it.
 """
 
+import importlib.util
 import os
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import references
 import torch
@@ -19,6 +23,11 @@ pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1" or VERSION < (3, 7),
     reason="needs Triton's interpreter with loops up to the value of a tensor (3.7 or later)",
 )
+
+from triton import language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import make_backend  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from nanovllm import LLM  # noqa: E402
 from nanovllm.batch import SamplingBatch  # noqa: E402
@@ -251,21 +260,97 @@ def sampling_batch(rows: int, generator: torch.Generator) -> SamplingBatch:
     )
 
 
+def same_tokens(logits: Tensor, batch: SamplingBatch) -> None:
+    """The tokens equal those of the reference: same filters, same random numbers, same draw."""
+    expected = sampler.sample(logits.float(), batch)
+    assert sampling.sample(logits, batch).tolist() == expected.tolist()
+
+
 @pytest.mark.slow
 @settings(BRIEF, max_examples=6)
-@given(seed=SEEDS, size=st.sampled_from([40, 2048, 2049]), dtype=DTYPES)
+@given(
+    seed=SEEDS,
+    size=st.sampled_from([40, 128, 2049]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+)
 def test_sample(seed: int, size: int, dtype: torch.dtype) -> None:
-    """The tokens equal those of the reference: same filters, same random numbers, same draw."""
+    """Of 2049 logits in half precision, many are equal."""
     generator = torch.Generator().manual_seed(seed)
-    batch = sampling_batch(4, generator)
-    # The logits differ, because kernel and reference keep different tokens of equal logits at a
-    # threshold. In float16 some are equal, so top-k and top-p are off.
-    logits = (torch.randperm(size, generator=generator) / 100 - 10)[None].repeat(4, 1).to(dtype)
-    assert len(logits[0].unique()) == size or dtype == torch.float16
-    if dtype == torch.float16:
-        del batch.filters["top_k"], batch.filters["top_p"]
-    actual = sampling.sample(logits, batch)
-    assert actual.tolist() == sampler.sample(logits.float(), batch).tolist()
+    logits = 3 * torch.randn(4, size, generator=generator)
+    same_tokens(logits.to(dtype), sampling_batch(4, generator))
+
+
+# (temperature, top_k, top_p, min_p). There are three chunks.
+ROWS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.6, 20, 0.95, 0.0),
+    (1.0, 0, 0.9, 0.0),
+    (1.5, 50, 0.8, 0.02),
+    (3.0, 200, 1.0, 0.0),  # more than the chunks
+    (3.0, 1000, 0.99, 0.0),  # more than the vocabulary
+    (1e-38, 20, 0.95, 0.0),
+    (50.0, 20, 0.5, 0.0),
+    (0.0, 20, 0.5, 0.1),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("random", torch.bfloat16),
+        ("random", torch.float32),
+        ("few values", torch.float16),
+        ("few finite", torch.float32),
+        ("negative", torch.bfloat16),
+    ],
+)
+def test_sample_with_filters(kind: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(len(ROWS), 300, generator=generator)
+    if kind == "few values":
+        logits = logits.round()
+    if kind == "few finite":
+        logits[torch.rand(logits.shape, generator=generator) < 0.97] = float("-inf")
+    if kind == "negative":
+        logits -= 100
+    temperature, top_k, top_p, min_p = torch.tensor(ROWS).T.contiguous()
+    filters = {"top_k": top_k.long(), "top_p": top_p, "min_p": min_p}
+    ids = torch.arange(len(ROWS))
+    same_tokens(logits.to(dtype), SamplingBatch(temperature, ids, ids, filters))
+
+
+@triton.jit
+def first_above(weights, targets, out, N: tl.constexpr):
+    i = tl.program_id(0)
+    weight = tl.load(weights + tl.arange(0, N))
+    tl.store(out + i, sampling._first_above(weight, tl.load(targets + i)))
+
+
+def test_a_hidden_token_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cumulative sum is in the order of a tree, and targets are equal to its elements."""
+
+    def scan(x: np.ndarray) -> np.ndarray:
+        # Hillis and Steele 1986, as the threads of a warp do it.
+        for step in (1 << i for i in range(7)):
+            x = np.concatenate((x[:step], x[step:] + x[:-step]))
+        return x
+
+    def cumsum(self: Any, x: Any) -> list:
+        return [self.to_tensor(scan(x.handle.data), x.dtype)]
+
+    monkeypatch.setattr(triton.runtime.interpreter.ScanOps, "cumsum", cumsum)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(128, generator=generator)
+    weights[torch.rand(128, generator=generator) < 0.7] = 0
+    cumulative = torch.from_numpy(scan(weights.numpy()))
+    assert (cumulative.diff()[weights[1:] == 0] != 0).any()
+    # A remainder may be negative, by rounding.
+    targets = torch.cat((cumulative, torch.tensor([-1e-6, 0.0, 1e9])))
+    chosen = torch.zeros(len(targets), dtype=torch.int32)
+    first_above[(len(targets),)](weights, targets, chosen, N=128)
+    assert (weights[chosen] > 0).all()
+    exceeds = cumulative[chosen] > targets
+    assert (exceeds | (chosen == weights.nonzero().max())).all()
 
 
 @pytest.mark.slow
@@ -308,3 +393,65 @@ def test_the_engine_answers_with_the_kernels() -> None:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     answers = [out.outputs[0].text for out in llm.chat(chats, use_tqdm=False)]
     assert answers == list(QUESTIONS.values())
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, tuple]]:
+    """A function that calls a wrapper of a kernel module as on a GPU, without the interpreter.
+
+    It returns {kernel: (what Triton specializes on, options)} of the launches.
+    """
+    monkeypatch.delenv("TRITON_INTERPRET")
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    caught = {}
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        _, specialization, _ = bind(*args, debug=False, **options)
+        caught[kernel.__name__] = specialization, options
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+
+    def launch(module: Any, wrapper: str, *args: Any) -> dict[str, tuple]:
+        spec = importlib.util.find_spec(module.__name__)
+        compiled = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(compiled)
+        getattr(compiled, wrapper)(*args)
+        return dict(caught)
+
+    return launch
+
+
+def test_slices_do_not_compile_kernels_again(launches: Callable[..., dict[str, tuple]]) -> None:
+    """Slices of a batch start at any multiple of 4 or 8 bytes."""
+    found = []
+    tile = Tile(16, 16, 4, 1)
+    for start in (0, 1):
+        row, ids = torch.ones(9)[start:], torch.ones(9, dtype=torch.int64)[start:]
+        lens, tables = ids, torch.zeros((9, 3), dtype=torch.int32)[start:]
+        starts = torch.arange(10, dtype=torch.int32)[start:]
+        q, cache = torch.zeros(9, 5, 80)[start:], torch.zeros(4, 5, 16, 80)
+        launches(attention, "attend_decode", q, cache, cache, lens, tables, tile, 2, q)
+        tiles = torch.zeros((9, 2), dtype=torch.int32)
+        launches(attention, "attend", q, cache, cache, tiles, starts, lens, tables, tile, q)
+        batch = SamplingBatch(row, ids, ids, {"top_k": ids, "top_p": row, "min_p": row})
+        found.append(launches(sampling, "sample", torch.zeros(9, 300), batch))
+    assert len(found[0]) == 5
+    assert found[0] == found[1]
+
+
+def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> None:
+    """Triton 3.9 warns without this option, and 3.10 changes its default."""
+    x, ids = torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64)
+    cache, cos, tables = torch.zeros(2, 1, 16, 32), torch.zeros(2, 1, 32), ids[:, None].int()
+    q, tile = torch.zeros(2, 1, 32), Tile(16, 16, 4, 1)
+    launches(pointwise, "add_rms_norm", x, x, x[0], 1e-6)
+    launches(pointwise, "silu_and_mul", x)
+    launches(
+        store, "norm_rope_store", torch.zeros(2, 96), None, None, 0.0, cos, cos, ids, cache, cache
+    )
+    launches(attention, "attend", q, cache, cache, tables, ids, ids, tables, tile, q)
+    launches(attention, "attend_decode", q, cache, cache, ids, tables, tile, 2, q)
+    found = launches(sampling, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
+    assert len(found) == 8
+    assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}

@@ -162,3 +162,20 @@ def test_draw_inverts_the_distribution(vocab: int) -> None:
     assert (logits.gather(1, tokens[:, None]) > float("-inf")).all()
     assert (at - width - 1e-6 <= u).all()
     assert (u <= at + 1e-6).all()
+
+
+def test_draw_with_a_sum_in_the_order_of_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a cumulative sum may change in the last place at a probability of 0."""
+
+    def scan(x: torch.Tensor, dim: int) -> torch.Tensor:
+        for step in (1 << i for i in range(9)):
+            x = torch.cat((x[:, :step], x[:, step:] + x[:, :-step]), dim)
+        return x
+
+    torch.manual_seed(0)
+    logits = torch.randn(1, 512).masked_fill(torch.rand(1, 512) < 0.7, float("-inf"))
+    cumulative = scan(logits.softmax(-1, dtype=torch.float64), -1)
+    u = (cumulative / cumulative[:, -1:])[0].clamp(0, 1 - 2.0**-53)
+    monkeypatch.setattr(torch.Tensor, "cumsum", scan)
+    tokens = draw(logits.expand(512, -1), u)
+    assert (logits[0, tokens] > float("-inf")).all()

@@ -31,11 +31,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:
     """The token [R] at which the cumulative probability of logits [R, V] exceeds u [R]."""
-    cumulative = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    token = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
-    # Rounding must not select a token after the last one with nonzero probability.
-    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
-    return token.minimum(last).flatten()
+    probs = logits.softmax(dim=-1, dtype=torch.float64)
+    # On a GPU the sum may change in the last place at a probability of 0, so its rise is no proof.
+    cumulative = probs.cumsum(dim=-1).masked_fill(probs == 0, 0)
+    exceeds = cumulative > u[:, None] * cumulative.amax(dim=-1, keepdim=True)
+    return exceeds.byte().argmax(dim=-1)  # the first
 
 
 FilterFunction = Callable[[Tensor, Tensor], Tensor]

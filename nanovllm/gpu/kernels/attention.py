@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.gpu.kernels.configs import Tile
+from nanovllm.gpu.kernels.configs import COMPILE_OPTIONS, Tile, next_power_of_2
 
 LOG2E = 1.4426950408889634
 # A split of fewer positions costs more than it saves.
@@ -122,8 +122,12 @@ def _attend_range(
     return acc, row_max, row_sum
 
 
-# Triton must not specialize on numbers that vary between steps: a compilation takes about a second.
-@triton.jit(do_not_specialize=["table_stride", "num_seqs"])
+# Triton must not specialize on numbers that vary between steps, or on the alignment of tensors that
+# may be slices: a compilation takes about a second.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs"],
+    do_not_specialize_on_alignment=["query_start_loc", "context_lens", "block_tables"],
+)
 def _attend(
     q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
     table_stride, num_seqs, scale,
@@ -172,7 +176,10 @@ def _split_context(context_len, max_splits, TILE: tl.constexpr, MIN_SIZE: tl.con
     return split_size, tl.cdiv(context_len, split_size)
 
 
-@triton.jit(do_not_specialize=["table_stride", "max_splits"])
+@triton.jit(
+    do_not_specialize=["table_stride", "max_splits"],
+    do_not_specialize_on_alignment=["context_lens", "block_tables"],
+)
 def _attend_decode(
     q, k_cache, v_cache, out, split_out, split_lse, context_lens, block_tables,
     table_stride, max_splits, scale,
@@ -209,7 +216,7 @@ def _attend_decode(
             tl.store(split_lse + index, row_max + tl.log2(row_sum), mask=row < G)
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["context_lens"])
 def _merge_splits(
     split_out, split_lse, out, context_lens, max_splits,
     H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
@@ -263,9 +270,9 @@ def attend(
     _attend[(tiles.shape[0], num_kv_heads)](
         q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
         block_tables.stride(0), context_lens.shape[0], LOG2E / head_dim**0.5,
-        H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=triton.next_power_of_2(head_dim),
+        H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=next_power_of_2(head_dim),
         BLOCK=block_size, M=config.num_rows, TILE=config.num_keys,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **COMPILE_OPTIONS,
     )
 
 
@@ -279,7 +286,7 @@ def attend_decode(
     """
     num_seqs, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    padded_dim = triton.next_power_of_2(head_dim)
+    padded_dim = next_power_of_2(head_dim)
     shape = (num_seqs, num_heads, max_splits)
     split_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     split_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
@@ -288,13 +295,13 @@ def attend_decode(
         block_tables.stride(0), max_splits, LOG2E / head_dim**0.5,
         H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=padded_dim, BLOCK=block_size,
         M=config.num_rows, TILE=config.num_keys, MIN_SIZE=MIN_SPLIT_SIZE,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, **COMPILE_OPTIONS,
     )
     if max_splits > 1:
         _merge_splits[(num_heads, num_seqs)](
             split_out, split_lse, out, context_lens, max_splits,
             H=num_heads, D=head_dim, D_PAD=padded_dim, TILE=config.num_keys,
-            SPLITS_PAD=MAX_SPLITS, MIN_SIZE=MIN_SPLIT_SIZE, num_warps=4,
+            SPLITS_PAD=MAX_SPLITS, MIN_SIZE=MIN_SPLIT_SIZE, num_warps=4, **COMPILE_OPTIONS,
         )
 
 

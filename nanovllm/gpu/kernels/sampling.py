@@ -1,15 +1,17 @@
 """Sampling on a GPU: temperature, top-k, top-p, min-p and the draw, without sorting or waiting.
 
 The reference is nanovllm.models.sampler: it has the same filters and the same random numbers. Rows
-skip on the device what they do not need, so one CUDA graph serves every mix. Three launches:
+skip on the device what they do not need, so one CUDA graph serves every mix. Two launches:
 
-1. `_threshold`: each filter keeps the tokens whose logit is at least a threshold: the largest one
-   that keeps k tokens (top-k) or probability p (top-p, arXiv:1904.09751). A radix search finds it
-   exactly, digit by digit in base 4, in integers that order like floats. It takes 8 passes over a
-   row of bfloat16 logits and 16 over float32.
-2. `_weigh_chunks`: the maximum and the sum of weights of each chunk of the vocabulary. The weight
-   of a token is exp((logit - maximum) / temperature), or 0 below the threshold.
-3. `_draw`: inverts the cumulative distribution at u in [0, 1), a function of (seed, position). It
+1. `_weigh_chunks` reads all logits once, to find the maximum and the sum of weights of each chunk
+   of the vocabulary. The weight of a token is exp((logit - maximum) / temperature).
+2. `_draw` filters a row and draws from it. Each filter keeps the tokens whose logit is at least a
+   threshold: the largest one that keeps k tokens (top-k) or probability p (top-p,
+   arXiv:1904.09751). A bisection finds it exactly, in integers that order like floats. A lower
+   bound is known at the start: at least k logits reach the k-th largest maximum of the chunks.
+   Only the chunks whose maximum reaches the bound are read; for top-k they are little more than k.
+
+   The draw inverts the cumulative distribution at u in [0, 1), a function of (seed, position). It
    selects a chunk and then a token in it, so that it reads the logits of only one chunk:
 
     weights of the chunks    [   2.1   |   0.4   |   1.5   ]     total 4.0
@@ -24,120 +26,166 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
+from nanovllm.gpu.kernels.configs import COMPILE_OPTIONS, next_power_of_2
 from nanovllm.plan import FILTERS
 
 # A chunk of the vocabulary has this many tokens.
-CHUNK = 2048
-# The radix search loads this many tokens at a time.
-TILE = 8192
+CHUNK = 128
+# One program of `_weigh_chunks` takes this many chunks, and `_draw` loads this many at a time.
+WEIGHED, LOADED = 16, 32
+# The lowest finite float32. A logit of -inf is below every threshold.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def _scale(temperature):
+    """log2(e) / temperature, finite also at 0: exp2, which is one instruction, replaces exp."""
+    return 1.4426950408889634 / tl.maximum(temperature, 1.2e-38)
+
+
+# Slices of a batch's parameters may be unaligned, and a specialization takes a second to compile.
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
+def _weigh_chunks(
+    logits, temperatures, chunk_max, chunk_sum,
+    V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):
+    """One program finds the maximum and the sum of weights of each of TILE chunks of one row."""
+    row = tl.program_id(0)
+    chunk = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=float("-inf"))
+    x = x.to(tl.float32)
+    max_logit = tl.max(x, 1)
+    # In a chunk of hidden tokens the difference from the maximum, -inf, would be NaN.
+    shift = tl.where(max_logit > float("-inf"), max_logit, 0.0)
+    weight = tl.exp2((x - shift[:, None]) * _scale(tl.load(temperatures + row)))
+    index = row * tl.num_programs(1) * TILE + chunk
+    tl.store(chunk_max + index, max_logit)
+    tl.store(chunk_sum + index, tl.sum(weight, 1))
 
 
 @triton.jit
 def _to_key(x):
-    """Map float32 to int32 with the same order."""
+    """Map float32 to int64 with the same order; neighbours differ by 1."""
     bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _from_key(key):
+    key = key.to(tl.int32)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _search(
-    row_logits, min_key, target, max_logit, inv_temperature,
-    V: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr,
-):
-    """The largest key such that the tokens with this key or a larger one weigh at least `target`.
+def _list_chunks(listed, maxima, threshold):
+    """Write the chunks whose maximum is at least `threshold` to `listed`; return their number."""
+    reached = (maxima >= threshold).to(tl.int32)
+    position = tl.cumsum(reached, 0) - 1
+    # The threads of a program share the list: all must have read the last one and written this one.
+    tl.debug_barrier()
+    tl.store(listed + position, tl.arange(0, maxima.shape[0]), mask=reached > 0)
+    tl.debug_barrier()
+    return tl.sum(reached, 0)
 
-    A token weighs 1 (COUNT) or exp((logit - max_logit) / temperature), and 0 below `min_key`.
+
+@triton.jit
+def _load_listed(
+    logits, listed, start, count, V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
+):
+    """(chunks [TILE], their logits [TILE, CHUNK]) of the list from `start`."""
+    index = start + tl.arange(0, TILE)
+    # All tokens of chunk V are outside the vocabulary.
+    chunk = tl.load(listed + index, mask=index < count, other=V)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = tl.load(logits + token, mask=token < V, other=float("-inf"))
+    return chunk, x.to(tl.float32)
+
+
+@triton.jit
+def _search(
+    logits, listed, maxima, low, target, max_logit, scale,
+    V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, MEASURE: tl.constexpr,
+):
+    """The largest threshold for which MEASURE is at least `target`; `low` if none above it is.
+
+    MEASURE is the number of "chunks" whose maximum is at least the threshold, the number of such
+    "tokens", or their "weights".
     """
-    # Keys of 16-bit floats never differ in the last digits alone: bfloat16 needs half the passes.
-    dtype = row_logits.dtype.element_ty
-    LAST_STEP: tl.constexpr = 65536 if dtype == tl.bfloat16 else 4096 if dtype == tl.float16 else 1
-    result = tl.full((), -(2**31), tl.int32)
-    step = tl.full((), 2**30, tl.int32)
-    while step >= LAST_STEP:
-        acc_1 = tl.zeros([TILE], tl.float32)
-        acc_2 = tl.zeros([TILE], tl.float32)
-        acc_3 = tl.zeros([TILE], tl.float32)
-        for start in range(0, V, TILE):
-            token = start + tl.arange(0, TILE)
-            x = tl.load(row_logits + token, mask=token < V, other=float("-inf")).to(tl.float32)
-            key = _to_key(x)
-            weight = tl.where((token < V) & (key >= min_key), 1.0, 0.0)
-            if not COUNT:
-                weight *= tl.exp((x - max_logit) * inv_temperature)
-            acc_1 += tl.where(key >= result + step, weight, 0.0)
-            acc_2 += tl.where(key >= result + 2 * step, weight, 0.0)
-            acc_3 += tl.where(key >= result + 3 * step, weight, 0.0)
-        sum_1, sum_2, sum_3 = tl.sum(acc_1, 0), tl.sum(acc_2, 0), tl.sum(acc_3, 0)
-        digit = (sum_1 >= target).to(tl.int32) + (sum_2 >= target).to(tl.int32)
-        result += step * (digit + (sum_3 >= target).to(tl.int32))
-        step = step // 4
-    return result
+    dtype = logits.dtype.element_ty
+    # The keys of neighbouring logits of this dtype differ by at least this much. The result for
+    # chunks is a bound, which need not be exact.
+    COARSE: tl.constexpr = dtype == tl.bfloat16 or MEASURE == "chunks"
+    GAP: tl.constexpr = 65536 if COARSE else 8192 if dtype == tl.float16 else 1
+    lower, upper = _to_key(low), _to_key(max_logit) + 1
+    if MEASURE != "chunks":
+        count = _list_chunks(listed, maxima, low)
+    while upper - lower > GAP:
+        middle = (lower + upper) // 2
+        threshold = _from_key(middle)
+        if MEASURE == "chunks":
+            measured = tl.sum((maxima >= threshold).to(tl.float32), 0)
+        else:
+            acc = tl.zeros([TILE, CHUNK], tl.float32)
+            for start in range(0, count, TILE):
+                _, x = _load_listed(logits, listed, start, count, V, CHUNK, TILE)
+                weight = 1.0 if MEASURE == "tokens" else tl.exp2((x - max_logit) * scale)
+                acc += tl.where(x >= threshold, weight, 0.0)
+            measured = tl.sum(acc)
+        if measured >= target:
+            lower = middle
+            # A list that fits into one tile need not become shorter.
+            if MEASURE != "chunks" and count > TILE:
+                count = _list_chunks(listed, maxima, threshold)
+        else:
+            upper = middle
+    return _from_key(lower)
+
+
+@triton.jit
+def _weigh_kept(
+    logits, listed, sums, maxima, threshold, max_logit, scale,
+    V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+):
+    """The sum of weights of each chunk's tokens of at least `threshold`; it overwrites `sums`."""
+    count = _list_chunks(listed, maxima, threshold)
+    for start in range(0, count, TILE):
+        chunk, x = _load_listed(logits, listed, start, count, V, CHUNK, TILE)
+        weight = tl.where(x >= threshold, tl.exp2((x - max_logit) * scale), 0.0)
+        tl.store(sums + chunk, tl.sum(weight, 1), mask=start + tl.arange(0, TILE) < count)
+    tl.debug_barrier()
+    return tl.load(sums + tl.arange(0, maxima.shape[0]), mask=maxima >= threshold, other=0.0)
 
 
 @triton.jit
 def _threshold(
-    logits, temperatures, top_ks, top_ps, min_ps, thresholds, V: tl.constexpr, TILE: tl.constexpr
+    logits, listed, sums, maxima, total, max_logit, temperature, scale, top_k, top_p, min_p,
+    V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
 ):
-    """One program finds the smallest logit that the filters of a row keep, -inf without filters."""
-    row = tl.program_id(0)
-    temperature = tl.load(temperatures + row)
-    top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
-    threshold = tl.full((), float("-inf"), tl.float32)
-    if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
-        row_logits = logits + row.to(tl.int64) * V
-        max_logit = tl.full((), float("-inf"), tl.float32)
-        for start in range(0, V, TILE):
-            token = start + tl.arange(0, TILE)
-            x = tl.load(row_logits + token, mask=token < V, other=float("-inf")).to(tl.float32)
-            max_logit = tl.maximum(max_logit, tl.max(x, 0))
-        inv_temperature = 1.0 / temperature
-        key = tl.full((), -(2**31), tl.int32)
-        if top_k > 0:
-            count = top_k.to(tl.float32)
-            key = _search(row_logits, key, count, max_logit, inv_temperature, V, TILE, True)
-        if top_p < 1:
-            total_weight = 0.0
-            for start in range(0, V, TILE):
-                token = start + tl.arange(0, TILE)
-                x = tl.load(row_logits + token, mask=token < V, other=float("-inf")).to(tl.float32)
-                kept = (token < V) & (_to_key(x) >= key)
-                weight = tl.exp((x - max_logit) * inv_temperature)
-                total_weight += tl.sum(tl.where(kept, weight, 0.0), 0)
-            target = top_p * total_weight
-            key = tl.maximum(
-                key, _search(row_logits, key, target, max_logit, inv_temperature, V, TILE, False)
+    """The smallest logit that the filters of a row keep. `total` is the weight of all tokens."""
+    threshold = tl.full((), LOWEST, tl.float32)
+    if top_k > 0:
+        k = top_k.to(tl.float32)
+        for measure in tl.static_range(2):
+            threshold = _search(
+                logits, listed, maxima, threshold, k, max_logit, scale, V, CHUNK, TILE,
+                "tokens" if measure else "chunks",
             )
-        # The most likely token stays, even if rounding leaves no token above the threshold.
-        threshold = tl.where((top_k > 0) | (top_p < 1), _from_key(key), threshold)
-        threshold = tl.minimum(threshold, max_logit)
-        if min_p > 0:
-            threshold = tl.maximum(threshold, max_logit + temperature * tl.log(min_p))
-    tl.store(thresholds + row, threshold)
-
-
-@triton.jit
-def _weigh_chunks(
-    logits, temperatures, thresholds, chunk_max, chunk_argmax, chunk_sum,
-    V: tl.constexpr, CHUNK: tl.constexpr,
-):
-    """One program finds the maximum, its token and the sum of weights of one chunk of one row."""
-    row, chunk, num_chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=float("-inf"))
-    x = x.to(tl.float32)
-    max_logit = tl.max(x, 0)
-    temperature = tl.load(temperatures + row)
-    kept = (token < V) & (x >= tl.load(thresholds + row)) & (x > float("-inf"))
-    weight = tl.exp((x - max_logit) / tl.where(temperature > 0, temperature, 1.0))
-    index = row * num_chunks + chunk
-    tl.store(chunk_max + index, max_logit)
-    tl.store(chunk_argmax + index, chunk * CHUNK + tl.argmax(x, 0))
-    tl.store(chunk_sum + index, tl.sum(tl.where(kept, weight, 0.0), 0))
+        kept = _weigh_kept(
+            logits, listed, sums, maxima, threshold, max_logit, scale, V, CHUNK, TILE
+        )
+        total = tl.sum(kept, 0)
+    if top_p < 1:
+        # V tokens below this bound together weigh less than 1 - p of the total.
+        bound = max_logit + temperature * tl.log((1.0 - top_p) * total / V)
+        threshold = _search(
+            logits, listed, maxima, tl.maximum(threshold, bound), top_p * total, max_logit, scale,
+            V, CHUNK, TILE, "weights",
+        )
+    if min_p > 0:
+        threshold = tl.maximum(threshold, max_logit + temperature * tl.log(min_p))
+    # The most likely token stays, whatever was rounded.
+    return tl.maximum(tl.minimum(threshold, max_logit), LOWEST)
 
 
 @triton.jit
@@ -157,41 +205,64 @@ def _uniform(seed, position):
 
 
 @triton.jit
+def _first_above(weight, target):
+    """The first index of positive weight at which the cumulative weight exceeds `target`.
+
+    The weight must be tested, because a GPU adds in the order of a tree: a cumulative sum may
+    change in the last place where the weight is 0. If no sum exceeds the target, by rounding, the
+    result is the last index of positive weight.
+    """
+    index = tl.arange(0, weight.shape[0])
+    last = tl.max(tl.where(weight > 0, index, 0), 0)
+    exceeds = (weight > 0) & (tl.cumsum(weight, 0) > target)
+    return tl.min(tl.where(exceeds, index, last), 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=[
+    "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions",
+])
 def _draw(
-    logits, temperatures, thresholds, chunk_max, chunk_argmax, chunk_sum, seeds, positions, tokens,
-    num_chunks, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, chunk_max, chunk_sum, chunk_ids,
+    tokens, V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
 ):
-    """One program draws the token of one row; the most likely one at temperature 0."""
+    """One program draws the token of one row: at temperature 0 the first of the largest logits."""
     row = tl.program_id(0)
-    temperature = tl.load(temperatures + row)
+    logits += row.to(tl.int64) * V
+    sums, listed = chunk_sum + row * CHUNKS, chunk_ids + row * CHUNKS
     chunk = tl.arange(0, CHUNKS_PAD)
-    index, in_range = row * num_chunks + chunk, chunk < num_chunks
-    maxima = tl.load(chunk_max + index, mask=in_range, other=float("-inf"))
+    maxima = tl.load(chunk_max + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     max_logit = tl.max(maxima, 0)
+    temperature = tl.load(temperatures + row)
+    scale = _scale(temperature)
     if temperature > 0:
-        weight = tl.load(chunk_sum + index, mask=in_range, other=0.0)
-        weight = tl.where(weight > 0, weight * tl.exp((maxima - max_logit) / temperature), 0.0)
-        cumulative = tl.cumsum(weight, 0)
-        u = _uniform(tl.load(seeds + row), tl.load(positions + row))
-        target = u * tl.sum(weight, 0)
-        # If rounding keeps every cumulative weight at or below the target, the last chunk with a
-        # nonzero weight is chosen. The same holds for the token below.
-        last = tl.max(tl.where(weight > 0, chunk, 0), 0)
-        chosen = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), last)
-        remainder = target - tl.sum(tl.where(chunk < chosen, weight, 0.0), 0)
-        token = chosen * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=float("-inf"))
-        x = x.to(tl.float32)
-        kept = (token < V) & (x >= tl.load(thresholds + row)) & (x > float("-inf"))
-        weight = tl.where(kept, tl.exp((x - max_logit) / temperature), 0.0)
-        last = tl.max(tl.where(weight > 0, tl.arange(0, CHUNK), 0), 0)
-        offset = tl.sum((tl.cumsum(weight, 0) <= remainder).to(tl.int32), 0)
-        drawn = chosen * CHUNK + tl.minimum(offset, last)
+        u = _uniform(tl.load(seeds + row), tl.load(positions + row)).to(tl.float32)
+        weight = tl.load(sums + chunk, mask=chunk < CHUNKS, other=0.0)
+        weight = tl.where(weight > 0, weight * tl.exp2((maxima - max_logit) * scale), 0.0)
+        threshold = tl.full((), LOWEST, tl.float32)
+        top_k, top_p, min_p = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+        if (top_k > 0) | (top_p < 1) | (min_p > 0):
+            threshold = _threshold(
+                logits, listed, sums, maxima, tl.sum(weight, 0), max_logit, temperature, scale,
+                top_k, top_p, min_p, V, CHUNK, TILE,
+            )
+            weight = _weigh_kept(
+                logits, listed, sums, maxima, threshold, max_logit, scale, V, CHUNK, TILE
+            )
     else:
-        first = tl.min(tl.where(in_range & (maxima == max_logit), chunk, CHUNKS_PAD), 0)
-        drawn = tl.load(chunk_argmax + row * num_chunks + tl.minimum(first, num_chunks - 1))
-    # Comparisons with NaN could select a token outside the vocabulary.
-    tl.store(tokens + row, tl.minimum(drawn, V - 1).to(tl.int64))
+        u = tl.full((), 0.0, tl.float32)
+        threshold = max_logit
+        weight = tl.where(maxima >= max_logit, 1.0, 0.0)
+    target = u * tl.sum(weight, 0)
+    chosen = _first_above(weight, target)
+    remainder = target - tl.sum(tl.where(chunk < chosen, weight, 0.0), 0)
+    token = chosen * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + token, mask=token < V, other=float("-inf")).to(tl.float32)
+    # The difference of infinite logits is NaN, so a row of temperature 0 does not use it.
+    weight = tl.where(temperature > 0, tl.exp2((x - max_logit) * scale), 1.0)
+    token = chosen * CHUNK + _first_above(tl.where(x >= threshold, weight, 0.0), remainder)
+    # Without a positive weight, as in a row of NaN, the token could be outside the vocabulary.
+    tl.store(tokens + row, tl.minimum(token, V - 1).to(tl.int64))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -200,10 +271,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     A filter keeps all tokens whose logits equal its threshold. A row of NaN gives some valid token.
     """
     (num_rows, vocab_size), device = logits.shape, logits.device
-    num_chunks = triton.cdiv(vocab_size, CHUNK)
-    thresholds = torch.empty(num_rows, dtype=torch.float32, device=device)
+    num_programs = -(-vocab_size // (CHUNK * WEIGHED))
+    num_chunks = num_programs * WEIGHED
     chunk_max = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
-    chunks = chunk_max, torch.empty_like(chunk_max, dtype=torch.int32), torch.empty_like(chunk_max)
+    chunk_sum = torch.empty_like(chunk_max)
+    chunk_ids = torch.empty_like(chunk_max, dtype=torch.int32)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
     temperature, filters, known = batch.temperature, {**batch.filters}, {"top_k", "top_p", "min_p"}
     if unknown := filters.keys() - known:
@@ -211,15 +283,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     for name in known - filters.keys():
         like = batch.seeds if name == "top_k" else temperature
         filters[name] = torch.full_like(like, FILTERS[name])
-    _threshold[(num_rows,)](
-        logits, temperature, filters["top_k"], filters["top_p"], filters["min_p"], thresholds,
-        V=vocab_size, TILE=min(TILE, triton.next_power_of_2(vocab_size)), num_warps=16,
-    )
-    _weigh_chunks[(num_rows, num_chunks)](
-        logits, temperature, thresholds, *chunks, V=vocab_size, CHUNK=CHUNK, num_warps=4
+    _weigh_chunks[(num_rows, num_programs)](
+        logits, temperature, chunk_max, chunk_sum,
+        V=vocab_size, CHUNK=CHUNK, TILE=WEIGHED, num_warps=4, **COMPILE_OPTIONS,
     )
     _draw[(num_rows,)](
-        logits, temperature, thresholds, *chunks, batch.seeds, batch.positions, tokens, num_chunks,
-        V=vocab_size, CHUNK=CHUNK, CHUNKS_PAD=triton.next_power_of_2(num_chunks), num_warps=4,
+        logits, temperature, filters["top_k"], filters["top_p"], filters["min_p"], batch.seeds,
+        batch.positions, chunk_max, chunk_sum, chunk_ids, tokens,
+        V=vocab_size, CHUNK=CHUNK, TILE=LOADED, CHUNKS=num_chunks,
+        CHUNKS_PAD=next_power_of_2(num_chunks), num_warps=8, **COMPILE_OPTIONS,
     )
     return tokens

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.gpu.kernels.configs import COMPILE_OPTIONS, next_power_of_2
+
 # One program computes this many heads.
 HEADS = 8
 
@@ -86,10 +88,10 @@ def norm_rope_store(
     assert cos.shape[-1] == sin.shape[-1] == head_dim
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     norm = q_weight is not None and k_weight is not None
-    _norm_rope_store[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))](
+    _norm_rope_store[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS))](
         qkv, q_weight if norm else qkv, k_weight if norm else qkv, cos, sin, slot_mapping,
         q, k_cache, v_cache, eps,
-        H=num_heads, K=num_kv_heads, D=head_dim, HALF_PAD=triton.next_power_of_2(head_dim // 2),
-        BLOCK=block_size, NORM=norm, HEADS=HEADS, num_warps=4,
+        H=num_heads, K=num_kv_heads, D=head_dim, HALF_PAD=next_power_of_2(head_dim // 2),
+        BLOCK=block_size, NORM=norm, HEADS=HEADS, num_warps=4, **COMPILE_OPTIONS,
     )
     return q
