@@ -353,12 +353,15 @@ def test_a_hidden_token_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (exceeds | (chosen == weights.nonzero().max())).all()
 
 
-@pytest.mark.slow
-def test_sample_gives_tokens_of_the_vocabulary_for_nan() -> None:
-    """The logits of a padding row come from the null block and may be NaN."""
+@pytest.mark.parametrize("value", [NAN, float("-inf")])
+def test_sample_says_that_there_is_no_token(value: float) -> None:
+    """-1 for a row without a logit above -inf; a padding row reads the null block, which may be NaN."""
     batch = sampling_batch(8, torch.Generator().manual_seed(1))
-    actual = sampling.sample(torch.full((8, 300), NAN), batch)
-    assert all(0 <= token < 300 for token in actual.tolist())
+    logits = torch.full((8, 300), value)
+    assert sampling.sample(logits, batch).tolist() == [-1] * 8
+    logits = torch.full((8, 300), float("-inf"))
+    logits[:, 7] = -1000.0
+    assert sampling.sample(logits, batch).tolist() == [7] * 8
 
 
 @pytest.mark.slow

@@ -261,14 +261,15 @@ def _draw(
     # The difference of infinite logits is NaN, so a row of temperature 0 does not use it.
     weight = tl.where(temperature > 0, tl.exp2((x - max_logit) * scale), 1.0)
     token = chosen * CHUNK + _first_above(tl.where(x >= threshold, weight, 0.0), remainder)
-    # Without a positive weight, as in a row of NaN, the token could be outside the vocabulary.
-    tl.store(tokens + row, tl.minimum(token, V - 1).to(tl.int64))
+    # Without a positive weight the token could be outside the vocabulary.
+    token = tl.where(max_logit > float("-inf"), tl.minimum(token, V - 1), -1)
+    tl.store(tokens + row, token.to(tl.int64))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample token ids [R] int64 from logits [R, V] of any floating-point dtype, contiguous.
 
-    A filter keeps all tokens whose logits equal its threshold. A row of NaN gives some valid token.
+    A filter keeps all tokens whose logits equal its threshold. A row of NaN or -inf gives -1.
     """
     (num_rows, vocab_size), device = logits.shape, logits.device
     num_programs = -(-vocab_size // (CHUNK * WEIGHED))
