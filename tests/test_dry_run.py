@@ -52,8 +52,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]
 def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Future], family: str) -> None:
     found = runs[family].result()["found"]
     for run in found:
-        assert run["plain difference"] < 1e-3, run["options"]
-        assert run["ruled difference"] < 1e-3, run["options"]
+        assert run["plain is right"], run["options"]
+        assert run["ruled is right"], run["options"]
         assert (run["preemptions"] > 0) == (run["options"]["num_kvcache_blocks"] < 99)
 
 
