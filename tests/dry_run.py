@@ -388,7 +388,7 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
 
 
 def serve(dtype: str, num_runs: str, directory: str) -> Any:
-    """A mixed workload: waits, variants, and whether the answers are those of the CPU engine."""
+    """A mixed workload: waits, variants and, in float32, whether the answers are a CPU's."""
     rng = random.Random(0)
     prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 40))] for _ in range(8)]
     prompts[1] = [*prompts[0], 5]  # a shared prefix
@@ -401,8 +401,10 @@ def serve(dtype: str, num_runs: str, directory: str) -> Any:
         for kind, fields in SAMPLING.items()
     }  # fmt: skip
     base = OPTIONS | dict(dtype=dtype, max_num_seqs=5, max_num_batched_tokens=48, max_model_len=80)
-    cpu = LLM(directory, device="cpu", attention_backend="sdpa", **base)
-    wanted = {k: numbers(cpu.generate(prompts, p, use_tqdm=False)) for k, p in sampling.items()}
+    wanted = {}
+    if dtype == "float32":  # lower precision has near-ties
+        cpu = LLM(directory, device="cpu", attention_backend="sdpa", **base)
+        wanted = {k: numbers(cpu.generate(prompts, p, use_tqdm=False)) for k, p in sampling.items()}
     runs = []
     for eager, overlap, blocks in RUNS[: int(num_runs)]:
         options = dict(enforce_eager=eager, async_scheduling=overlap)
@@ -419,8 +421,9 @@ def serve(dtype: str, num_runs: str, directory: str) -> Any:
                 llm.generate(prompts[:1], params[:1], use_tqdm=False)  # a sequence alone
                 found = numbers(llm.generate(prompts, params, use_tqdm=False))
             run[f"{kind} waits"] = dict(GPU.waits)
-            pairs = zip_longest(found, wanted[kind], fillvalue=1e9)
-            run[f"{kind} is right"] = all(abs(a - b) < 1e-3 for a, b in pairs)
+            if kind in wanted:
+                pairs = zip_longest(found, wanted[kind], fillvalue=1e9)
+                run[f"{kind} is right"] = all(abs(a - b) < 1e-3 for a, b in pairs)
         run["preemptions"] = llm.stats()["preemptions"]
         run["variants at start"] = list(GPU.variants.values())[:num_at_start]
         run["variants while serving"] = list(GPU.variants.values())[num_at_start:]

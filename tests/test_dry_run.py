@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from conftest import make_checkpoint
 
+pytestmark = pytest.mark.slow  # five processes, two at a time
+
 ROOT = Path(__file__).parent.parent
 SCENARIOS = {
     "qwen3": ("serve", "float32", "4", "qwen3"),
@@ -60,10 +62,10 @@ def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Future], family: str
 def test_the_host_waits_for_tokens_only(runs: dict[str, Future]) -> None:
     """Without rules; with overlap only when no step is left to launch."""
     for run in runs["qwen3"].result()["found"]:
-        ((where, count),) = run["plain waits"].items()
-        assert where.startswith("the last event at nanovllm/runner/model_runner.py:")
+        waits = run["plain waits"]
+        assert all(x.startswith("the last event at nanovllm/runner/") for x in waits), waits
         if run["options"]["async_scheduling"]:
-            assert count < 10
+            assert sum(waits.values()) < 10, waits
 
 
 def test_a_steady_decode_waits_for_nothing(runs: dict[str, Future]) -> None:
