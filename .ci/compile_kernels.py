@@ -6,6 +6,7 @@
 Triton can compile without a GPU. The script calls the functions of nanovllm.gpu.kernels with tensors of
 the real dtypes and intercepts each launch before Triton looks for a device. It therefore compiles
 what a GPU would run, with the specializations that Triton derives from the arguments.
+tests/dry_run.py runs whole engines and checks that this script compiles every variant that they meet.
 
 It checks that every kernel compiles within the shared memory of the target, that the bfloat16 and
 float16 decode kernels spill no registers on sm_90, and that float32 kernels do not use TF32.
@@ -19,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -47,71 +50,116 @@ TARGETS = {
 # One head size for each row of the tile table, and on sm_90 also sizes that are padded.
 HEAD_DIMS = (64, 128, 256)
 PADDED_HEAD_DIMS = (32, 80, 96)
+# (H, K): query heads and KV heads. The first is compiled for every target and head size, the others,
+# whose groups are 1, 5, 7 and 8 query heads, for sm_90 with a head size of 128.
+HEADS = ((16, 8), (8, 8), (40, 8), (28, 4), (64, 8))
 
 
-class Launch(NamedTuple):
-    kernel: JITFunction
-    args: tuple
-    kwargs: dict
-    label: str
+@cache
+def binder(kernel: JITFunction, target: GPUTarget) -> tuple[Any, Callable]:
+    backend = make_backend(target)
+    return backend, create_function_from_signature(kernel.signature, kernel.params, backend)
 
 
-def launches(gpu: GpuInfo, dtype: torch.dtype, head_dim: int) -> list[Launch]:
-    """The launches of the package for one head size; kernels without one are included with 64."""
-    caught: dict[str, Launch] = {}
-    label = f"{dtype} D={head_dim}".removeprefix("torch.")
+class Variant:
+    """A kernel as Triton's JITFunction.run specializes it for the arguments of a launch."""
 
-    def catch(self, *args, grid, warmup, **kwargs):
-        caught.setdefault(self.__name__, Launch(self, args, kwargs, label))
+    def __init__(self, kernel: JITFunction, target: GPUTarget, args: tuple, kwargs: dict) -> None:
+        backend, bind = binder(kernel, target)
+        kwargs = kwargs | {"debug": False}
+        self.kernel = kernel
+        self.arguments, *rest = bind(*args, **kwargs)
+        self.key = f"{kernel.__name__} {rest}"  # equal for launches that share a compiled kernel
+        self.pack = partial(kernel._pack_args, backend, kwargs, self.arguments, *rest)
+
+    @cached_property
+    def packed(self) -> tuple[Any, dict[str, str], dict, dict]:
+        """(options, type of each argument, constants and attributes by index of the argument)."""
+        return self.pack()
+
+    @property
+    def flags(self) -> list[str]:
+        """The constants that are no sizes: booleans, and numbers that Triton found to be 1."""
+        params, (_, _, constants, _) = self.kernel.params, self.packed
+        named = [(params[at], value) for (at, *_), value in constants.items()]
+        return [f"{p.name}={x}" for p, x in named if isinstance(x, bool) or not p.is_constexpr]
+
+    @property
+    def group(self) -> int:
+        """The query heads per KV head that a tile packs; 0 for a kernel without such tiles."""
+        return self.arguments["H"] // self.arguments["K"] if "M" in self.arguments else 0
+
+    @property
+    def text(self) -> str:
+        """The variant apart from its sizes; ":16" marks what is a multiple of 16."""
+        _, signature, _, attributes = self.packed
+        types = [
+            f"{name}:{dtype}{':16' if attributes.get((at,)) else ''}"
+            for at, (name, dtype) in enumerate(signature.items())
+            if dtype != "constexpr"
+        ]
+        return " ".join([self.kernel.__name__, *types, *self.flags])
+
+
+def variants(name: str, dtype: torch.dtype, head_dim: int) -> list[Variant]:
+    """The kernels of the package for TARGETS[name]; those without a head size come with D = 64."""
+    target, shared_memory_kib, half = TARGETS[name]
+    gpu = GpuInfo(shared_memory_kib)
+    caught: dict[tuple[str, int], Variant] = {}
+
+    def catch(kernel, *args, grid, warmup, **kwargs):
+        variant = Variant(kernel, target, args, kwargs)
+        caught.setdefault((variant.text, variant.group), variant)
 
     run, JITFunction.run = JITFunction.run, catch
     try:
-        num_heads, num_kv_heads, block_size = 16, 8, 16
-        cache = torch.empty((4, num_kv_heads, block_size, head_dim), dtype=dtype)
-        q = torch.empty((32, num_heads, head_dim), dtype=dtype)
-        tables = torch.zeros((32, 16), dtype=torch.int32)
-        lens = torch.ones(32, dtype=torch.int64)
-        starts = torch.arange(33, dtype=torch.int32)
-        tile = prefill_tile(gpu, head_dim, dtype)
-        tiles = attention.query_tiles(starts, 32, tile.num_rows // (num_heads // num_kv_heads))
-        attention.attend(q, cache, cache, tiles, starts, lens, tables, tile, q)
-        tile = decode_tile(gpu, head_dim, dtype)
-        attention.attend_decode(q, cache, cache, lens, tables, tile, 8, q)
-        qkv = torch.empty((32, (num_heads + 2 * num_kv_heads) * head_dim), dtype=dtype)
-        weight, cos = (
-            torch.empty(head_dim, dtype=dtype),
-            torch.empty((32, 1, head_dim), dtype=dtype),
-        )
-        store.norm_rope_store(qkv, weight, weight, 1e-6, cos, cos, lens, cache, cache)
+        launch_layer(gpu, dtype, head_dim, *HEADS[0])
+        if (name, dtype, head_dim) == ("sm_90", half, 128):
+            for heads in HEADS[1:]:
+                launch_layer(gpu, dtype, head_dim, *heads)
         if head_dim == HEAD_DIMS[0]:
-            label = label.split()[0]
             x = torch.empty((32, 4096), dtype=dtype)
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
+            pointwise.add_rms_norm(x, None, x[0], 1e-6)
             pointwise.silu_and_mul(x)
-            row, ids = torch.ones(32), torch.ones(32, dtype=torch.int64)
-            batch = SamplingBatch(row, ids, ids, {"top_k": ids, "top_p": row, "min_p": row})
-            sampling.sample(torch.empty((32, 151_936), dtype=dtype), batch)
+            # The vocabulary of the embedded model is a single chunk.
+            for num_rows, vocab_size in ((32, 151_936), (1, 151_936), (32, 1042)):
+                row, ids = torch.ones(num_rows), torch.ones(num_rows, dtype=torch.int64)
+                batch = SamplingBatch(row, ids, ids, {"top_k": ids, "top_p": row, "min_p": row})
+                sampling.sample(torch.empty((num_rows, vocab_size), dtype=dtype), batch)
     finally:
         JITFunction.run = run
     return list(caught.values())
 
 
-def compile_one(name: str, launch: Launch) -> tuple[str, list[str]]:
+def launch_layer(
+    gpu: GpuInfo, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int
+) -> None:
+    """The kernels between the projections: of 32 sequences and of one, with and without norms."""
+    cache = torch.empty((4, kv_heads, 16, head_dim), dtype=dtype)
+    wide, narrow = prefill_tile(gpu, head_dim, dtype), decode_tile(gpu, head_dim, dtype)
+    weight = torch.empty(head_dim, dtype=dtype)
+    for num in (32, 1):
+        q = torch.empty((num, heads, head_dim), dtype=dtype)
+        tables = torch.zeros((num, 16), dtype=torch.int32)
+        lens = torch.ones(num, dtype=torch.int64)
+        starts = torch.arange(num + 1, dtype=torch.int32)
+        tiles = attention.query_tiles(starts, num, wide.num_rows // (heads // kv_heads))
+        attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, q)
+        attention.attend_decode(q, cache, cache, lens, tables, narrow, 8, q)
+        qkv = torch.empty((num, (heads + 2 * kv_heads) * head_dim), dtype=dtype)
+        cos = torch.empty((num, 1, head_dim), dtype=dtype)
+        for norm in (weight, None):
+            store.norm_rope_store(qkv, norm, norm, 1e-6, cos, cos, lens, cache, cache)
+
+
+def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]]:
     """Compile for TARGETS[name]; return (row of the table, errors)."""
     target, limit_kib, _ = TARGETS[name]
-    kernel, label = launch.kernel, launch.label
-    backend = make_backend(target)
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    kwargs = launch.kwargs | {"debug": False}
-    bound, specialization, options = bind(*launch.args, **kwargs)
-    options, signature, constexprs, attrs = kernel._pack_args(
-        backend, kwargs, bound, specialization, options
-    )
+    kernel, (options, *specialized) = variant.kernel, variant.packed
     title, start = f"{name}: {kernel.__name__} ({label})", time.perf_counter()
     try:
-        compiled = triton.compile(
-            ASTSource(kernel, signature, constexprs, attrs), target, options.__dict__
-        )
+        compiled = triton.compile(ASTSource(kernel, *specialized), target, options.__dict__)
     except Exception as error:
         return title, [f"{title}: {type(error).__name__}: {error}"]
     seconds = time.perf_counter() - start
@@ -127,7 +175,7 @@ def compile_one(name: str, launch: Launch) -> tuple[str, list[str]]:
     if "float32" in label and re.search(r"\btf32\b", compiled.asm.get("ptx", "")):
         errors.append(f"{title}: TF32 in a float32 kernel")
     row = (
-        f"{name:7} {kernel.__name__:16} {label:18} warps {options.num_warps:2} stages "
+        f"{name:7} {kernel.__name__:16} {label:34} warps {options.num_warps:2} stages "
         f"{options.num_stages} shared {shared:6} registers {registers:>3} spills {spills:>3} "
         f"{seconds:5.1f} s"
     )
@@ -159,8 +207,11 @@ def jobs(name: str) -> list[tuple[str, torch.dtype, int]]:
 
 def run_job(job: tuple[str, torch.dtype, int]) -> list[tuple[str, list[str]]]:
     name, dtype, head_dim = job
-    gpu = GpuInfo(shared_memory_kib=TARGETS[name][1])
-    return [compile_one(name, launch) for launch in launches(gpu, dtype, head_dim)]
+    size = f"{dtype} D={head_dim}".removeprefix("torch.")
+    return [
+        compile_one(name, " ".join([size, f"G={variant.group}", *variant.flags]), variant)
+        for variant in variants(*job)
+    ]
 
 
 def main() -> int:

@@ -1,0 +1,563 @@
+"""A dry run of the CUDA path without a GPU, on a model of the device.
+
+    python tests/dry_run.py serve DTYPE RUNS DIRECTORY    tokens, waits and kernel variants
+    python tests/dry_run.py decode DIRECTORY              launches and waits of a decode of 256 sequences
+    python tests/dry_run.py faults DIRECTORY              what the model must refuse or notice
+
+Each prints JSON, which test_dry_run.py checks. It needs a process of its own: torch.cuda is replaced,
+and the kernels are imported without TRITON_INTERPRET.
+
+A CudaTensor claims to be on cuda:0 and holds a tensor of the CPU. Gpu, a dispatch mode, sees each
+operation, and refuses or counts what a GPU would. A graph is a list of what ran in its capture.
+Triton specializes each launch for its real arguments; a plain reference computes the result.
+"""
+
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parent.parent / ".ci"))
+
+import compile_kernels
+import references
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import SamplingBatch
+from nanovllm.gpu import graphs
+from nanovllm.gpu.kernels import pointwise
+from nanovllm.models import layers, sampler
+from nanovllm.models.qwen3 import DecoderLayer, Qwen3
+
+ROOT = f"{Path(__file__).parent.parent}/"
+DEVICE = torch.device("cuda", 0)
+TARGET, SHARED_MEMORY_KIB, _ = compile_kernels.TARGETS["sm_90"]
+
+
+class CudaTensor(torch.Tensor):
+    """`inner` holds the data. C++ sees device meta, because a CPU build has no code for CUDA."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_dispatch__ = None  # Gpu handles all operations
+    device = property(lambda self: DEVICE)
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "CudaTensor":
+        place = dict(strides=inner.stride(), storage_offset=inner.storage_offset())
+        with torch.inference_mode(False):
+            self = torch.Tensor._make_wrapper_subclass(
+                cls, inner.shape, dtype=inner.dtype, device="meta", **place
+            )
+        self.inner = inner
+        return self
+
+    def data_ptr(self) -> int:
+        """An allocation is aligned; a slice of it may not be."""
+        return 4096 + self.inner.storage_offset() * self.inner.element_size()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    # In C++ a list of indices would become a tensor of meta. On a GPU it is copied from the host.
+    def __getitem__(self, index: Any) -> Tensor:
+        return super().__getitem__(torch.LongTensor(index) if isinstance(index, list) else index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(torch.LongTensor(index) if isinstance(index, list) else index, value)
+
+
+def unwrap(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(unwrap, x))
+    return x.inner if isinstance(x, CudaTensor) else x
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    if isinstance(x, (list, tuple)):
+        return [tensor for y in x for tensor in tensors_in(y)]
+    return [x] if isinstance(x, Tensor) else []
+
+
+def spoil(*tensors: Tensor) -> None:
+    """Write what uninitialized memory may hold."""
+    for x in tensors:
+        x.fill_(float("nan") if x.is_floating_point() else x.dtype == torch.bool or 10**6 + 7)
+
+
+# The host needs the result of these, or its size.
+READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount", "_unique2"}
+INDEXING = {"index", "index_put_", "_index_put_impl_"}
+
+
+class Gpu(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.capture: Graph | None = None
+        self.arrivals: list[Callable[[], None]] = []  # copies to the host that have not arrived
+        self.strict = False  # whether a wait is an error
+        self.variants: dict[str, str] = {}  # Triton's key -> what it stands for
+        self.all_variants: set[str] = set()  # `variants` of all engines
+        self.reset()
+
+    def reset(self) -> None:
+        self.waits: Counter[str] = Counter()
+        self.launches = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """True would make torch import its compiler, which takes seconds."""
+        return False
+
+    def refuse_in_capture(self, what: str) -> None:
+        if self.capture is not None:
+            raise RuntimeError(f"in a capture: {what} at {site()}")
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device."""
+        self.refuse_in_capture(what)
+        self.waits[f"{what} at {site()}"] += 1
+        if self.strict:
+            raise RuntimeError(f"a wait: {what} at {site()}")
+
+    @torch.inference_mode()
+    def finish(self, arrivals: list[Callable[[], None]]) -> None:
+        for arrive in [x for x in self.arrivals if x in arrivals]:
+            arrive()
+            self.arrivals.remove(arrive)
+
+    def synchronize(self) -> None:
+        self.wait("synchronize")
+        self.finish(self.arrivals)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
+        device = kwargs.get("device")
+        tensors = tensors_in(args) + tensors_in(list(kwargs.values()))
+        host = [x for x in tensors if not isinstance(x, CudaTensor)]
+        to_host = device is not None and torch.device(device).type == "cpu"
+        if len(host) == len(tensors) and (device is None or to_host):
+            return self.run_on_host(func, name, args, kwargs)
+        if func.namespace == "aten" and func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        if name in ("copy_", "_to_copy") and (host or to_host):
+            return self.transfer(func, name, args, kwargs)
+        for x in host:
+            if x.dim() and (name not in INDEXING or x is args[0]):
+                raise RuntimeError(f"{func} mixes cpu and cuda at {site()}")
+            if x.dim():
+                self.wait(f"{name} by indices of the host")
+        masked = name in INDEXING and any(x.dtype == torch.bool for x in tensors_in(args[1]))
+        if name in READS or masked:
+            self.wait(name)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse_in_capture(f"random numbers of {name}")
+        return self.execute(func, name, args, kwargs)
+
+    def run_on_host(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Pinned memory is ordinary memory with a mark."""
+        if name == "is_pinned":
+            return False
+        if name in ("pin_memory", "_pin_memory"):
+            func, kwargs = torch.ops.aten.clone.default, {"pin_memory": True}
+        pinned = kwargs.pop("pin_memory", False)
+        found = func(*args, **kwargs)
+        if pinned:
+            self.refuse_in_capture("pinned memory is allocated")
+            found.has_been_pinned = True
+        return found
+
+    def transfer(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
+        """Copy between host and device, asynchronously if the host's memory is pinned."""
+        self.refuse_in_capture("a copy between host and device")
+        non_blocking = kwargs.pop("non_blocking", args[2:] == (True,))
+        pinned = any(hasattr(x, "has_been_pinned") for x in tensors_in(args))
+        if not (non_blocking and pinned):
+            self.wait("a copy between host and device")
+        if name == "_to_copy":
+            found = func(*unwrap(args), **kwargs | {"device": "cpu"}).clone()
+            return found if isinstance(args[0], CudaTensor) else CudaTensor(found)
+        target, data = unwrap(args[0]), unwrap(args[1]).clone()
+        if target is args[0] and non_blocking and pinned:
+            spoil(target)
+            self.arrivals.append(lambda: target.copy_(data))
+        else:
+            target.copy_(data)
+        return args[0]
+
+    def execute(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Run an operation of the device, which is a launch unless it allocates or makes a view."""
+        if "device" in kwargs:
+            kwargs["device"] = "cpu"
+        call = partial(func, *unwrap(args), **{key: unwrap(x) for key, x in kwargs.items()})
+        found = call()
+        written = [
+            x for x, a in zip(args, func._schema.arguments, strict=False)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]  # fmt: skip
+        if name.startswith(("empty", "new_empty")):
+            spoil(found)
+            if self.capture is not None:
+                self.capture.owned.append(found)
+        elif written or not any(x.alias_info for x in func._schema.returns):
+            self.launch(call, [] if written else tensors_in(found))
+        return written[0] if written else tree_map_only(Tensor, CudaTensor, found)
+
+    def launch(self, call: Callable[[], Any], results: list[Tensor]) -> None:
+        self.launches += 1
+        if self.capture is not None:
+            self.capture.owned += results
+            self.capture.calls.append((call, results))
+
+    def launch_kernel(self, kernel: JITFunction, args: Any, kwargs: Any) -> None:
+        variant = compile_kernels.Variant(kernel, TARGET, args, kwargs)
+        if variant.key not in self.variants:
+            self.variants[variant.key] = variant.text
+            self.all_variants.add(variant.text)
+        for key, x in variant.arguments.items():
+            if isinstance(x, Tensor) and not isinstance(x, CudaTensor):
+                raise RuntimeError(f"{kernel.__name__} mixes cpu and cuda: {key} at {site()}")
+            assert not isinstance(x, Tensor) or x.is_contiguous(), (kernel.__name__, key)
+        arguments = SimpleNamespace(**{key: unwrap(x) for key, x in variant.arguments.items()})
+        call = partial(REFERENCES[kernel.__name__], arguments)
+        with _disable_current_modes():
+            call()
+        self.launch(call, [])
+
+
+class Graph:
+    def __init__(self) -> None:
+        self.owned: list[Tensor] = []  # what it allocates
+        self.calls: list[tuple[Callable[[], Any], list[Tensor]]] = []  # each with its results
+
+    def replay(self) -> None:
+        GPU.launches += len(self.calls)
+        with _disable_current_modes():
+            # Another graph of the pool may have used the memory meanwhile.
+            spoil(*self.owned)
+            for call, results in self.calls:
+                for result, x in zip(results, tensors_in(call()), strict=False):
+                    result.copy_(x)
+
+
+class Event:
+    def record(self) -> None:
+        self.arrivals, self.launched = list(GPU.arrivals), GPU.launches
+
+    def synchronize(self) -> None:
+        """It counts as a wait if it leaves the device without work."""
+        GPU.refuse_in_capture("a wait for an event")
+        if GPU.launches == self.launched:
+            GPU.wait("the last event")
+        GPU.finish(self.arrivals)
+
+
+def site() -> str:
+    """file:line of the innermost frame that is neither torch's nor a method of this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(ROOT) and not (path == __file__ and "self" in frame.f_locals):
+            return f"{path.removeprefix(ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "?"
+
+
+GPU = Gpu()
+
+
+# ---- the plain reference of each kernel, which reads and writes the launch's arguments by name ----
+
+
+def attend(a: Any, starts: Tensor) -> None:
+    found = references.attend(a.q, a.k_cache, a.v_cache, starts, a.context_lens, a.block_tables)
+    a.out.copy_(found)
+
+
+def norm_rope_store(a: Any) -> None:
+    norms = (a.q_weight, a.k_weight) if a.NORM else (None, None)
+    cache = a.slot_mapping, a.k_cache, a.v_cache
+    a.q_out.copy_(references.norm_rope_store(a.qkv, *norms, a.eps, a.cos, a.sin, *cache))
+
+
+def add_rms_norm(a: Any) -> None:
+    out, total = layers.add_rms_norm(a.x, a.residual if a.ADD else None, a.weight, a.eps)
+    a.out.copy_(out)
+    a.total.copy_(total)
+
+
+def threshold(a: Any) -> None:
+    filters = {"top_k": a.top_ks, "top_p": a.top_ps, "min_p": a.min_ps}
+    batch = SamplingBatch(a.temperatures, a.top_ks, a.top_ks, filters)
+    hidden = sampler.filtered_logits(a.logits, batch, sampler.FILTER_FUNCTIONS) == sampler.HIDDEN
+    a.thresholds.copy_(a.logits.float().masked_fill(hidden, float("inf")).amin(1))
+
+
+def draw(a: Any) -> None:
+    kept = a.logits.float()
+    kept = kept.masked_fill(kept < a.thresholds[:, None], sampler.HIDDEN)
+    a.tokens.copy_(sampler.sample(kept, SamplingBatch(a.temperatures, a.seeds, a.positions, {})))
+
+
+REFERENCES: dict[str, Callable[[Any], Any]] = {
+    "_attend": lambda a: attend(a, a.query_start_loc),
+    "_attend_decode": lambda a: attend(a, torch.arange(len(a.q) + 1)),
+    "_merge_splits": lambda a: None,  # the reference of _attend_decode does not split
+    "_norm_rope_store": norm_rope_store,
+    "_add_rms_norm": add_rms_norm,
+    "_silu_and_mul": lambda a: a.out.copy_(layers.silu_and_mul(a.x)),
+    "_threshold": threshold,
+    "_weigh_chunks": lambda a: None,  # the reference of _draw reads all logits
+    "_draw": draw,
+}
+
+
+# ---- torch.cuda and Triton ----
+
+
+@contextmanager
+def capturing(graph: Graph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    GPU.capture = graph
+    try:
+        yield
+    finally:
+        GPU.capture = None
+    spoil(*graph.owned)
+
+
+def replace_device() -> None:
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._set_only_lift_cpu_tensors(True)
+    properties = SimpleNamespace(
+        shared_memory_per_block_optin=SHARED_MEMORY_KIB << 10, shared_memory_per_block=48 << 10,
+        multi_processor_count=132,
+    )  # fmt: skip
+    nothing = "_lazy_init", "empty_cache", "reset_peak_memory_stats", "graph_pool_handle"
+    zero = "current_device", "_exchange_device", "_maybe_exchange_device"
+    stubs = dict(
+        **dict.fromkeys(nothing, lambda *_: None),
+        **dict.fromkeys((*zero, "memory_allocated", "max_memory_allocated"), lambda *_: 0),
+        is_available=lambda: True,
+        get_device_capability=lambda _: (9, 0),
+        get_device_properties=lambda _: properties,
+        mem_get_info=lambda _: (64 << 30, 80 << 30),
+        synchronize=GPU.synchronize,
+        graph=capturing,
+        CUDAGraph=Graph,
+        Event=Event,
+        Stream=object,
+    )
+    for name, stub in stubs.items():
+        assert hasattr(torch.cuda, name), name
+        setattr(torch.cuda, name, stub)
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        GPU.launch_kernel(self, args, kwargs)
+
+    JITFunction.run = run
+
+
+# ---- scenarios ----
+
+OPTIONS = dict(skip_tokenizer_init=True, num_kvcache_blocks=99)
+# (enforce_eager, async_scheduling, blocks): 5 blocks are hardly enough for one request.
+RUNS = ((True, True, 5), (False, True, 99), (True, False, 99), (False, False, 5))
+SAMPLING: dict[str, list[dict[str, Any]]] = {
+    "plain": [{}, {"top_k": 5}, {"top_p": 0.9, "n": 3}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.9}],
+    "ruled": [
+        {"repetition_penalty": 1.3, "n": 2},
+        {"logprobs": 2},
+        {"prompt_logprobs": 1},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": {3: 2.0}},
+        {"allowed_token_ids": list(range(10, 60)), "min_tokens": 3, "logprobs": 1},
+    ],
+}  # fmt: skip
+
+
+def serve(dtype: str, num_runs: str, directory: str) -> Any:
+    """A mixed workload: waits, variants and, in float32, whether the answers are a CPU's."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 40))] for _ in range(8)]
+    prompts[1] = [*prompts[0], 5]  # a shared prefix
+    sampling = {
+        kind: [
+            SamplingParams(temperature=0.8 * (i % 3 > 0), seed=i, max_tokens=4 + 7 * i % 19,
+                           ignore_eos=True, **fields[i % len(fields)])
+            for i in range(len(prompts))
+        ]
+        for kind, fields in SAMPLING.items()
+    }  # fmt: skip
+    base = OPTIONS | dict(dtype=dtype, max_num_seqs=5, max_num_batched_tokens=48, max_model_len=80)
+    wanted = {}
+    if dtype == "float32":  # lower precision has near-ties
+        cpu = LLM(directory, device="cpu", attention_backend="sdpa", **base)
+        wanted = {k: numbers(cpu.generate(prompts, p, use_tqdm=False)) for k, p in sampling.items()}
+    runs = []
+    for eager, overlap, blocks in RUNS[: int(num_runs)]:
+        options = dict(enforce_eager=eager, async_scheduling=overlap)
+        options["num_kvcache_blocks"] = blocks
+        GPU.variants.clear()
+        GPU.reset()
+        with GPU:
+            llm = LLM(directory, device="cuda", **base | options)
+        num_at_start = len(GPU.variants)
+        run: dict[str, Any] = {"options": options, "waits at start": dict(GPU.waits)}
+        for kind, params in sampling.items():
+            GPU.reset()
+            with GPU:
+                llm.generate(prompts[:1], params[:1], use_tqdm=False)  # a sequence alone
+                found = numbers(llm.generate(prompts, params, use_tqdm=False))
+            run[f"{kind} waits"] = dict(GPU.waits)
+            if kind in wanted:
+                pairs = zip_longest(found, wanted[kind], fillvalue=1e9)
+                run[f"{kind} is right"] = all(abs(a - b) < 1e-3 for a, b in pairs)
+        run["preemptions"] = llm.stats()["preemptions"]
+        run["variants at start"] = list(GPU.variants.values())[:num_at_start]
+        run["variants while serving"] = list(GPU.variants.values())[num_at_start:]
+        runs.append(run)
+    return runs
+
+
+def numbers(outputs: list[Any]) -> list[float]:
+    """All tokens, ranks and log-probabilities, in order."""
+    sampled = [x for output in outputs for x in output.outputs]
+    entries = [x.logprobs for x in sampled] + [x.prompt_logprobs for x in outputs]
+    flat: list[float] = [token for x in sampled for token in x.token_ids]
+    for entry in (y for x in entries for y in x or [] if y):
+        for token, x in entry.items():
+            flat += token, x.rank, x.logprob
+    return flat
+
+
+def decode(directory: str) -> Any:
+    """Launches and waits of steady decode steps of 256 sequences."""
+    per_layer: dict[int, int] = {}  # number of tokens -> launches
+    call = DecoderLayer.__call__
+
+    def counted(layer: DecoderLayer, x: Tensor, *args: Any) -> Any:
+        before = GPU.launches
+        result = call(layer, x, *args)
+        per_layer[len(x)] = GPU.launches - before
+        return result
+
+    DecoderLayer.__call__ = counted
+    graphs.batch_sizes = lambda num: [num]  # the others would not be replayed
+    rules: dict[str, dict[str, Any]]
+    rules = {"plain": {}, "logprobs": {"logprobs": 5}, "penalties": {"presence_penalty": 0.5}}
+    found: dict[str, Any] = {}
+    with GPU:
+        options = dict(max_num_seqs=256, max_num_batched_tokens=4096, max_model_len=64)
+        options |= dict(num_kvcache_blocks=999, skip_tokenizer_init=True)
+        llm = LLM(directory, device="cuda", dtype="bfloat16", **options)
+        for name, fields in rules.items():
+            params = SamplingParams(top_k=20, max_tokens=30, ignore_eos=True, **fields)
+            for i in range(256):
+                llm.engine.add_request([i + 1] * 10, params)
+            for _ in range(4):
+                llm.engine.step()
+            GPU.reset()
+            GPU.strict = name == "plain"
+            for _ in range(5):  # one of them starts a new block
+                llm.engine.step()
+            GPU.strict = False
+            found[name] = dict(launches=GPU.launches / 5, waits=dict(GPU.waits))
+            llm.engine.abort_all()
+    in_layers = per_layer[256] * len(llm.engine.runner.model.layers)
+    found["per layer"] = per_layer[256]
+    found["outside the layers"] = found["plain"]["launches"] - in_layers
+    return found
+
+
+def faults(directory: str) -> Any:
+    """(what a deliberate fault must lead to, what it leads to)."""
+
+    def attempt(fault: Callable[[], Any], capture: bool = False, strict: bool = False) -> str:
+        GPU.reset()
+        GPU.capture, GPU.strict = Graph() if capture else None, strict
+        try:
+            fault()
+            return "; ".join(GPU.waits)
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            GPU.capture, GPU.strict = None, False
+
+    def generate() -> Any:
+        with GPU:
+            llm = LLM(directory, device="cuda", max_num_seqs=2, max_model_len=64, **OPTIONS)
+            return numbers(llm.generate([[1, 2, 3]], use_tqdm=False))
+
+    here = "at tests/dry_run.py:"
+    with GPU, torch.inference_mode():
+        x, host, event = torch.ones(2, device=DEVICE), torch.ones(2), Event()
+        pinned = host.pin_memory()
+        event.record()
+        pairs = [
+            (f"_local_scalar_dense {here}", attempt(lambda: float(x.sum()))),
+            (f"a wait: _local_scalar_dense {here}", attempt(lambda: float(x.sum()), strict=True)),
+            (
+                f"a copy between host and device {here}",
+                attempt(lambda: host.to(DEVICE, non_blocking=True)),
+            ),
+            (f"index {here}", attempt(lambda: x[x > 0])),
+            (f"indices of the host {here}", attempt(lambda: x[[0]])),
+            (f"the last event {here}", attempt(lambda: (event.record(), event.synchronize()))),
+            (f"mixes cpu and cuda {here}", attempt(lambda: x + host)),
+            (
+                "mixes cpu and cuda: x at nanovllm",
+                attempt(lambda: pointwise.silu_and_mul(host[None])),
+            ),
+            ("in a capture: a copy", attempt(x.tolist, capture=True)),
+            ("in a capture: pinned memory", attempt(host.pin_memory, capture=True)),
+            ("in a capture: a wait for an event", attempt(event.synchronize, capture=True)),
+            ("in a capture: synchronize", attempt(torch.cuda.synchronize, capture=True)),
+            ("in a capture: random numbers", attempt(x.uniform_, capture=True)),
+        ]
+        pinned.copy_(x, non_blocking=True)
+        event.record()
+        pairs.append(("[nan, nan]", str(pinned.tolist())))
+        event.synchronize()
+        pairs.append(("[1.0, 1.0]", str(pinned.tolist())))
+        graph = Graph()
+        with capturing(graph, None, None, "thread_local"):
+            sums, unwritten = x + 1, torch.empty_like(x)
+        pairs.append(("[nan, nan]", str(sums.tolist())))
+        graph.replay()
+        pairs.append(("[2.0, 2.0] [nan, nan]", f"{sums.tolist()} {unwritten.tolist()}"))
+
+    # Faults of a whole engine: one that does not wait for its tokens, one that reads in a capture.
+    right, synchronize, logits = generate(), Event.synchronize, Qwen3.logits
+    Event.synchronize = lambda self: None
+    pairs.append(("wrong", "right" if generate() == right else "wrong"))
+    Event.synchronize = synchronize
+    Qwen3.logits = lambda self, hidden: logits(self, hidden * float(hidden.amax()))
+    pairs.append(("in a capture: _local_scalar_dense at nanovllm/", attempt(generate)))
+    return pairs
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    jobs = compile_kernels.jobs("sm_90")
+    compiled = {v.text for job in jobs for v in compile_kernels.variants(*job)}
+    replace_device()
+    scenarios = {f.__name__: f for f in (serve, decode, faults)}
+    found = scenarios[sys.argv[1]](*sys.argv[2:])
+    missing = sorted(GPU.all_variants - compiled)
+    print(json.dumps({"found": found, "not compiled": missing}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
