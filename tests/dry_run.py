@@ -299,17 +299,10 @@ def add_rms_norm(a: Any) -> None:
     a.total.copy_(total)
 
 
-def threshold(a: Any) -> None:
-    filters = {"top_k": a.top_ks, "top_p": a.top_ps, "min_p": a.min_ps}
-    batch = SamplingBatch(a.temperatures, a.top_ks, a.top_ks, filters)
-    hidden = sampler.filtered_logits(a.logits, batch, sampler.FILTER_FUNCTIONS) == sampler.HIDDEN
-    a.thresholds.copy_(a.logits.float().masked_fill(hidden, float("inf")).amin(1))
-
-
 def draw(a: Any) -> None:
-    kept = a.logits.float()
-    kept = kept.masked_fill(kept < a.thresholds[:, None], sampler.HIDDEN)
-    a.tokens.copy_(sampler.sample(kept, SamplingBatch(a.temperatures, a.seeds, a.positions, {})))
+    filters = {"top_k": a.top_ks, "top_p": a.top_ps, "min_p": a.min_ps}
+    batch = SamplingBatch(a.temperatures, a.seeds, a.positions, filters)
+    a.tokens.copy_(sampler.sample(a.logits.float(), batch))
 
 
 REFERENCES: dict[str, Callable[[Any], Any]] = {
@@ -319,7 +312,6 @@ REFERENCES: dict[str, Callable[[Any], Any]] = {
     "_norm_rope_store": norm_rope_store,
     "_add_rms_norm": add_rms_norm,
     "_silu_and_mul": lambda a: a.out.copy_(layers.silu_and_mul(a.x)),
-    "_threshold": threshold,
     "_weigh_chunks": lambda a: None,  # the reference of _draw reads all logits
     "_draw": draw,
 }

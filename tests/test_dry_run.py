@@ -72,7 +72,6 @@ def test_a_steady_decode_waits_for_nothing(runs: dict[str, Future]) -> None:
     assert runs["decode"].result()["found"]["plain"]["waits"] == {}
 
 
-@pytest.mark.xfail(reason="issue 15, item 5: rules of a batch wait row by row", strict=False)
 @pytest.mark.parametrize("rules", ["logprobs", "penalties"])
 def test_rules_wait_for_nothing(runs: dict[str, Future], rules: str) -> None:
     found = runs["decode"].result()["found"]
@@ -86,7 +85,6 @@ def test_launches_of_a_decode(runs: dict[str, Future]) -> None:
     assert found["per layer"] <= 9
 
 
-@pytest.mark.xfail(reason="issue 15, items 1 and 2: specialized slices, start-up", strict=False)
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "bfloat16"])
 def test_nothing_is_compiled_while_serving(runs: dict[str, Future], name: str) -> None:
     for run in runs[name].result()["found"]:
@@ -95,7 +93,6 @@ def test_nothing_is_compiled_while_serving(runs: dict[str, Future], name: str) -
         assert serving == [], run["options"]
 
 
-@pytest.mark.xfail(reason="issue 15, item 1: specialized slices", strict=False)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_ci_compiles_every_variant(runs: dict[str, Future], name: str) -> None:
     assert runs[name].result()["not compiled"] == []
