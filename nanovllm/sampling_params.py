@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,8 @@ ELSEWHERE = {
 class SamplingParams:
     """Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
 
-    Fields may be set later. They are checked again when a request is made with them.
+    Fields may be set later. They are checked again when a request is made with them; a name that is
+    no field raises AttributeError. None for a list is an empty one.
     """
 
     n: int = 1  # samples of each prompt; the prompt is computed once
@@ -41,9 +42,9 @@ class SamplingParams:
     seed: int | None = None  # None: the engine chooses one for each request
     max_tokens: int | None = 64  # output tokens; None: as many as max_model_len leaves
     min_tokens: int = 0  # output tokens before which nothing ends the output
-    stop: str | Sequence[str] = ()  # strings that end the output
-    stop_token_ids: Sequence[int] = ()  # further tokens that end the output
-    include_stop_str_in_output: bool = False
+    stop: str | Sequence[str] | None = ()  # strings that end the output
+    stop_token_ids: Sequence[int] | None = ()  # further tokens that end the output
+    include_stop_str_in_output: bool = False  # the text of a stop token too
     ignore_eos: bool = False  # continue after the checkpoint's end-of-sequence tokens
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
     frequency_penalty: float = 0.0  # the same, times the number of occurrences
@@ -51,21 +52,24 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
     allowed_token_ids: Sequence[int] | None = None  # only these are sampled
-    bad_words: Sequence[str] = ()  # words that are never completed
-    logprobs: int | None = None  # log-probabilities of the sampled and the k most likely tokens
+    bad_words: Sequence[str] | None = ()  # words that are never completed
+    # Log-probabilities of the sampled and the k most likely tokens; -1: of the whole vocabulary.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
     skip_special_tokens: bool = True  # leave special tokens out of the text
     detokenize: bool = True  # False: no text, token ids only
-    logits_processors: Sequence[LogitsProcessor] = ()
+    logits_processors: Sequence[LogitsProcessor] | None = ()
 
     def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
-        known = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
-            if name in ELSEWHERE:
-                raise TypeError(f"there is no sampling parameter {name!r}; {ELSEWHERE[name]}")
-            if name not in known:
-                raise TypeError(unknown_name("sampling parameter", name, known))
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(unknown_field(name))
         return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(unknown_field(name))
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         check_scalars(self, LIMITS)
@@ -110,12 +114,23 @@ class SamplingParams:
     def _as_tuple(self, name: str) -> tuple[Any, ...]:
         """Convert a field to a tuple and return it."""
         value = getattr(self, name)
+        value = () if value is None else value
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):
             kind = "a string or a list of strings" if name == "stop" else "a list"
             raise TypeError(f"{name} must be {kind}, not {value!r}")
         setattr(self, name, tuple(value))
         return tuple(value)
 
+
+def unknown_field(name: str) -> str:
+    """Return an error message for a name that is no field of SamplingParams."""
+    if name in ELSEWHERE:
+        return f"there is no sampling parameter {name!r}; {ELSEWHERE[name]}"
+    return unknown_name("sampling parameter", name, SamplingParams.__dataclass_fields__)
+
+
+# inspect.signature and help() follow __wrapped__ to the fields and their defaults.
+functools.update_wrapper(SamplingParams.__new__, SamplingParams.__init__, assigned=(), updated=())
 
 TOKEN_IDS = (0, math.inf)
 LIMITS: Limits = {
@@ -130,6 +145,6 @@ LIMITS: Limits = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0, math.inf),
-    "logprobs": (0, math.inf),
-    "prompt_logprobs": (0, math.inf),
+    "logprobs": (-1, math.inf),
+    "prompt_logprobs": (-1, math.inf),
 }
