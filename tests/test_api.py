@@ -69,17 +69,17 @@ def test_forms_of_prompts(embedded: LLM) -> None:
 def test_token_ids_of_tokenizers_numpy_and_torch(embedded: LLM) -> None:
     tokenizer = embedded.get_tokenizer()
     texts = ["What is 3 + 4?\n", "Spell cat\n"]
-    rows = [tokenizer.encode(text) for text in texts]
-    one, two = (o["token_ids"] for o in embedded.generate(rows, GREEDY, use_tqdm=False))
+    one, two = rows = [tokenizer.encode(text) for text in texts]
+    brief = SamplingParams(temperature=0, max_tokens=1)
     tokenizer.padding_side = "left"
     padded = tokenizer(texts, padding=True, return_tensors="pt")
     assert 0 in padded["attention_mask"]
     first = tokenizer(texts[0], return_tensors="pt")
     for prompts, want in (
-        (np.array(rows[0]), [one]),
-        (torch.tensor(rows[0]), [one]),
-        (list(torch.tensor(rows[0])), [one]),
-        (torch.tensor(rows[:1] * 2, dtype=torch.int32), [one, one]),
+        (np.array(one), [one]),
+        (torch.tensor(one), [one]),
+        (list(torch.tensor(one)), [one]),
+        (torch.tensor([one, one], dtype=torch.int32), [one, one]),
         (list(map(np.array, rows)), [one, two]),
         (tokenizer(texts[0]), [one]),
         (first, [one]),
@@ -87,17 +87,15 @@ def test_token_ids_of_tokenizers_numpy_and_torch(embedded: LLM) -> None:
         ([first, tokenizer(texts[1])], [one, two]),
         (tokenizer(texts), [one, two]),
         (padded, [one, two]),
-        ({"prompt_token_ids": np.array(rows[0])}, [one]),
+        ({"prompt_token_ids": np.array(one)}, [one]),
     ):
-        outs = embedded.generate(prompts, GREEDY, use_tqdm=False)
-        assert [o["token_ids"] for o in outs] == want
+        outs = embedded.generate(prompts, brief, use_tqdm=False)
+        assert [o.prompt_token_ids for o in outs] == want
         assert all(type(token) is int for token in outs[0].prompt_token_ids)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
-    assert embedded.generate(chat, GREEDY, use_tqdm=False)[0].prompt is None
-    embedded.engine.add_request(first, GREEDY)
-    while not (outs := embedded.engine.step()):
-        pass
-    assert outs[0]["token_ids"] == one
+    assert embedded.generate(chat, brief, use_tqdm=False)[0].prompt_token_ids == chat["input_ids"]
+    embedded.engine.add_request(first, brief)
+    assert embedded.engine.step()[0].prompt_token_ids == one
 
 
 def test_forms_of_results(embedded: LLM) -> None:
