@@ -16,7 +16,7 @@ class Logprob:
 
     logprob: float  # natural logarithm
     rank: int  # 1 is the most likely token
-    decoded_token: str | None  # None without a tokenizer
+    decoded_token: str | None  # None without a tokenizer or with detokenize=False
 
 
 @dataclass(frozen=True)

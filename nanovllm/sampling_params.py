@@ -81,9 +81,9 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
             )
         if isinstance(self.stop, str):
-            self.stop = (self.stop,)
+            self.stop = [self.stop]
         for name in ("stop", "bad_words"):
-            for text in self._as_tuple(name):
+            for text in self._as_list(name):
                 if not isinstance(text, str):
                     raise TypeError(f"{name} must hold strings, not {text!r}")
                 if not text.strip() if name == "bad_words" else not text:
@@ -92,10 +92,10 @@ class SamplingParams:
             raise ValueError(
                 "stop strings need the text: set detokenize=True, or use stop_token_ids"
             )
-        for token in self._as_tuple("stop_token_ids"):
+        for token in self._as_list("stop_token_ids"):
             check_scalar("a stop token id", token, int, TOKEN_IDS)
         if self.allowed_token_ids is not None:
-            if not self._as_tuple("allowed_token_ids"):
+            if not self._as_list("allowed_token_ids"):
                 raise ValueError("allowed_token_ids is empty; None allows every token")
             for token in self.allowed_token_ids:
                 check_scalar("an allowed token id", token, int, TOKEN_IDS)
@@ -107,19 +107,19 @@ class SamplingParams:
             for token, bias in self.logit_bias.items():
                 check_scalar("a token id of logit_bias", token, int, TOKEN_IDS)
                 check_scalar("a logit_bias", bias, float, ())
-        for processor in self._as_tuple("logits_processors"):
+        for processor in self._as_list("logits_processors"):
             if not callable(processor):
                 raise TypeError(f"logits_processors must be functions, not {processor!r}")
 
-    def _as_tuple(self, name: str) -> tuple[Any, ...]:
-        """Convert a field to a tuple and return it."""
+    def _as_list(self, name: str) -> list[Any]:
+        """Replace a field with a list of its own, to which the user may append, and return it."""
         value = getattr(self, name)
         value = () if value is None else value
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):
             kind = "a string or a list of strings" if name == "stop" else "a list"
             raise TypeError(f"{name} must be {kind}, not {value!r}")
-        setattr(self, name, tuple(value))
-        return tuple(value)
+        setattr(self, name, list(value))
+        return list(value)
 
 
 def unknown_field(name: str) -> str:

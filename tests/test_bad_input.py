@@ -93,7 +93,13 @@ def test_sampling_params(fields: dict, error: type[Exception], word: str) -> Non
 
 
 def test_none_is_the_default_of_lists() -> None:
-    assert SamplingParams(**dict.fromkeys(LISTS)) == SamplingParams()
+    params = SamplingParams(**dict.fromkeys(LISTS))
+    assert params == SamplingParams()
+    params.stop_token_ids.append(3)  # as in vLLM, each is a list of its own
+    assert SamplingParams().stop_token_ids == []
+    assert SamplingParams(stop="a", bad_words=("b",), allowed_token_ids=(1,)) == SamplingParams(
+        stop=["a"], bad_words=["b"], allowed_token_ids=[1]
+    )
 
 
 def test_attributes_that_do_not_exist() -> None:

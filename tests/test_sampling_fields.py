@@ -325,10 +325,11 @@ def test_bad_words_and_text_options(embedded: LLM) -> None:
             temperature=0, skip_special_tokens=False, include_stop_str_in_output=include
         )
         assert embedded.chat(chat, special, use_tqdm=False)[0]["text"] == text
-    silent = SamplingParams(temperature=0, max_tokens=20, detokenize=False, logprobs=1)
-    out = embedded.chat(chat, silent, use_tqdm=False)[0].outputs[0]
-    assert out.text == ""
-    assert next(iter(out.logprobs[0].values())).decoded_token == "c"
+    for detokenize, text, first in ((True, "c-a-t", "c"), (False, "", None)):
+        params = SamplingParams(temperature=0, detokenize=detokenize, logprobs=1)
+        out = embedded.chat(chat, params, use_tqdm=False)[0].outputs[0]
+        assert out.text == text
+        assert next(iter(out.logprobs[0].values())).decoded_token == first
 
 
 def test_stream_is_generate_in_pieces(embedded: LLM) -> None:

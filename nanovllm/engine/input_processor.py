@@ -154,6 +154,7 @@ class InputProcessor:
                 bad_words.add(tuple(self.encode(text, add_special_tokens=False)))
         stops = sorted(t for t in self._stop_ids(params) if t < size)
         values = {f.name: getattr(params, f.name) for f in fields(LogitRules) if f.name != "stops"}
+        values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         values |= {"logit_bias": tuple(bias.items()), "bad_words": tuple(sorted(bad_words))}
         values |= {n: size for n in ("logprobs", "prompt_logprobs") if values[n] == -1}
         rules = LogitRules(**values, stops=tuple(stops) if params.min_tokens else ())

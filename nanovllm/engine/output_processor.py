@@ -50,6 +50,7 @@ class Request:
     num_unfinished: int  # unfinished samples
     stream: bool  # read with `read_stream` while it runs; gives no RequestOutput
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
+    tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
 
     def read_stream(self, request_index: int) -> list[StreamOutput]:
@@ -98,6 +99,13 @@ class Request:
             return None
         return [None, *self.prompt_logprobs.values()]
 
+    def decode_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        return {
+            token: Logprob(logprob, rank, None if decode is None else str(decode([token])))
+            for token, logprob, rank in entry
+        }
+
     @property
     def stream_ended(self) -> bool:
         return all(sample.stream_ended for sample in self.samples)
@@ -127,15 +135,24 @@ class OutputProcessor:
         samples = [Sample(seq) for seq in seqs]
         metrics = RequestMetrics(time.monotonic())
         request_id = seqs[0].request_id
-        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
-        request = Request(request_id, samples, prompt, params, metrics, len(samples), stream, eos)
+        request = Request(
+            request_id,
+            samples,
+            prompt,
+            params,
+            metrics,
+            num_unfinished=len(samples),
+            stream=stream,
+            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+            tokenizer=self.tokenizer if params.detokenize else None,
+        )
         self.requests[request_id] = request
-        needs_text = self.tokenizer is not None and params.detokenize and (stream or params.stop)
+        needs_text = request.tokenizer is not None and bool(stream or params.stop)
         if needs_text or params.logprobs is not None:
             for sample in samples:
                 self.watched[sample.seq] = sample
-                if needs_text and self.tokenizer is not None:
-                    sample.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+                if needs_text and request.tokenizer is not None:
+                    sample.detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
         return request
 
     def remove(self, request_id: str) -> list[Sequence]:
@@ -189,12 +206,13 @@ class OutputProcessor:
             sample = self.watched.get(step.sampling[i])
             # A token that was sampled after the end of its sequence is not in the output.
             if sample is not None and len(sample.logprobs) < sample.seq.num_output:
-                sample.logprobs.append(self._decode_logprobs(logprobs))
+                request = self.requests[sample.seq.request_id]
+                sample.logprobs.append(request.decode_logprobs(logprobs))
         for i, targets in step.output.prompt_logprobs.items():
-            request = self.requests.get(step.chunked[i].request_id)
-            if request is not None:
-                entries = map(self._decode_logprobs, targets)
-                request.prompt_logprobs |= enumerate(entries, step.plan.chunks[i].start + 1)
+            owner = self.requests.get(step.chunked[i].request_id)
+            if owner is not None:
+                entries = map(owner.decode_logprobs, targets)
+                owner.prompt_logprobs |= enumerate(entries, step.plan.chunks[i].start + 1)
 
     def _detokenize(self, seq: Sequence) -> str | None:
         """Append the text of the new tokens. Returns the stop string that it contains, if any."""
@@ -239,8 +257,8 @@ class OutputProcessor:
 
     def _completion(self, sample: Sample, request: Request) -> CompletionOutput:
         seq, text, params = sample.seq, sample.text, request.params
-        if sample.detokenizer is None and self.tokenizer is not None and params.detokenize:
-            detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+        if sample.detokenizer is None and request.tokenizer is not None:
+            detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
             text = detokenizer.decode(request.text_ids(seq))
         logprobs, total = None, None
         if params.logprobs is not None:
@@ -256,10 +274,3 @@ class OutputProcessor:
             logprobs=logprobs,
             cumulative_logprob=total,
         )
-
-    def _decode_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        decode = None if self.tokenizer is None else self.tokenizer.decode
-        return {
-            token: Logprob(logprob, rank, None if decode is None else str(decode([token])))
-            for token, logprob, rank in entry
-        }
