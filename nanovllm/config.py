@@ -65,7 +65,7 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return an error message for an unknown name, with the most similar known one."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"unknown {kind} {name!r}; {hint}"
 
@@ -184,6 +184,7 @@ TEXT_ONLY = "nanovllm generates text from text"
 ONE_DEVICE = "nanovllm runs one process on one device; use 1"
 EDIT_CONFIG = "edit config.json in a copy of the checkpoint"
 VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
+    "code_revision": ((), "nanovllm never runs the code of a checkpoint"),
     "config_format": (("auto", "hf"), "the configuration is read from config.json"),
     "convert": (("auto", "none"), TEXT_ONLY),
     "cpu_offload_gb": ((0,), "the weights stay on one device; use a smaller model or dtype"),
@@ -215,12 +216,21 @@ VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     (
         "compilation_config",
         "cudagraph_capture_sizes",
+        "disable_async_output_proc",
+        "disable_cascade_attn",
         "disable_custom_all_reduce",
+        "disable_log_requests",
         "disable_log_stats",
         "distributed_executor_backend",
         "enable_chunked_prefill",
+        "limit_mm_per_prompt",
+        "max_cudagraph_capture_size",
         "max_logprobs",
+        "max_parallel_loading_workers",
         "max_seq_len_to_capture",
+        "optimization_level",
+        "prefix_caching_hash_algo",
+        "safetensors_load_strategy",
         "served_model_name",
         "swap_space",
         "use_tqdm_on_load",

@@ -18,6 +18,9 @@ LogitsProcessor: TypeAlias = "Callable[[list[int], Any], Any]"
 ELSEWHERE = {
     "best_of": "ask for n samples and choose among them by cumulative_logprob",
     "use_beam_search": "there is no beam search yet; ask for n samples",
+    "length_penalty": "there is no beam search yet; ask for n samples",
+    "early_stopping": "there is no beam search yet; ask for n samples",
+    "extra_args": "write a function for logits_processors",
     "guided_decoding": "write a function for logits_processors",
     "structured_outputs": "write a function for logits_processors",
     "output_kind": "use LLM.stream for tokens as they come",

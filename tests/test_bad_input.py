@@ -80,6 +80,8 @@ PARAMS = [
     ({"logits_processors": ["f"]}, TypeError, "functions"),
     ({"best_of": 3}, TypeError, "cumulative_logprob"),
     ({"guided_decoding": {}}, TypeError, "logits_processors"),
+    ({"length_penalty": 1.0}, TypeError, "no beam search"),
+    ({"min_characters": 1}, TypeError, "known: n, temperature"),
     ({"temprature": 1}, TypeError, "'temperature'"),
     ({"max_token": 1}, TypeError, "'max_tokens'"),
 ]
@@ -300,7 +302,8 @@ OPTIONS = [
     ({"skip_tokenizer_init": False}, ValueError, "skip_tokenizer_init=True"),  # it has none
     ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported: .*never"),
     ({"quantization": "awq"}, ValueError, "not quantized"),
-    ({"tensor_parallel_sise": 1}, TypeError, "'tensor_parallel_size'"),
+    ({"tensor_parallel_sise": 1}, TypeError, "did you mean 'tensor_parallel_size'"),
+    ({"mamba_cache_dtype": "auto"}, TypeError, "unknown option .*; known: device, dtype"),
 ]
 
 
