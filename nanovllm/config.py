@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import logging
 import math
 import re
 import types
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 KINDS = {int: "an int", float: "a number", bool: "True or False", str: "a string"}
+logger = logging.getLogger("nanovllm")
 # Name -> (lowest, highest) value of a number, or the strings to choose from.
 Limits = Mapping[str, tuple[Any, ...]]
 
@@ -62,7 +65,7 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return an error message for an unknown name, with the most similar known one."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"unknown {kind} {name!r}; {hint}"
 
@@ -122,15 +125,25 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, options: EngineOptions) -> EngineConfig:
+        """Check the names of the options. Those of vLLM that change nothing here are ignored."""
+        own: dict[str, Any] = {}
         known = [f.name for f in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
+        for name, value in options.items():
+            if name in known:
+                own[name] = value
+            elif name not in VLLM_OPTIONS:
                 raise TypeError(unknown_name("option", name, known))
-        return cls(**options)
+            else:
+                harmless, reason = VLLM_OPTIONS[name]
+                if reason and value is not None and value not in harmless:
+                    raise ValueError(f"{name}={value!r} is not supported: {reason}")
+                logger.debug(f"{name}={value!r} is an option of vLLM and changes nothing here")
+        return cls(**own)
 
     def __post_init__(self) -> None:
         # A dtype may be torch's own: str(torch.float32) is "torch.float32".
-        object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         check_scalars(self, LIMITS)
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
@@ -163,4 +176,64 @@ LIMITS: Limits = {
         "tensor_parallel_size",
     ),
     (1, math.inf),
+)
+
+# Options of vLLM that do not exist here: name -> (values that change nothing, why no other works).
+# None changes nothing in any of them, and without a reason no value does.
+TEXT_ONLY = "nanovllm generates text from text"
+ONE_DEVICE = "nanovllm runs one process on one device; use 1"
+EDIT_CONFIG = "edit config.json in a copy of the checkpoint"
+VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
+    "code_revision": ((), "nanovllm never runs the code of a checkpoint"),
+    "config_format": (("auto", "hf"), "the configuration is read from config.json"),
+    "convert": (("auto", "none"), TEXT_ONLY),
+    "cpu_offload_gb": ((0,), "the weights stay on one device; use a smaller model or dtype"),
+    "data_parallel_size": ((1,), ONE_DEVICE),
+    "download_dir": ((), "set the environment variable HF_HOME, or pass a directory as model"),
+    "enable_lora": ((False,), "merge the adapter into the checkpoint"),
+    "enable_prompt_embeds": ((False,), TEXT_ONLY),
+    "enable_sleep_mode": ((False,), "`del llm` frees the memory"),
+    "generation_config": (("auto",), "pass a SamplingParams to use other values than the file's"),
+    "hf_overrides": (({},), EDIT_CONFIG),
+    "hf_token": ((), "set the environment variable HF_TOKEN"),
+    "kv_cache_dtype": (("auto",), "the KV cache has the dtype of the weights; set dtype"),
+    "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
+    "logprobs_mode": (("raw_logprobs",), "log-probabilities are those before all rules"),
+    "model_impl": (("auto", "vllm"), "the models are those of nanovllm/models"),
+    "num_gpu_blocks_override": ((), "use num_kvcache_blocks"),
+    "override_generation_config": (({},), "pass a SamplingParams"),
+    "pipeline_parallel_size": ((1,), ONE_DEVICE),
+    "quantization": ((), "load a checkpoint that is not quantized"),
+    "rope_scaling": (({},), EDIT_CONFIG),
+    "rope_theta": ((), EDIT_CONFIG),
+    "runner": (("auto", "generate"), TEXT_ONLY),
+    "speculative_config": (({},), "there is no speculative decoding yet"),
+    "task": (("auto", "generate"), TEXT_ONLY),
+    "tokenizer_mode": (("auto", "hf"), "transformers' AutoTokenizer reads the tokenizer"),
+    "tokenizer_revision": ((), "download that revision and pass its directory as tokenizer"),
+    "trust_remote_code": ((False,), "nanovllm never runs the code of a checkpoint"),
+} | dict.fromkeys(
+    (
+        "compilation_config",
+        "cudagraph_capture_sizes",
+        "disable_async_output_proc",
+        "disable_cascade_attn",
+        "disable_custom_all_reduce",
+        "disable_log_requests",
+        "disable_log_stats",
+        "distributed_executor_backend",
+        "enable_chunked_prefill",
+        "limit_mm_per_prompt",
+        "max_cudagraph_capture_size",
+        "max_logprobs",
+        "max_parallel_loading_workers",
+        "max_seq_len_to_capture",
+        "optimization_level",
+        "prefix_caching_hash_algo",
+        "safetensors_load_strategy",
+        "served_model_name",
+        "swap_space",
+        "use_tqdm_on_load",
+    ),
+    ((), ""),
 )

@@ -27,7 +27,7 @@ class Detokenizer:
     def add(self, token_ids: list[int]) -> str:
         """Add tokens and return the text that has become final. Amortized O(1) per token."""
         self.window += token_ids
-        text = self._decode(self.window)
+        text = self.decode(self.window)
         clean = not text.endswith("\ufffd")
         new = text[self.num_returned :] if clean else text[self.num_returned : -1]
         self.num_returned += len(new)
@@ -39,19 +39,19 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the remaining text. An incomplete character stays U+FFFD."""
-        new = self._decode(self.window)[self.num_returned :]
+        new = self.decode(self.window)[self.num_returned :]
         self.window, self.num_returned = [], 0
         return new
 
     def _shorten(self, text: str) -> None:
         """Drop a returned part of the window if both parts decode to the same text as the whole."""
         for cut in range(len(self.window) - 1, 0, -1):
-            head = self._decode(self.window[:cut])
-            if len(head) <= self.num_returned and head + self._decode(self.window[cut:]) == text:
+            head = self.decode(self.window[:cut])
+            if len(head) <= self.num_returned and head + self.decode(self.window[cut:]) == text:
                 self.window, self.num_returned = self.window[cut:], self.num_returned - len(head)
                 return
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int]) -> str:
         return str(
             self.tokenizer.decode(
                 token_ids,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig, EngineOptions
-from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.input_processor import InputProcessor, Prompt, is_token_id, plain_ids
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import Request
@@ -30,6 +31,13 @@ Message = dict[str, Any]
 logger = logging.getLogger("nanovllm")
 
 
+def _with_fields(init: Callable[..., None], options: type) -> inspect.Signature:
+    """Return the signature of `init` with the fields of `options` as its keyword arguments."""
+    own = [p for p in inspect.signature(init).parameters.values() if p.kind != p.VAR_KEYWORD]
+    fields = inspect.signature(options).parameters.values()
+    return inspect.Signature([*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in fields)])
+
+
 class LLM:
     def __init__(self, model: str = EMBEDDED, **options: Unpack[EngineOptions]) -> None:
         """Load `model`: a directory, a hub id, or "qwen3-nano", which ships with the package.
@@ -39,6 +47,9 @@ class LLM:
         """
         show_log()
         self.engine = make_engine(model, EngineConfig.from_options(options))
+
+    # For help() and inspect.signature: EngineConfig's fields in place of `**options`.
+    __init__.__signature__ = _with_fields(__init__, EngineConfig)  # type: ignore[attr-defined]
 
     def shutdown(self) -> None:
         """Abort all requests. The engine remains usable; `del llm` frees its memory."""
@@ -75,8 +86,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete the prompts. Returns one result for each, in their order.
 
-        prompts: a string, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
-            list of any of these. The text is used as it is; `chat` applies the chat template.
+        prompts: a string, token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of
+            any of these. The text is used as it is; `chat` applies the chat template. Token ids are
+            a list, a NumPy array, a torch tensor or a tokenizer's BatchEncoding; two dimensions are
+            one prompt for each row.
         sampling_params: one for all, or one for each; None uses the checkpoint's
             generation_config.json.
 
@@ -163,7 +176,11 @@ class LLM:
         tools: list[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...]."""
+        """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...].
+
+        The content may be a list of parts, [{"type": "text", "text": "..."}, ...]. If the chat
+        template takes strings only, a newline joins them.
+        """
         tokenizer = self.get_tokenizer()
         if not isinstance(messages, list | tuple):
             raise TypeError(
@@ -174,15 +191,10 @@ class LLM:
         conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
         prompts: list[Prompt] = []
         for conversation in conversations:
-            for message in conversation:
-                if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                    raise ValueError(
-                        f"a chat message needs a 'role' and 'content', not {message!r}"
-                    )
             if not conversation:
                 raise ValueError("the conversation is empty; give at least one message")
             text = tokenizer.apply_chat_template(
-                list(conversation),
+                plain_messages(conversation, tokenizer, chat_template),
                 tokenize=False,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -190,9 +202,55 @@ class LLM:
                 tools=tools,
                 **(chat_template_kwargs or {}),
             )
-            ids = tokenizer.encode(cast(str, text), add_special_tokens=False)
-            prompts.append({"prompt": cast(str, text), "prompt_token_ids": list(ids)})
+            ids = self.engine.inputs.encode(cast(str, text), add_special_tokens=False)
+            prompts.append({"prompt": cast(str, text), "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
+
+
+def plain_messages(
+    conversation: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
+) -> list[Message]:
+    """Check the messages. Join content parts unless the chat template takes them as they are."""
+    messages = []
+    for message in conversation:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            texts = [part_text(part) for part in content]
+            parts = [{"type": "text", "text": text} for text in texts]
+            joined = not takes_parts(tokenizer, chat_template)
+            message = message | {"content": "\n".join(texts) if joined else parts}
+        elif not isinstance(content, str) and message["role"] in ("system", "user"):
+            raise TypeError(
+                f"the content of a message must be a string or a list of parts, not {content!r}"
+            )
+        messages.append(message)
+    return messages
+
+
+def part_text(part: Any) -> str:
+    """Return the text of a content part: a string, or {"type": "text", "text": "..."}."""
+    if isinstance(part, dict) and part.get("type") == "text":
+        part = part.get("text")
+    if not isinstance(part, str):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise ValueError(
+            f"a content part of type {kind!r} is not supported: the models take text only, as "
+            '{"type": "text", "text": "..."}'
+        )
+    return part
+
+
+def takes_parts(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> bool:
+    """Whether the chat template shows the text of a content part, and nothing else of it."""
+    parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
+    probe: list[Message] = [{"role": "user", "content": parts}]
+    try:
+        shown = tokenizer.apply_chat_template(probe, tokenize=False, chat_template=chat_template)
+    except Exception:  # A template that takes strings only may fail in any way.
+        return False
+    return "probe text" in shown and "probe name" not in shown
 
 
 def make_engine(model: str, config: EngineConfig) -> LLMEngine:
@@ -280,13 +338,15 @@ def pair_up(
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts. A list of ints is one prompt."""
-    if isinstance(prompts, str | dict):
-        return [prompts]
-    if not isinstance(prompts, list | tuple):
+    """Return a list of prompts. Token ids are one prompt, or one for each row."""
+    items = plain_ids(prompts)
+    if isinstance(items, str | Mapping):
+        return [items]
+    if not isinstance(items, list | tuple):
         raise TypeError(
             f"prompts must be a string, token ids, a dict, or a list of these, not {prompts!r}"
         )
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [cast("list[int]", list(prompts))]
-    return cast("list[Prompt]", list(prompts))
+    # An empty array is an empty prompt, but an empty list has no prompts.
+    if (items or items is not prompts) and all(map(is_token_id, items)):
+        return [list(items)]
+    return list(items)

@@ -5,7 +5,9 @@ A result can be read as in vLLM (`out.outputs[0].text`) and as in nano-vllm (`ou
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -14,13 +16,13 @@ class Logprob:
 
     logprob: float  # natural logarithm
     rank: int  # 1 is the most likely token
-    decoded_token: str | None  # None without a tokenizer
+    decoded_token: str | None  # None without a tokenizer or with detokenize=False
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
     index: int
-    text: str  # "" without a tokenizer or with detokenize=False
+    text: str  # without the stop token or string; "" without a tokenizer or detokenize=False
     token_ids: list[int]  # including the stop token, if one ended the output
     finish_reason: str | None  # "stop" or "length"
     stop_reason: int | str | None = None  # a string or token id; None for an end-of-sequence token
@@ -37,6 +39,10 @@ class StreamOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None  # None until the last output; then "stop", "length" or "abort"
+    stop_reason: int | str | None = None  # as in CompletionOutput
+    logprobs: list[dict[int, Logprob]] | None = None  # one dict per token of token_ids
+    # In the first output of sample 0, if requested, as in RequestOutput.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass
@@ -57,7 +63,9 @@ class RequestMetrics:
 
 
 @dataclass(frozen=True)
-class RequestOutput:
+class RequestOutput(Mapping[str, Any]):
+    """The result of one request. As a mapping it is nano-vllm's dict of the first output."""
+
     request_id: str
     prompt: str | None  # None if only token ids were given
     prompt_token_ids: list[int]
@@ -67,10 +75,16 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None  # None for the first token
     metrics: RequestMetrics = field(compare=False)
 
-    def __getitem__(self, key: str) -> str | list[int]:
-        """Return "text" or "token_ids" of the first output, as in nano-vllm."""
-        if key == "text":
-            return self.outputs[0].text
-        if key == "token_ids":
-            return self.outputs[0].token_ids
-        raise KeyError(f"{key!r}; a RequestOutput has 'text' and 'token_ids'")
+    def __getitem__(self, key: str) -> Any:
+        if key not in NANO_VLLM_KEYS:
+            raise KeyError(f"{key!r}; a RequestOutput has 'text' and 'token_ids'")
+        return getattr(self.outputs[0], key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NANO_VLLM_KEYS)
+
+    def __len__(self) -> int:
+        return len(NANO_VLLM_KEYS)
+
+
+NANO_VLLM_KEYS = ("text", "token_ids")

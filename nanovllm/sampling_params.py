@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,9 @@ LogitsProcessor: TypeAlias = "Callable[..., Any]"
 ELSEWHERE = {
     "best_of": "ask for n samples and choose among them by cumulative_logprob",
     "use_beam_search": "there is no beam search yet; ask for n samples",
+    "length_penalty": "there is no beam search yet; ask for n samples",
+    "early_stopping": "there is no beam search yet; ask for n samples",
+    "extra_args": "write a function for logits_processors",
     "guided_decoding": "write a function for logits_processors",
     "structured_outputs": "write a function for logits_processors",
     "output_kind": "use LLM.stream for tokens as they come",
@@ -30,7 +33,8 @@ ELSEWHERE = {
 class SamplingParams:
     """Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
 
-    Fields may be set later. They are checked again when a request is made with them.
+    Fields may be set later. They are checked again when a request is made with them; a name that is
+    no field raises AttributeError. None for a list is an empty one.
     """
 
     n: int = 1  # samples of each prompt; the prompt is computed once
@@ -41,9 +45,9 @@ class SamplingParams:
     seed: int | None = None  # None: the engine chooses one for each request
     max_tokens: int | None = 64  # output tokens; None: as many as max_model_len leaves
     min_tokens: int = 0  # output tokens before which nothing ends the output
-    stop: str | Sequence[str] = ()  # strings that end the output
-    stop_token_ids: Sequence[int] = ()  # further tokens that end the output
-    include_stop_str_in_output: bool = False
+    stop: str | Sequence[str] | None = ()  # strings that end the output
+    stop_token_ids: Sequence[int] | None = ()  # further tokens that end the output
+    include_stop_str_in_output: bool = False  # the text of a stop token too
     ignore_eos: bool = False  # continue after the checkpoint's end-of-sequence tokens
     presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
     frequency_penalty: float = 0.0  # the same, times the number of occurrences
@@ -51,21 +55,24 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
     allowed_token_ids: Sequence[int] | None = None  # only these are sampled
-    bad_words: Sequence[str] = ()  # words that are never completed
-    logprobs: int | None = None  # log-probabilities of the sampled and the k most likely tokens
+    bad_words: Sequence[str] | None = ()  # words that are never completed
+    # Log-probabilities of the sampled and the k most likely tokens; -1: of the whole vocabulary.
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each prompt token except the first
     skip_special_tokens: bool = True  # leave special tokens out of the text
     detokenize: bool = True  # False: no text, token ids only
-    logits_processors: Sequence[LogitsProcessor] = ()
+    logits_processors: Sequence[LogitsProcessor] | None = ()
 
     def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
-        known = [f.name for f in dataclasses.fields(cls)]
         for name in fields:
-            if name in ELSEWHERE:
-                raise TypeError(f"there is no sampling parameter {name!r}; {ELSEWHERE[name]}")
-            if name not in known:
-                raise TypeError(unknown_name("sampling parameter", name, known))
+            if name not in cls.__dataclass_fields__:
+                raise TypeError(unknown_field(name))
         return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in self.__dataclass_fields__:
+            raise AttributeError(unknown_field(name))
+        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         check_scalars(self, LIMITS)
@@ -77,9 +84,9 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
             )
         if isinstance(self.stop, str):
-            self.stop = (self.stop,)
+            self.stop = [self.stop]
         for name in ("stop", "bad_words"):
-            for text in self._as_tuple(name):
+            for text in self._as_list(name):
                 if not isinstance(text, str):
                     raise TypeError(f"{name} must hold strings, not {text!r}")
                 if not text.strip() if name == "bad_words" else not text:
@@ -88,10 +95,10 @@ class SamplingParams:
             raise ValueError(
                 "stop strings need the text: set detokenize=True, or use stop_token_ids"
             )
-        for token in self._as_tuple("stop_token_ids"):
+        for token in self._as_list("stop_token_ids"):
             check_scalar("a stop token id", token, int, TOKEN_IDS)
         if self.allowed_token_ids is not None:
-            if not self._as_tuple("allowed_token_ids"):
+            if not self._as_list("allowed_token_ids"):
                 raise ValueError("allowed_token_ids is empty; None allows every token")
             for token in self.allowed_token_ids:
                 check_scalar("an allowed token id", token, int, TOKEN_IDS)
@@ -103,19 +110,30 @@ class SamplingParams:
             for token, bias in self.logit_bias.items():
                 check_scalar("a token id of logit_bias", token, int, TOKEN_IDS)
                 check_scalar("a logit_bias", bias, float, ())
-        for processor in self._as_tuple("logits_processors"):
+        for processor in self._as_list("logits_processors"):
             if not callable(processor):
                 raise TypeError(f"logits_processors must be functions, not {processor!r}")
 
-    def _as_tuple(self, name: str) -> tuple[Any, ...]:
-        """Convert a field to a tuple and return it."""
+    def _as_list(self, name: str) -> list[Any]:
+        """Replace a field with a list of its own, to which the user may append, and return it."""
         value = getattr(self, name)
+        value = () if value is None else value
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):
             kind = "a string or a list of strings" if name == "stop" else "a list"
             raise TypeError(f"{name} must be {kind}, not {value!r}")
-        setattr(self, name, tuple(value))
-        return tuple(value)
+        setattr(self, name, list(value))
+        return list(value)
 
+
+def unknown_field(name: str) -> str:
+    """Return an error message for a name that is no field of SamplingParams."""
+    if name in ELSEWHERE:
+        return f"there is no sampling parameter {name!r}; {ELSEWHERE[name]}"
+    return unknown_name("sampling parameter", name, SamplingParams.__dataclass_fields__)
+
+
+# inspect.signature and help() follow __wrapped__ to the fields and their defaults.
+functools.update_wrapper(SamplingParams.__new__, SamplingParams.__init__, assigned=(), updated=())
 
 TOKEN_IDS = (0, math.inf)
 LIMITS: Limits = {
@@ -130,6 +148,6 @@ LIMITS: Limits = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0, math.inf),
-    "logprobs": (0, math.inf),
-    "prompt_logprobs": (0, math.inf),
+    "logprobs": (-1, math.inf),
+    "prompt_logprobs": (-1, math.inf),
 }

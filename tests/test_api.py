@@ -1,16 +1,21 @@
 """What a user sees: the forms of prompts and results, the progress bar, Ctrl-C, the manual loop."""
 
 import contextlib
+import dataclasses
+import inspect
 import os
+import pydoc
 import signal
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -61,6 +66,38 @@ def test_forms_of_prompts(embedded: LLM) -> None:
     assert embedded.generate([], use_tqdm=False) == []
 
 
+def test_token_ids_of_tokenizers_numpy_and_torch(embedded: LLM) -> None:
+    tokenizer = embedded.get_tokenizer()
+    texts = ["What is 3 + 4?\n", "Spell cat\n"]
+    one, two = rows = [tokenizer.encode(text) for text in texts]
+    brief = SamplingParams(temperature=0, max_tokens=1)
+    tokenizer.padding_side = "left"
+    padded = tokenizer(texts, padding=True, return_tensors="pt")
+    assert 0 in padded["attention_mask"]
+    first = tokenizer(texts[0], return_tensors="pt")
+    for prompts, want in (
+        (np.array(one), [one]),
+        (torch.tensor(one), [one]),
+        (list(torch.tensor(one)), [one]),
+        (torch.tensor([one, one], dtype=torch.int32), [one, one]),
+        (list(map(np.array, rows)), [one, two]),
+        (tokenizer(texts[0]), [one]),
+        (first, [one]),
+        (first["input_ids"], [one]),
+        ([first, tokenizer(texts[1])], [one, two]),
+        (tokenizer(texts), [one, two]),
+        (padded, [one, two]),
+        ({"prompt_token_ids": np.array(one)}, [one]),
+    ):
+        outs = embedded.generate(prompts, brief, use_tqdm=False)
+        assert [o.prompt_token_ids for o in outs] == want
+        assert all(type(token) is int for token in outs[0].prompt_token_ids)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert embedded.generate(chat, brief, use_tqdm=False)[0].prompt_token_ids == chat["input_ids"]
+    embedded.engine.add_request(first, brief)
+    assert embedded.engine.step()[0].prompt_token_ids == one
+
+
 def test_forms_of_results(embedded: LLM) -> None:
     out = embedded.chat([{"role": "user", "content": "Spell cat"}], use_tqdm=False)[0]
     assert out.outputs[0].text == out["text"] == "c-a-t"
@@ -76,6 +113,13 @@ def test_forms_of_results(embedded: LLM) -> None:
     assert m.time_in_queue >= 0
     with pytest.raises(KeyError, match="'text' and 'token_ids'"):
         out["txt"]
+    # The same as of nano-vllm's dict.
+    assert "text" in out
+    assert "txt" not in out
+    assert list(out) == ["text", "token_ids"]
+    assert dict(out) == {**out} == {"text": "c-a-t", "token_ids": out["token_ids"]}
+    assert out.get("logprobs") is None
+    assert out
 
 
 def test_chat_forms(embedded: LLM) -> None:
@@ -86,6 +130,39 @@ def test_chat_forms(embedded: LLM) -> None:
     quiet = embedded.chat(one, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})[0]
     assert quiet["text"] == "bac"
     assert len(quiet.prompt_token_ids) > len(many[0].prompt_token_ids)
+
+
+PARTS = [{"type": "text", "text": "Reverse"}, {"type": "text", "text": "cab"}]
+USES = "<{{ messages[0].content }}>"
+ITERATES = "<{% for part in messages[0].content %}{{ part.text }};{% endfor %}>"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (USES, "<Reverse\ncab>"),
+        ("<{{ '' + messages[0].content }}>", "<Reverse\ncab>"),  # TypeError for a list
+        ("<{{ messages[0].content | tojson }}>", '<"Reverse\\ncab">'),
+        ("{% if messages[0].content is string %}" + USES + "{% endif %}", "<Reverse\ncab>"),
+        (ITERATES, "<Reverse;cab;>"),
+        (None, "<|im_start|>user\nReversecab<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_content_parts(embedded: LLM, template: str | None, shown: str) -> None:
+    """A template that takes strings only gets a string, and one that iterates gets the parts."""
+    for content in (PARTS, ["Reverse", "cab"]):
+        chat = [{"role": "user", "content": content}]
+        out = embedded.chat(chat, GREEDY, use_tqdm=False, chat_template=template)[0]
+        assert out.prompt == shown
+
+
+def test_signatures_list_every_field() -> None:
+    for thing, fields in ((SamplingParams, SamplingParams), (LLM, EngineConfig)):
+        shown = inspect.signature(thing).parameters
+        for field in dataclasses.fields(fields):
+            assert shown[field.name].default == field.default
+            assert f"{field.name}: " in pydoc.render_doc(thing, renderer=pydoc.plaintext)
+    assert next(iter(inspect.signature(LLM).parameters)) == "model"
 
 
 def test_defaults(embedded: LLM, llm: LLM) -> None:
@@ -112,15 +189,20 @@ def test_stops(llm: LLM) -> None:
     out = llm.generate([7, 7], params, use_tqdm=False)[0].outputs[0]
     assert (out.token_ids, out.finish_reason, out.stop_reason) == (tokens[: at + 1], "stop", stop)
     engine, before = llm.engine, llm.engine.inputs.eos_token_ids
+    both = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop])
     engine.inputs.eos_token_ids = engine.outputs.eos_token_ids = frozenset({stop, VOCAB - 1})
     try:
-        short, full = llm.generate(
-            [[7, 7]] * 2, [SamplingParams(temperature=0, max_tokens=30), free], use_tqdm=False
+        own = SamplingParams(temperature=0, max_tokens=30)
+        short, full, given, ignored = llm.generate(
+            [[7, 7]] * 4, [own, free, both, params], use_tqdm=False
         )
+        *_, last = llm.stream([7, 7], params)
     finally:
         engine.inputs.eos_token_ids = engine.outputs.eos_token_ids = before
     assert (short["token_ids"], short.outputs[0].stop_reason) == (tokens[: at + 1], None)
     assert full["token_ids"] == tokens
+    assert given.outputs[0].stop_reason is None
+    assert ignored.outputs[0].stop_reason == last.stop_reason == stop
 
 
 def test_length_is_capped_by_max_model_len(path: Path) -> None:

@@ -1,12 +1,18 @@
 """Every bad input is refused before anything runs, by a message that helps, and breaks nothing."""
 
+import copy
 import json
+import pickle
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import VLLM_OPTIONS, EngineConfig, EngineOptions
 
 NAN, INF = float("nan"), float("inf")
 
@@ -67,22 +73,45 @@ PARAMS = [
     ({"allowed_token_ids": [1.5]}, TypeError, "allowed token"),
     ({"bad_words": " "}, TypeError, "bad_words"),
     ({"bad_words": [" "]}, ValueError, "empty string"),
-    ({"logprobs": -1}, ValueError, "logprobs"),
+    ({"logprobs": -2}, ValueError, "logprobs"),
     ({"prompt_logprobs": True}, TypeError, "prompt_logprobs"),
     ({"skip_special_tokens": 0}, TypeError, "skip_special_tokens"),
     ({"detokenize": None}, TypeError, "detokenize"),
     ({"logits_processors": ["f"]}, TypeError, "functions"),
     ({"best_of": 3}, TypeError, "cumulative_logprob"),
     ({"guided_decoding": {}}, TypeError, "logits_processors"),
+    ({"length_penalty": 1.0}, TypeError, "no beam search"),
+    ({"min_characters": 1}, TypeError, "known: n, temperature"),
     ({"temprature": 1}, TypeError, "'temperature'"),
     ({"max_token": 1}, TypeError, "'max_tokens'"),
 ]
+LISTS = ("stop", "stop_token_ids", "bad_words", "logits_processors")
 
 
 @pytest.mark.parametrize(("fields", "error", "word"), PARAMS, ids=str)
 def test_sampling_params(fields: dict, error: type[Exception], word: str) -> None:
     with pytest.raises(error, match=word):
         SamplingParams(**fields)
+
+
+def test_none_is_the_default_of_lists() -> None:
+    params = SamplingParams(**dict.fromkeys(LISTS))
+    assert params == SamplingParams()
+    params.stop_token_ids.append(3)  # as in vLLM, each is a list of its own
+    assert SamplingParams().stop_token_ids == []
+    assert SamplingParams(stop="a", bad_words=("b",), allowed_token_ids=(1,)) == SamplingParams(
+        stop=["a"], bad_words=["b"], allowed_token_ids=[1]
+    )
+
+
+def test_attributes_that_do_not_exist() -> None:
+    params = SamplingParams()
+    with pytest.raises(AttributeError, match="'max_token'.*'max_tokens'"):
+        params.max_token = 5
+    with pytest.raises(AttributeError, match="cumulative_logprob"):
+        params.best_of = 5
+    params.max_tokens = 5
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
 
 
 PROMPTS = [
@@ -102,6 +131,15 @@ PROMPTS = [
     ({"prompt": [1, 2]}, TypeError, "must be a string"),
     (5, TypeError, "prompts"),
     (None, TypeError, "prompts"),
+    ([1.0, 2.0], TypeError, "must be an int, not 1.0"),
+    (np.array([1.0]), TypeError, "must be an int, not 1.0"),
+    (np.array([[1], [2]]) > 1, TypeError, r"prompts\[0\]: .*must be an int, not False"),
+    (torch.ones(2, 3), TypeError, "must be an int, not 1.0"),
+    (torch.ones(1, 2, 2, dtype=torch.int64), TypeError, r"must be an int, not \[1, 1\]"),
+    (np.array([], dtype=int), ValueError, "empty"),
+    (np.int64(5), TypeError, "prompts"),
+    ({"input_ids": [1], "pixel_values": 0}, ValueError, "remove pixel_values"),
+    ({"input_ids": [1, 1], "attention_mask": [0, 0]}, ValueError, "empty"),
     ([None], TypeError, "None"),
     ([1] * 300, ValueError, "max_model_len=300"),
     ([1] * 200, ValueError, "10"),  # fits max_model_len, never the pool of 160 slots
@@ -141,10 +179,14 @@ def test_params_that_do_not_fit_the_model(llm: LLM, fields: dict, word: str) -> 
 def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="UTF-8"):
         embedded.generate("\ud800", use_tqdm=False)
-    monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text: [])
+    with pytest.raises(ValueError, match="UTF-8"):
+        embedded.chat([{"role": "user", "content": "\ud800"}], use_tqdm=False)
+    with pytest.raises(ValueError, match="UTF-8"):
+        embedded.generate("x", SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
+    monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text, **_: [])
     with pytest.raises(ValueError, match="empty"):
         embedded.generate(" ", use_tqdm=False)
-    monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text: [10**6])
+    monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text, **_: [10**6])
     with pytest.raises(ValueError, match="token id 1000000"):
         embedded.generate("x", use_tqdm=False)
     monkeypatch.undo()
@@ -184,6 +226,14 @@ def test_chats(embedded: LLM) -> None:
         ("hi", TypeError, "messages must be a list"),
         (None, TypeError, "messages must be a list"),
         ({"role": "user", "content": "hi"}, TypeError, "messages must be a list"),
+        ([{"role": "user"}], TypeError, "content of a message .* not None"),
+        ([{"role": "user", "content": 5}], TypeError, "content of a message .* not 5"),
+        ([{"role": "user", "content": [5]}], ValueError, "type 5 is not supported"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            ValueError,
+            "'image_url' is not supported: the models take text only",
+        ),
     ):
         with pytest.raises(error, match=word):
             embedded.chat(messages, use_tqdm=False)
@@ -250,6 +300,10 @@ OPTIONS = [
     ({"seed": None}, TypeError, "seed"),
     ({"tokenizer": 3}, TypeError, "tokenizer"),
     ({"skip_tokenizer_init": False}, ValueError, "skip_tokenizer_init=True"),  # it has none
+    ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported: .*never"),
+    ({"quantization": "awq"}, ValueError, "not quantized"),
+    ({"tensor_parallel_sise": 1}, TypeError, "did you mean 'tensor_parallel_size'"),
+    ({"mamba_cache_dtype": "auto"}, TypeError, "unknown option .*; known: device, dtype"),
 ]
 
 
@@ -257,6 +311,33 @@ OPTIONS = [
 def test_options(path: Path, options: dict, error: type[Exception], word: str) -> None:
     with pytest.raises(error, match=word):
         random_llm(path, **options)
+
+
+def test_options_of_vllm_that_change_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """None and the listed values of each are accepted, with a line for those who debug."""
+    with caplog.at_level("DEBUG", logger="nanovllm"):
+        for name, (harmless, reason) in VLLM_OPTIONS.items():
+            assert EngineConfig.from_options({name: None}) == EngineConfig()
+            for value in harmless if reason else (False, 7, "any"):
+                assert EngineConfig.from_options({name: value}) == EngineConfig()
+                assert f"{name}={value!r}" in caplog.messages[-1]
+            if reason:
+                with pytest.raises(ValueError, match=re.escape(f"{name}='other' is not")):
+                    EngineConfig.from_options({name: "other"})
+    assert not VLLM_OPTIONS.keys() & EngineOptions.__annotations__.keys()
+
+
+def test_names_of_dtypes() -> None:
+    for dtype in ("half", "float16", torch.half):
+        assert EngineConfig(dtype=dtype).dtype == "float16"
+    for dtype in ("float", "float32", torch.float):
+        assert EngineConfig(dtype=dtype).dtype == "float32"
+
+
+def test_the_order_of_vllms_add_request(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"add_request\(prompt, sampling_params, request_id\)"):
+        llm.engine.add_request("0", [1, 2], SamplingParams())
+    still_serves(llm)
 
 
 def edited(path: Path, tmp_path: Path, **changes: object) -> Path:

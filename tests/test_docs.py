@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams, outputs
-from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.config import VLLM_OPTIONS, EngineConfig, EngineOptions
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -41,6 +41,8 @@ def test_every_field_is_documented() -> None:
     for cls in (EngineConfig, SamplingParams, outputs.Logprob, outputs.RequestMetrics, *values):
         for field in dataclasses.fields(cls):
             assert f"`{field.name}`" in text, (cls.__name__, field.name)
+    for name in VLLM_OPTIONS:
+        assert f"`{name}`" in text, name
     assert set(EngineOptions.__annotations__) == {f.name for f in dataclasses.fields(EngineConfig)}
     for name in re.findall(r"^\| `(\w+)\(", README.read_text(), re.MULTILINE):
         assert name == "LLM" or hasattr(LLM, name), name

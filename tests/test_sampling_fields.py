@@ -1,5 +1,6 @@
 """Each field of SamplingParams beyond the filters: against transformers, and in mixed batches."""
 
+import dataclasses
 import math
 import random
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.sequence import Sequence
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import Join, LogitRules, RowSampling
 
@@ -240,18 +243,145 @@ def test_stop_strings(embedded: LLM) -> None:
     assert not embedded.engine.outputs.watched
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "reason"),
+    [
+        (["b", "abc"], "xa", "b"),  # the earliest end, not the earliest beginning
+        (["abc", "b"], "xa", "b"),
+        (["c", "bc", "zebra"], "xab", "c"),  # the same end: the first in the list
+        (["bc", "c", "zebra"], "xa", "bc"),
+    ],
+)
+def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> None:
+    """The choice depends on the text alone, whether it comes in one token or in several."""
+    for pieces in (["xabcd"], ["x", "a", "b", "c", "d"], ["xa", "bcd"]):
+        for include in (False, True):
+            outputs = OutputProcessor(FakeTokenizer(pieces), frozenset())
+            params = SamplingParams(stop=stop, include_stop_str_in_output=include)
+            seq = Sequence("0", 0, [0], 1, 99, frozenset(), RowSampling(0.0, 0))
+            request = outputs.add([seq], None, params, stream=True)
+            streamed, found = "", None
+            for token in range(len(pieces)):
+                seq.token_ids.append(token)
+                if found := outputs._detokenize(seq):
+                    seq.finish_reason = "stop"
+                streamed += "".join(new.text for new in request.read_stream(0))
+                if found:
+                    break
+            assert found == reason
+            assert streamed == request.samples[0].text == text + reason * include
+
+
+class FakeTokenizer:
+    """Token i is pieces[i]."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "".join(self.pieces[i] for i in ids)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_text_of_a_stop_token(embedded: LLM, asynchronous: bool) -> None:
+    """It is left out unless requested, also where it ends an incomplete character."""
+    script = [*embedded.get_tokenizer().encode("cat\u00e9")[:-1], 7]  # é has two bytes
+    ids = embedded.get_tokenizer().encode("cat")
+    assert script[: len(ids)] == ids
+    seven = embedded.get_tokenizer().decode([7])
+
+    def follow(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        known = token_ids and token_ids[-1] in script
+        following = script.index(token_ids[-1]) + 1 if known else 0
+        logits.fill_(-math.inf)[script[following % len(script)]] = 0.0
+        return logits
+
+    llm = embedded
+    if asynchronous:
+        llm = LLM(dtype="float32", device="cpu", async_scheduling=True, num_kvcache_blocks=64)
+    for include, stop in ((False, ()), (True, ()), (False, "zebra"), (True, "zebra")):
+        params = SamplingParams(
+            temperature=0, stop_token_ids=[7], include_stop_str_in_output=include, stop=stop,
+            logits_processors=[follow],
+        )  # fmt: skip
+        out = llm.generate([[1]], params, use_tqdm=False)[0].outputs[0]
+        assert out.text == "cat\ufffd" + seven * include
+        assert (out.token_ids, out.finish_reason, out.stop_reason) == (script, "stop", 7)
+        pieces = list(llm.stream([[1]], params))
+        assert "".join(piece.text for piece in pieces) == out.text
+        assert [token for piece in pieces for token in piece.token_ids] == script
+        assert pieces[-1].stop_reason == 7
+
+
+def test_generate_and_stream_decode_alike(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tokenizer.decode` may clean up spaces by default, which a stream cannot do."""
+    decode = embedded.engine.tokenizer.decode
+
+    def cleans(ids: list[int], **options: object) -> str:
+        text = decode(ids, **options)
+        return text if "clean_up_tokenization_spaces" in options else text.replace(" ", "")
+
+    monkeypatch.setattr(embedded.engine.tokenizer, "decode", cleans)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    want = embedded.generate("Count from 1 to 9\n", params, use_tqdm=False)[0]["text"]
+    assert " " in want
+    assert "".join(new.text for new in embedded.stream("Count from 1 to 9\n", params)) == want
+
+
+def test_logprobs_of_a_stream(embedded: LLM) -> None:
+    prompts = ["Count from 1 to 9\n", "What is 3 + 4?\n"]
+    params = SamplingParams(temperature=0.7, seed=1, max_tokens=9, n=2, logprobs=2)
+    asked = [params, dataclasses.replace(params, prompt_logprobs=1)]
+    want = embedded.generate(prompts, asked, use_tqdm=False)
+    found: dict[tuple[int, int], list] = {}
+    in_prompt: list = []
+    for new in embedded.stream(prompts, asked):
+        assert len(new.logprobs) == len(new.token_ids)
+        found.setdefault((new.request_index, new.index), []).extend(new.logprobs)
+        in_prompt += [new.prompt_logprobs] * (new.prompt_logprobs is not None)
+    for i, out in enumerate(want):
+        for c in out.outputs:
+            assert [list(entry) for entry in found[i, c.index]] == [list(e) for e in c.logprobs]
+    assert [list(entry) for entry in in_prompt[0][1:]] == [
+        list(entry) for entry in want[1].prompt_logprobs[1:]
+    ]
+    assert len(in_prompt) == 1
+    for new in embedded.stream(prompts, dataclasses.replace(params, logprobs=None)):
+        assert new.logprobs is None
+
+
+def test_plain_parameters_make_no_rules(embedded: LLM) -> None:
+    """Rows with rules take a slower path, so the usual parameters must not have any."""
+    for fields in ({}, {"stop_token_ids": [3]}, {"top_k": 5, "seed": 1}, {"logits_processors": []}):
+        params = SamplingParams(**fields)
+        seq = embedded.engine.inputs.make_sequences("0", 0, [1], params)[0]
+        assert seq.sampling.rules is None
+
+
+def test_logprobs_of_the_whole_vocabulary(checkpoint) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+    out = random_llm(checkpoint[0]).generate([[1, 2]], params, use_tqdm=False)[0]
+    for entry in (*out.outputs[0].logprobs, out.prompt_logprobs[1]):
+        assert sorted(entry) == list(range(VOCAB))
+        assert sum(math.exp(e.logprob) for e in entry.values()) == pytest.approx(1)
+
+
 def test_bad_words_and_text_options(embedded: LLM) -> None:
     chat = [{"role": "user", "content": "Spell cat"}]
     plain = SamplingParams(temperature=0, max_tokens=20)
     assert embedded.chat(chat, plain, use_tqdm=False)[0]["text"] == "c-a-t"
     without = SamplingParams(temperature=0, max_tokens=20, bad_words=["a"])
     assert "a" not in embedded.chat(chat, without, use_tqdm=False)[0]["text"]
-    special = SamplingParams(temperature=0, max_tokens=20, skip_special_tokens=False)
-    assert embedded.chat(chat, special, use_tqdm=False)[0]["text"] == "c-a-t<|im_end|>"
-    silent = SamplingParams(temperature=0, max_tokens=20, detokenize=False, logprobs=1)
-    out = embedded.chat(chat, silent, use_tqdm=False)[0].outputs[0]
-    assert out.text == ""
-    assert next(iter(out.logprobs[0].values())).decoded_token == "c"
+    for include, text in ((False, "c-a-t"), (True, "c-a-t<|im_end|>")):
+        special = SamplingParams(
+            temperature=0, skip_special_tokens=False, include_stop_str_in_output=include
+        )
+        assert embedded.chat(chat, special, use_tqdm=False)[0]["text"] == text
+    for detokenize, text, first in ((True, "c-a-t", "c"), (False, "", None)):
+        params = SamplingParams(temperature=0, detokenize=detokenize, logprobs=1)
+        out = embedded.chat(chat, params, use_tqdm=False)[0].outputs[0]
+        assert out.text == text
+        assert next(iter(out.logprobs[0].values())).decoded_token == first
 
 
 def test_stream_is_generate_in_pieces(embedded: LLM) -> None:

@@ -4,8 +4,11 @@ Requests are checked here before they are queued. Each check raises TypeError or
 value and what would work instead.
 """
 
+import itertools
+import operator
+from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling
@@ -14,8 +17,17 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+class Array(Protocol):
+    """A NumPy array or a torch tensor."""
+
+    def tolist(self) -> Any: ...
+
+
 # A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: the ids of the text.
-Prompt: TypeAlias = "str | list[int] | dict[str, Any]"
+# A tokenizer's BatchEncoding, with "input_ids", is a Mapping too.
+Prompt: TypeAlias = "str | list[int] | Array | Mapping[str, Any]"
+ENCODING_KEYS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
 
 class InputProcessor:
@@ -81,7 +93,7 @@ class InputProcessor:
         ids: object = prompt
         if isinstance(prompt, str):
             text, ids = prompt, None
-        elif isinstance(prompt, dict):
+        elif isinstance(prompt, Mapping) and "input_ids" not in prompt:
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
             known = {"prompt", "prompt_token_ids"}
             if (text is None and ids is None) or not prompt.keys() <= known:
@@ -91,30 +103,31 @@ class InputProcessor:
                 )
         if text is not None and not isinstance(text, str):
             raise TypeError(f"the text of a prompt must be a string, not {text!r}")
-        if ids is None and text is not None:
-            if self.tokenizer is None:
-                raise ValueError(
-                    "the engine has no tokenizer (skip_tokenizer_init); give token ids"
-                )
-            try:
-                ids = self.tokenizer.encode(text)
-            except (TypeError, UnicodeError):  # raised by tokenizers if text is not Unicode
-                raise ValueError(f"the prompt cannot be encoded as UTF-8: {text!r:.80}") from None
+        ids = self.encode(text) if ids is None and text is not None else plain_ids(ids)
+        if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list):
+            ids = ids[0]  # a tokenizer's result with return_tensors has one row
         if not isinstance(ids, list | tuple):
             raise TypeError(
                 f"a prompt must be a string, a list of token ids or a dict, not {ids!r}"
             )
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
-        size = self.vocab_size
+        size, ids = self.vocab_size, [as_int(token) for token in ids]
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise TypeError(f"a token id must be an int, not {token!r}")
             if not 0 <= token < size:
                 raise ValueError(
                     f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})"
                 )
-        return text, list(ids)
+        return text, ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises ValueError if there are none."""
+        if self.tokenizer is None:
+            raise ValueError("the engine has no tokenizer (skip_tokenizer_init); give token ids")
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        except (TypeError, UnicodeError):  # raised by tokenizers if text is not Unicode
+            raise ValueError(f"the text cannot be encoded as UTF-8: {text!r:.80}") from None
 
     def _logit_rules(self, params: SamplingParams) -> LogitRules | None:
         """The rules that the parameters ask for, or None."""
@@ -136,20 +149,56 @@ class InputProcessor:
                 "stop strings and bad words need a tokenizer (skip_tokenizer_init is set)"
             )
         bad_words = set()
-        for word in params.bad_words:
-            assert self.tokenizer is not None
+        for word in params.bad_words or ():
             for text in (word, " " + word.lstrip()):  # at the start of a line, and after a word
-                bad_words.add(tuple(self.tokenizer.encode(text, add_special_tokens=False)))
+                bad_words.add(tuple(self.encode(text, add_special_tokens=False)))
         stops = sorted(t for t in self._stop_ids(params) if t < size)
         values = {f.name: getattr(params, f.name) for f in fields(LogitRules) if f.name != "stops"}
+        values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         values |= {"logit_bias": tuple(bias.items()), "bad_words": tuple(sorted(bad_words))}
+        values |= {n: size for n in ("logprobs", "prompt_logprobs") if values[n] == -1}
         rules = LogitRules(**values, stops=tuple(stops) if params.min_tokens else ())
         return None if rules == LogitRules() else rules
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that end the output."""
-        own = frozenset(params.stop_token_ids)
+        own = frozenset(params.stop_token_ids or ())
         return own if params.ignore_eos else own | self.eos_token_ids
+
+
+def plain_ids(prompt: Any) -> Any:
+    """Return the token ids of an array, a tensor or a BatchEncoding as lists; else `prompt` itself.
+
+    An attention mask removes padding. Several rows give a list of lists.
+    """
+    if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
+        return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not prompt.keys() <= ENCODING_KEYS:
+        raise ValueError(
+            f"a prompt with input_ids may also hold {', '.join(sorted(ENCODING_KEYS))}; remove "
+            f"{', '.join(sorted(map(str, prompt.keys() - ENCODING_KEYS)))}"
+        )
+    ids, mask = plain_ids(prompt["input_ids"]), plain_ids(prompt.get("attention_mask"))
+    if mask is None:
+        return ids
+    if ids and isinstance(ids[0], list):
+        return [list(itertools.compress(*row)) for row in zip(ids, mask, strict=True)]
+    return list(itertools.compress(ids, mask))
+
+
+def is_token_id(thing: Any) -> bool:
+    """Whether this is a number, perhaps of the wrong type, and not a prompt."""
+    return isinstance(thing, int | float) or getattr(thing, "shape", None) == ()
+
+
+def as_int(token: Any) -> int:
+    """Return a token id, which may be an integer of NumPy or torch, as an int."""
+    try:
+        if not isinstance(token, bool):
+            return operator.index(token)
+    except TypeError:
+        pass
+    raise TypeError(f"a token id must be an int, not {token!r}")
 
 
 def _fork(first: Sequence, index: int) -> Sequence:

@@ -51,6 +51,8 @@ class LLMEngine:
         request_id: str | None = None,
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
+        if isinstance(request_id, SamplingParams):
+            raise TypeError("the order is add_request(prompt, sampling_params, request_id)")
         return self._add(prompt, sampling_params, request_id, stream=False).request_id
 
     def add_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Request:

@@ -33,7 +33,7 @@ class Sample:
     detokenizer: Detokenizer | None = None  # for stop strings and streams
     text: str = ""
     num_detokenized: int = 0  # output tokens that `text` contains
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     # What `read_stream` has returned so far.
     chars_streamed: int = 0
     tokens_streamed: int = 0
@@ -49,7 +49,9 @@ class Request:
     metrics: RequestMetrics
     num_unfinished: int  # unfinished samples
     stream: bool  # read with `read_stream` while it runs; gives no RequestOutput
-    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
+    eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
+    tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
+    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
 
     def read_stream(self, request_index: int) -> list[StreamOutput]:
         """Return what is new in each sample since the last call; nothing after finish_reason."""
@@ -59,17 +61,50 @@ class Request:
             token_ids = seq.output_ids[sample.tokens_streamed :]
             if sample.stream_ended or not (token_ids or seq.finish_reason):
                 continue
-            if seq.finish_reason is None and self.params.stop:
+            stops = () if self.params.include_stop_str_in_output else self.params.stop
+            if seq.finish_reason is None and stops:
                 # These characters may begin a stop string, which is not part of the text.
-                end -= max(map(len, self.params.stop)) - 1
+                end -= max(map(len, stops)) - 1
             text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
+            logprobs = sample.logprobs[sample.tokens_streamed :]
+            first = token_ids and sample.tokens_streamed == 0 and seq.parent is None
+            outputs.append(
+                StreamOutput(
+                    request_index=request_index,
+                    index=seq.index,
+                    text=text,
+                    token_ids=token_ids,
+                    finish_reason=seq.finish_reason,
+                    stop_reason=self.stop_reason(seq),
+                    logprobs=None if self.params.logprobs is None else logprobs,
+                    prompt_logprobs=self.all_prompt_logprobs() if first else None,
+                )
+            )
             sample.chars_streamed += len(text)
             sample.tokens_streamed += len(token_ids)
             sample.stream_ended = seq.finish_reason is not None
-            outputs.append(
-                StreamOutput(request_index, seq.index, text, token_ids, seq.finish_reason)
-            )
         return outputs
+
+    def stop_reason(self, seq: Sequence) -> int | str | None:
+        return None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
+
+    def text_ids(self, seq: Sequence) -> list[int]:
+        """Return the output tokens whose text is shown: without a stop token, unless requested."""
+        hidden = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        return seq.output_ids[:-1] if hidden else seq.output_ids
+
+    def all_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Return one entry for each prompt token, None for the first; None if not requested."""
+        if self.params.prompt_logprobs is None:
+            return None
+        return [None, *self.prompt_logprobs.values()]
+
+    def decode_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        return {
+            token: Logprob(logprob, rank, None if decode is None else str(decode([token])))
+            for token, logprob, rank in entry
+        }
 
     @property
     def stream_ended(self) -> bool:
@@ -100,14 +135,24 @@ class OutputProcessor:
         samples = [Sample(seq) for seq in seqs]
         metrics = RequestMetrics(time.monotonic())
         request_id = seqs[0].request_id
-        request = Request(request_id, samples, prompt, params, metrics, len(samples), stream)
+        request = Request(
+            request_id,
+            samples,
+            prompt,
+            params,
+            metrics,
+            num_unfinished=len(samples),
+            stream=stream,
+            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+            tokenizer=self.tokenizer if params.detokenize else None,
+        )
         self.requests[request_id] = request
-        needs_text = self.tokenizer is not None and params.detokenize and (stream or params.stop)
+        needs_text = request.tokenizer is not None and bool(stream or params.stop)
         if needs_text or params.logprobs is not None:
             for sample in samples:
                 self.watched[sample.seq] = sample
-                if needs_text and self.tokenizer is not None:
-                    sample.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+                if needs_text and request.tokenizer is not None:
+                    sample.detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
         return request
 
     def remove(self, request_id: str) -> list[Sequence]:
@@ -162,75 +207,71 @@ class OutputProcessor:
             sample = self.watched.get(step.sampling[i])
             # A token that was sampled after the end of its sequence is not in the output.
             if sample is not None and len(sample.logprobs) < sample.seq.num_output:
-                sample.logprobs.append(logprobs)
+                request = self.requests[sample.seq.request_id]
+                sample.logprobs.append(request.decode_logprobs(logprobs))
         for i, targets in output.prompt_logprobs.items():
-            request = self.requests.get(step.chunked[i].request_id)
-            if request is not None:
-                first = step.plan.chunks[i].start + 1
-                request.prompt_logprobs |= dict(enumerate(targets, first))
+            owner = self.requests.get(step.chunked[i].request_id)
+            if owner is not None:
+                entries = map(owner.decode_logprobs, targets)
+                owner.prompt_logprobs |= enumerate(entries, step.plan.chunks[i].start + 1)
 
     def _detokenize(self, seq: Sequence) -> str | None:
         """Append the text of the new tokens. Returns the stop string that it contains, if any."""
         sample = self.watched.get(seq)
         if sample is None or sample.detokenizer is None:
             return None
-        params, start = self.requests[seq.request_id].params, len(sample.text)
-        sample.text += sample.detokenizer.add(seq.output_ids[sample.num_detokenized :])
+        request, start = self.requests[seq.request_id], len(sample.text)
+        params = request.params
+        sample.text += sample.detokenizer.add(request.text_ids(seq)[sample.num_detokenized :])
         sample.num_detokenized = seq.num_output
         if seq.status is Status.FINISHED:
             sample.text += sample.detokenizer.flush()
         if params.min_tokens and seq.num_output <= params.min_tokens:
             return None
+        # The stop string that is complete first wins, as if characters came one by one; of several
+        # that end at the same character, the first in the list.
         matches = [
-            (at, stop)
-            for stop in params.stop
+            (at + len(stop), stop)
+            for stop in params.stop or ()
             if (at := sample.text.find(stop, max(0, start - len(stop) + 1))) >= 0
         ]
         if not matches:
             return None
-        at, stop = min(matches)
-        sample.text = sample.text[: at + len(stop) * params.include_stop_str_in_output]
+        end, stop = min(matches, key=lambda match: match[0])
+        sample.text = sample.text[: end if params.include_stop_str_in_output else end - len(stop)]
         return stop
 
     def _request_output(self, request: Request) -> RequestOutput:
         seqs = [sample.seq for sample in request.samples]
         request.metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
-        first, prompt_logprobs = seqs[0], None
-        if request.params.prompt_logprobs is not None:
-            rest = [request.prompt_logprobs[i] for i in range(1, first.num_prompt)]
-            prompt_logprobs = [None, *map(self._decode_logprobs, rest)]
+        first = seqs[0]
         return RequestOutput(
             request_id=first.request_id,
             prompt=request.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt],
-            outputs=[self._completion(sample, request.params) for sample in request.samples],
+            outputs=[self._completion(sample, request) for sample in request.samples],
             finished=True,
             num_cached_tokens=first.num_cached,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=request.all_prompt_logprobs(),
             metrics=request.metrics,
         )
 
-    def _completion(self, sample: Sample, params: SamplingParams) -> CompletionOutput:
-        seq, text, skip = sample.seq, sample.text, params.skip_special_tokens
-        if sample.detokenizer is None and self.tokenizer is not None and params.detokenize:
-            text = str(self.tokenizer.decode(seq.output_ids, skip_special_tokens=skip))
+    def _completion(self, sample: Sample, request: Request) -> CompletionOutput:
+        seq, text, params = sample.seq, sample.text, request.params
+        if sample.detokenizer is None and request.tokenizer is not None:
+            detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
+            text = detokenizer.decode(request.text_ids(seq))
         logprobs, total = None, None
         if params.logprobs is not None:
-            logprobs = [self._decode_logprobs(entry) for entry in sample.logprobs]
-            total = sum(entry[0][1] for entry in sample.logprobs)
+            logprobs = sample.logprobs
+            # The sampled token comes first in each entry.
+            total = sum(next(iter(entry.values())).logprob for entry in logprobs)
         return CompletionOutput(
             index=seq.index,
             text=text,
             token_ids=seq.output_ids,
             finish_reason=seq.finish_reason,
-            stop_reason=None if seq.stop_reason in self.eos_token_ids else seq.stop_reason,
+            stop_reason=request.stop_reason(seq),
             logprobs=logprobs,
             cumulative_logprob=total,
         )
-
-    def _decode_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        decode = None if self.tokenizer is None else self.tokenizer.decode
-        return {
-            token: Logprob(logprob, rank, None if decode is None else str(decode([token])))
-            for token, logprob, rank in entry
-        }
