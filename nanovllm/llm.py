@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from tqdm import tqdm
 
@@ -41,7 +41,10 @@ class LLM:
         self.engine = make_engine(model, EngineConfig.from_options(options))
 
     def shutdown(self) -> None:
-        """Abort all requests. The engine remains usable; `del llm` frees its memory."""
+        """Abort all requests, also those of other threads, whose calls return what there is.
+
+        The engine remains usable; `del llm` frees its memory.
+        """
         self.engine.abort_all()
 
     def __enter__(self) -> LLM:
@@ -49,6 +52,9 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        self.engine.__reduce__()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.engine.tokenizer is None:
@@ -84,47 +90,42 @@ class LLM:
         current step; a second Ctrl-C stops immediately. Neither leaves a request behind.
         """
         items, params = pair_up(prompts, sampling_params)
-        ids: list[str] = []
+        requests: list[Request] = []
         try:
             with defer_interrupt() as check_interrupt:
                 for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
                     try:
-                        ids.append(self.engine.add_request(prompt, p))
+                        requests.append(self.engine.submit(prompt, p))
                     except (TypeError, ValueError) as error:
                         where = f"prompts[{i}]: " if len(items) > 1 else ""
                         kind = TypeError if isinstance(error, TypeError) else ValueError
                         raise kind(f"{where}{error}") from error
                     check_interrupt()
-                return self._run(ids, use_tqdm, check_interrupt)
+                return self._run(requests, use_tqdm, check_interrupt)
         except BaseException:
-            for request_id in ids:
-                self.engine.abort_request(request_id)
+            for request in requests:
+                self.engine.abort(request)
             raise
 
     def _run(
-        self, ids: list[str], use_tqdm: bool, check_interrupt: Callable[[], None]
+        self, requests: list[Request], use_tqdm: bool, check_interrupt: Callable[[], None]
     ) -> list[RequestOutput]:
-        engine, outputs = self.engine, dict[str, RequestOutput]()
-        start, before = time.monotonic(), engine.stats()
-        last_shown = start
-        with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-            while len(outputs) < len(ids):
-                engine.advance()
-                finished = engine.pop_finished(ids)
-                outputs |= {output.request_id: output for output in finished}
+        start = last_shown = time.monotonic()
+        pending = requests
+        with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+            while pending:
+                self.engine.advance()
+                pending = [request for request in pending if request.output is None]
                 check_interrupt()
                 now = time.monotonic()
-                if use_tqdm and (finished or now - last_shown > 0.5):
-                    last_shown, seconds, stats = now, now - start + 1e-9, engine.stats()
-                    rates = [
-                        f"{name} {(stats[key] - before[key]) / seconds:,.0f}"
-                        for name, key in (("prompt", "prompt_tokens"), ("output", "output_tokens"))
-                    ]
-                    bar.set_postfix_str(f"{rates[0]} tok/s, {rates[1]} tok/s", refresh=False)
-                    bar.update(len(outputs) - bar.n)
-                    if not finished:
-                        bar.refresh()
-        return [outputs[request_id] for request_id in ids]
+                if use_tqdm and (not pending or now - last_shown > 0.1):
+                    last_shown, seconds = now, now - start + 1e-9
+                    tokens = zip(*(request.num_tokens for request in requests), strict=True)
+                    prompt, output = (f"{sum(numbers) / seconds:,.0f} tok/s" for numbers in tokens)
+                    bar.set_postfix_str(f"prompt {prompt}, output {output}", refresh=False)
+                    bar.update(len(requests) - len(pending) - bar.n)
+                    bar.refresh()
+        return [request.output for request in requests if request.output is not None]
 
     def stream(
         self,
@@ -141,16 +142,18 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, p in zip(items, params, strict=True):
-                requests.append(self.engine.add_stream(prompt, p))
+                requests.append(self.engine.submit(prompt, p, stream=True))
             while True:
                 for i, request in enumerate(requests):
-                    yield from request.read_stream(i)
+                    with self.engine.lock:
+                        new = request.read_stream(i)
+                    yield from new
                 if all(request.stream_ended for request in requests):
                     return
                 self.engine.advance()
         finally:
             for request in requests:
-                self.engine.abort_request(request.request_id)
+                self.engine.abort(request)
 
     def chat(
         self,

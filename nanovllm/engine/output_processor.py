@@ -48,7 +48,9 @@ class Request:
     params: SamplingParams
     metrics: RequestMetrics
     num_unfinished: int  # unfinished samples
-    stream: bool  # read with `read_stream` while it runs; gives no RequestOutput
+    held: bool  # its caller holds this object; `step` does not return its output
+    stream: bool  # read with `read_stream` while it runs; it has no output
+    output: RequestOutput | None = None  # when it has ended
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position
 
     def read_stream(self, request_index: int) -> list[StreamOutput]:
@@ -70,6 +72,13 @@ class Request:
                 StreamOutput(request_index, seq.index, text, token_ids, seq.finish_reason)
             )
         return outputs
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Prompt tokens, 0 before the first output token, and output tokens of all samples."""
+        started = self.metrics.first_token_time is not None
+        num_output = sum(sample.seq.num_output for sample in self.samples)
+        return self.samples[0].seq.num_prompt * started, num_output
 
     @property
     def stream_ended(self) -> bool:
@@ -95,12 +104,17 @@ class OutputProcessor:
         )
 
     def add(
-        self, seqs: list[Sequence], prompt: str | None, params: SamplingParams, stream: bool
+        self,
+        seqs: list[Sequence],
+        prompt: str | None,
+        params: SamplingParams,
+        held: bool,
+        stream: bool,
     ) -> Request:
         samples = [Sample(seq) for seq in seqs]
         metrics = RequestMetrics(time.monotonic())
         request_id = seqs[0].request_id
-        request = Request(request_id, samples, prompt, params, metrics, len(samples), stream)
+        request = Request(request_id, samples, prompt, params, metrics, len(samples), held, stream)
         self.requests[request_id] = request
         needs_text = self.tokenizer is not None and params.detokenize and (stream or params.stop)
         if needs_text or params.logprobs is not None:
@@ -109,14 +123,6 @@ class OutputProcessor:
                 if needs_text and self.tokenizer is not None:
                     sample.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
         return request
-
-    def remove(self, request_id: str) -> list[Sequence]:
-        """Remove a request and return its sequences."""
-        request = self.requests.pop(request_id, None)
-        seqs = [sample.seq for sample in request.samples] if request is not None else []
-        for seq in seqs:
-            self.watched.pop(seq, None)
-        return seqs
 
     def note_scheduled(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -142,10 +148,24 @@ class OutputProcessor:
                 request = self.requests[seq.request_id]
                 request.num_unfinished -= 1
                 if request.num_unfinished == 0:
-                    request.metrics.finished_time = time.monotonic()
-                    self.remove(seq.request_id)
-                    if not request.stream:
-                        self.finished.append(self._request_output(request))
+                    self._end(request)
+                    if not request.held and request.output is not None:
+                        self.finished.append(request.output)
+
+    def end_aborted(self, request: Request) -> None:
+        """Remove an aborted request. Its output, which `step` does not return, has what there is."""
+        for sample in request.samples:
+            if sample.seq.finish_reason == "abort" and sample.detokenizer is not None:
+                sample.text += sample.detokenizer.flush()
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        for sample in request.samples:
+            self.watched.pop(sample.seq, None)
+        request.metrics.finished_time = time.monotonic()
+        if not request.stream:
+            request.output = self._request_output(request)
 
     def _note_first_tokens(self, progressed: list[Sequence]) -> None:
         now = time.monotonic()
@@ -196,7 +216,8 @@ class OutputProcessor:
         request.metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
         first, prompt_logprobs = seqs[0], None
         if request.params.prompt_logprobs is not None:
-            rest = [request.prompt_logprobs[i] for i in range(1, first.num_prompt)]
+            # An aborted request has those of the chunks that were computed.
+            rest = [request.prompt_logprobs[i] for i in sorted(request.prompt_logprobs)]
             prompt_logprobs = [None, *map(self._decode_logprobs, rest)]
         return RequestOutput(
             request_id=first.request_id,
