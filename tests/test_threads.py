@@ -5,6 +5,8 @@ import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -278,3 +280,52 @@ def test_copies_are_refused(embedded: LLM, make_copy: Callable) -> None:
     for thing in (embedded, embedded.engine):
         with pytest.raises(TypeError, match="cannot be copied or pickled"):
             make_copy(thing)
+
+
+FORK = """
+import os, sys, torch
+from nanovllm import LLM, SamplingParams
+
+before, backend = sys.argv[1:]
+
+def make() -> LLM:
+    return LLM(dtype="float32", device="cpu", attention_backend=backend)
+
+def use(llm: LLM) -> int:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    return len(llm.generate([5] * 500, params, use_tqdm=False)[0]["token_ids"])
+
+llm = make() if before == "llm" else None
+if before == "torch":
+    torch.ones(1 << 20).exp()
+if os.fork() == 0:
+    for attempt in (lambda: use(llm or make()), lambda: use(make())):
+        try:
+            print(attempt())
+        except RuntimeError as error:
+            print(error)
+    sys.stdout.flush()
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("before", ["nothing", "torch", "llm"])
+def test_forked_process(before: str, backend: str) -> None:
+    """It has none of OpenMP's threads: it works only if they had not started before the fork."""
+    variables = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, before, backend],
+        env=variables, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    if before == "nothing":
+        assert (first, second) == ("3", "3")
+    else:
+        assert ("made in another process" if before == "llm" else "used OpenMP") in first
+        assert "used OpenMP" in second
+        assert "get_context('spawn')" in first
+        assert "get_context('spawn')" in second

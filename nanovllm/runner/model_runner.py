@@ -28,6 +28,7 @@ from nanovllm.runner.backends import (
     pick_dtype,
     torch_defaults,
 )
+from nanovllm.runner.openmp import check_openmp
 from nanovllm.runner.rows import Rows
 
 
@@ -41,6 +42,7 @@ class ModelRunner:
         capture_decode: Callable[[Callable, Tensor], Any] | None = None,
     ) -> None:
         """capture_decode captures decode steps; None takes the backend's, unless enforce_eager."""
+        check_openmp()
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(config.dtype, self.device, model_config.dtype)
         self.is_async = self.device.type == "cuda"  # the device works while the host plans
