@@ -17,7 +17,7 @@ from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import Request
 from nanovllm.models.checkpoint import EMBEDDED, GenerationDefaults, config_file, find_checkpoint
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import ModelConfig, read_json
 from nanovllm.outputs import RequestOutput, StreamOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
@@ -237,7 +237,7 @@ def make_engine(model: str, config: EngineConfig) -> LLMEngine:
         model_config.vocab_size,
         max_model_len,
         eos_token_ids,
-        SamplingParams(**defaults.sampling),
+        defaults.sampling,
         config.seed,
     )
     return LLMEngine(config, runner, inputs)
@@ -252,7 +252,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
             "skip_tokenizer_init=True to work with token ids"
         )
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many
+        for path in sorted(directory.glob("*.json")):
+            read_json(path)  # raises ValueError with the name of a broken file
+        raise ValueError(
+            f"tokenizer.json or tokenizer_config.json in {directory} cannot be used "
+            f"({type(error).__name__}: {error}); fetch them again, or name another tokenizer with "
+            "tokenizer=..."
+        ) from error
 
 
 def show_log() -> None:

@@ -37,6 +37,16 @@ class Snapshot:
         return cls(device, free, free)
 
 
+def check_weights(name: str, weight_bytes: int, dtype: torch.dtype, before: Snapshot) -> None:
+    """Raise ValueError if the weights of the model `name` do not fit the free memory."""
+    if weight_bytes > before.free:
+        raise ValueError(
+            f"the weights of {name} take {weight_bytes / 2**30:,.2f} GiB in {str(dtype)[6:]}, and "
+            f"{before.free / 2**30:,.2f} GiB of memory are free on {before.device}; use a smaller "
+            "model, end other programs, or set dtype='bfloat16', which takes half of float32"
+        )
+
+
 def num_kv_blocks(
     config: EngineConfig,
     max_model_len: int,

@@ -66,6 +66,8 @@ class ModelRunner:
         self.sample = backend.sample
 
         # 1. The model.
+        weight_bytes = model_config.num_weights * self.dtype.itemsize
+        memory.check_weights(directory.name, weight_bytes, self.dtype, free_before)
         with torch_defaults(self.device, self.dtype):
             self.model = Qwen3(model_config, max_model_len, backend)
         tensors = self.model.checkpoint_tensors()
