@@ -87,7 +87,8 @@ class LLM:
             generation_config.json.
 
         All prompts are checked first: if one is refused, none is started. Ctrl-C stops after the
-        current step; a second Ctrl-C stops immediately. Neither leaves a request behind.
+        current step; a second Ctrl-C stops immediately. Neither leaves a request behind. A request
+        that another thread aborts has what there is as its result, with finish_reason "abort".
         """
         items, params = pair_up(prompts, sampling_params)
         requests: list[Request] = []

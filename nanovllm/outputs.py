@@ -22,7 +22,7 @@ class CompletionOutput:
     index: int
     text: str  # "" without a tokenizer or with detokenize=False
     token_ids: list[int]  # including the stop token, if one ended the output
-    finish_reason: str | None  # "stop" or "length"
+    finish_reason: str | None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # a string or token id; None for an end-of-sequence token
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per output token, if requested
     cumulative_logprob: float | None = None  # sum over output tokens, if logprobs were requested
@@ -64,7 +64,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
-    prompt_logprobs: list[dict[int, Logprob] | None] | None  # None for the first token
+    # None for the first token. An aborted request has those of the tokens that were computed.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     metrics: RequestMetrics = field(compare=False)
 
     def __getitem__(self, key: str) -> str | list[int]:

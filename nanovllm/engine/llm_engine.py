@@ -158,26 +158,29 @@ class LLMEngine:
         sequences of the steps in flight return to the waiting queue and the error is raised. The
         engine remains usable. Ctrl-C is raised when the step is complete.
         """
+        thread = threading.get_ident()
+        if self._stepping == thread:
+            raise RuntimeError(
+                "a logits processor cannot run the engine that calls it; use another LLM"
+            )
         with defer_interrupt():
-            with self.lock:
-                if self._stepping == threading.get_ident():
-                    raise RuntimeError(
-                        "a logits processor cannot run the engine that calls it; use another LLM"
-                    )
-                if self._stepping is not None:
-                    self._step_ended.wait()
-                    return
-                self._stepping = threading.get_ident()
             try:
+                with self.lock:
+                    if self._stepping is not None:
+                        self._step_ended.wait()
+                        return
+                    self._stepping = thread
                 self._run_step()
             except BaseException:
-                with self.lock:
-                    self.scheduler.abandon()
+                if self._stepping == thread:
+                    with self.lock:
+                        self.scheduler.abandon()
                 raise
             finally:
-                with self.lock:
-                    self._stepping = None
-                    self._step_ended.notify_all()
+                if self._stepping == thread:
+                    with self.lock:
+                        self._stepping = None
+                        self._step_ended.notify_all()
 
     def _run_step(self) -> None:
         scheduler = self.scheduler

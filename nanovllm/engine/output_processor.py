@@ -216,7 +216,6 @@ class OutputProcessor:
         request.metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
         first, prompt_logprobs = seqs[0], None
         if request.params.prompt_logprobs is not None:
-            # An aborted request has those of the chunks that were computed.
             rest = [request.prompt_logprobs[i] for i in sorted(request.prompt_logprobs)]
             prompt_logprobs = [None, *map(self._decode_logprobs, rest)]
         return RequestOutput(
