@@ -160,6 +160,27 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_only(path: Path, presses: int) 
     assert is_idle(llm.engine)
 
 
+def test_interrupted_commit_loses_no_finished_request(path: Path) -> None:
+    """A second Ctrl-C may come between the last token of a request and its output."""
+    engine = random_llm(path).engine
+    process = engine.outputs.process
+
+    def interrupted(step, progressed):
+        if any(seq.finish_reason for seq in progressed):
+            engine.outputs.process = process
+            raise KeyboardInterrupt
+        return process(step, progressed)
+
+    engine.outputs.process = interrupted
+    request = engine.submit([1, 2], GREEDY)
+    engine.add_request([1, 2], GREEDY, request_id="by step")
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(20):
+            engine.step()
+    assert [o["token_ids"] for o in engine.step()] == [request.output["token_ids"]]
+    assert is_idle(engine)
+
+
 # ---- requests that end from elsewhere ----
 
 

@@ -175,6 +175,7 @@ class LLMEngine:
                 if self._stepping == thread:
                     with self.lock:
                         self.scheduler.abandon()
+                        self.outputs.collect_finished(self.outputs.sequences())
                 raise
             finally:
                 if self._stepping == thread:

@@ -141,16 +141,20 @@ class OutputProcessor:
             return []
         return [(seq, stop) for seq in progressed if (stop := self._detokenize(seq)) is not None]
 
-    def collect_finished(self, progressed: list[Sequence]) -> None:
-        """Build the output of each request whose last sample has just finished."""
-        for seq in progressed:
-            if seq.status is Status.FINISHED:
-                request = self.requests[seq.request_id]
-                request.num_unfinished -= 1
-                if request.num_unfinished == 0:
-                    self._end(request)
-                    if not request.held and request.output is not None:
-                        self.finished.append(request.output)
+    def sequences(self) -> list[Sequence]:
+        return [sample.seq for request in self.requests.values() for sample in request.samples]
+
+    def collect_finished(self, seqs: list[Sequence]) -> None:
+        """Build the output of each request whose samples, one of them in `seqs`, have finished."""
+        finished = [seq.request_id for seq in seqs if seq.status is Status.FINISHED]
+        for request_id in dict.fromkeys(finished):
+            request = self.requests[request_id]
+            samples = request.samples
+            request.num_unfinished = sum(s.seq.status is not Status.FINISHED for s in samples)
+            if request.num_unfinished == 0:
+                self._end(request)
+                if not request.held and request.output is not None:
+                    self.finished.append(request.output)
 
     def end_aborted(self, request: Request) -> None:
         """Remove an aborted request. Its output, which `step` does not return, has what there is."""

@@ -15,6 +15,7 @@ from nanovllm.models.config import unreadable
 
 # Names that are skipped: tables that are computed from the config, and a tied head.
 IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
+# The stored dtypes that are converted to the model's.
 DTYPES = ("BF16", "F16", "F32", "F64")
 
 
