@@ -304,7 +304,7 @@ def test_copies_are_refused(embedded: LLM, make_copy: Callable) -> None:
 
 
 FORK = """
-import os, sys, torch
+import os, signal, sys, torch
 from nanovllm import LLM, SamplingParams
 
 before, backend = sys.argv[1:]
@@ -320,6 +320,7 @@ llm = make() if before == "llm" else None
 if before == "torch":
     torch.ones(1 << 20).exp()
 if os.fork() == 0:
+    signal.alarm(100)  # ends the process if it hangs
     for attempt in (lambda: use(llm or make()), lambda: use(make())):
         try:
             print(attempt())
