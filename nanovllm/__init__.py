@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.outputs import (
         CompletionOutput,
+        GenerationError,
         Logprob,
         RequestMetrics,
         RequestOutput,
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "GenerationError",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",

@@ -16,8 +16,15 @@ from typing import Any, TypedDict
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
-KINDS = {int: "an int", float: "a number", bool: "True or False", str: "a string"}
 logger = logging.getLogger("nanovllm")
+KINDS = {
+    int: "an int",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
 # Name -> (lowest, highest) value of a number, or the strings to choose from.
 Limits = Mapping[str, tuple[Any, ...]]
 
@@ -49,7 +56,7 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> 
     accepted: Any = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{name} must be {KINDS[kind]}, not {value!r}")
-    if kind is str:
+    if kind in (str, list, dict):
         if limits and value not in limits:
             raise ValueError(f"{name} must be one of {', '.join(limits)}, not {value!r}")
         return

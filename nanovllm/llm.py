@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from tqdm import tqdm
 
@@ -18,8 +18,8 @@ from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import Request
 from nanovllm.models.checkpoint import EMBEDDED, GenerationDefaults, config_file, find_checkpoint
-from nanovllm.models.config import ModelConfig
-from nanovllm.outputs import RequestOutput, StreamOutput
+from nanovllm.models.config import ModelConfig, read_json
+from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 
@@ -52,7 +52,10 @@ class LLM:
     __init__.__signature__ = _with_fields(__init__, EngineConfig)  # type: ignore[attr-defined]
 
     def shutdown(self) -> None:
-        """Abort all requests. The engine remains usable; `del llm` frees its memory."""
+        """Abort all requests, also those of other threads, whose calls return what there is.
+
+        The engine remains usable; `del llm` frees its memory.
+        """
         self.engine.abort_all()
 
     def __enter__(self) -> LLM:
@@ -60,6 +63,9 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+    def __reduce__(self) -> NoReturn:
+        self.engine.__reduce__()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.engine.tokenizer is None:
@@ -94,50 +100,51 @@ class LLM:
             generation_config.json.
 
         All prompts are checked first: if one is refused, none is started. Ctrl-C stops after the
-        current step; a second Ctrl-C stops immediately. Neither leaves a request behind.
+        current step; a second Ctrl-C stops immediately. Neither leaves a request behind. A request
+        that another thread aborts has what there is as its result, with finish_reason "abort".
+        Raises GenerationError, which has all results, if a request ended because no token could be
+        sampled.
         """
         items, params = pair_up(prompts, sampling_params)
-        ids: list[str] = []
+        requests: list[Request] = []
         try:
             with defer_interrupt() as check_interrupt:
                 for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
                     try:
-                        ids.append(self.engine.add_request(prompt, p))
+                        requests.append(self.engine.submit(prompt, p))
                     except (TypeError, ValueError) as error:
                         where = f"prompts[{i}]: " if len(items) > 1 else ""
                         kind = TypeError if isinstance(error, TypeError) else ValueError
                         raise kind(f"{where}{error}") from error
                     check_interrupt()
-                return self._run(ids, use_tqdm, check_interrupt)
+                return self._run(requests, use_tqdm, check_interrupt)
         except BaseException:
-            for request_id in ids:
-                self.engine.abort_request(request_id)
+            for request in requests:
+                self.engine.abort(request)
             raise
 
     def _run(
-        self, ids: list[str], use_tqdm: bool, check_interrupt: Callable[[], None]
+        self, requests: list[Request], use_tqdm: bool, check_interrupt: Callable[[], None]
     ) -> list[RequestOutput]:
-        engine, outputs = self.engine, dict[str, RequestOutput]()
-        start, before = time.monotonic(), engine.stats()
-        last_shown = start
-        with tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-            while len(outputs) < len(ids):
-                engine.advance()
-                finished = engine.pop_finished(ids)
-                outputs |= {output.request_id: output for output in finished}
+        start = last_shown = time.monotonic()
+        pending = requests
+        with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+            while pending:
+                self.engine.advance()
+                pending = [request for request in pending if request.output is None]
                 check_interrupt()
                 now = time.monotonic()
-                if use_tqdm and (finished or now - last_shown > 0.5):
-                    last_shown, seconds, stats = now, now - start + 1e-9, engine.stats()
-                    rates = [
-                        f"{name} {(stats[key] - before[key]) / seconds:,.0f}"
-                        for name, key in (("prompt", "prompt_tokens"), ("output", "output_tokens"))
-                    ]
-                    bar.set_postfix_str(f"{rates[0]} tok/s, {rates[1]} tok/s", refresh=False)
-                    bar.update(len(outputs) - bar.n)
-                    if not finished:
-                        bar.refresh()
-        return [outputs[request_id] for request_id in ids]
+                if use_tqdm and (not pending or now - last_shown > 0.1):
+                    last_shown, seconds = now, now - start + 1e-9
+                    tokens = zip(*(request.num_tokens for request in requests), strict=True)
+                    prompt, output = (f"{sum(numbers) / seconds:,.0f} tok/s" for numbers in tokens)
+                    bar.set_postfix_str(f"prompt {prompt}, output {output}", refresh=False)
+                    bar.update(len(requests) - len(pending) - bar.n)
+                    bar.refresh()
+        outputs = [request.output for request in requests if request.output is not None]
+        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
+            raise GenerationError(outputs)
+        return outputs
 
     def stream(
         self,
@@ -154,16 +161,18 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, p in zip(items, params, strict=True):
-                requests.append(self.engine.add_stream(prompt, p))
+                requests.append(self.engine.submit(prompt, p, stream=True))
             while True:
                 for i, request in enumerate(requests):
-                    yield from request.read_stream(i)
+                    with self.engine.lock:
+                        new = request.read_stream(i)
+                    yield from new
                 if all(request.stream_ended for request in requests):
                     return
                 self.engine.advance()
         finally:
             for request in requests:
-                self.engine.abort_request(request.request_id)
+                self.engine.abort(request)
 
     def chat(
         self,
@@ -292,7 +301,7 @@ def make_engine(model: str, config: EngineConfig) -> LLMEngine:
         model_config.vocab_size,
         max_model_len,
         eos_token_ids,
-        SamplingParams(**defaults.sampling),
+        defaults.sampling,
         config.seed,
     )
     return LLMEngine(config, runner, inputs)
@@ -307,7 +316,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
             "skip_tokenizer_init=True to work with token ids"
         )
-    return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many
+        for path in sorted(directory.glob("*.json")):
+            read_json(path)  # raises ValueError with the name of a broken file
+        raise ValueError(
+            f"tokenizer.json or tokenizer_config.json in {directory} cannot be used "
+            f"({type(error).__name__}: {error}); fetch them again, or name another tokenizer with "
+            "tokenizer=..."
+        ) from error
 
 
 def show_log() -> None:

@@ -24,7 +24,7 @@ class CompletionOutput:
     index: int
     text: str  # without the stop token or string; "" without a tokenizer or detokenize=False
     token_ids: list[int]  # including the stop token, if one ended the output
-    finish_reason: str | None  # "stop" or "length"
+    finish_reason: str | None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # a string or token id; None for an end-of-sequence token
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per output token, if requested
     cumulative_logprob: float | None = None  # sum over output tokens, if logprobs were requested
@@ -72,7 +72,8 @@ class RequestOutput(Mapping[str, Any]):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
-    prompt_logprobs: list[dict[int, Logprob] | None] | None  # None for the first token
+    # None for the first token. An aborted request has those of the tokens that were computed.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
     metrics: RequestMetrics = field(compare=False)
 
     def __getitem__(self, key: str) -> Any:
@@ -88,3 +89,24 @@ class RequestOutput(Mapping[str, Any]):
 
 
 NANO_VLLM_KEYS = ("text", "token_ids")
+
+
+class GenerationError(RuntimeError):
+    """Some requests ended with finish_reason "error", because there was no token to sample.
+
+    The model computed NaN, or allowed_token_ids, bad_words and logits_processors hid every token.
+    `outputs` has the results of all requests of the call, in the order of its prompts.
+    """
+
+    def __init__(self, outputs: list[RequestOutput]) -> None:
+        failed = [
+            f"prompts[{i}] (request {out.request_id})"
+            for i, out in enumerate(outputs)
+            if any(sample.finish_reason == "error" for sample in out.outputs)
+        ]
+        super().__init__(
+            f"no token could be sampled for {', '.join(failed)}: the model computed NaN, or every "
+            "token was hidden by allowed_token_ids, bad_words or logits_processors; the attribute "
+            "`outputs` of this error has the results of all requests"
+        )
+        self.outputs = outputs

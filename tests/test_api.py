@@ -7,6 +7,7 @@ import os
 import pydoc
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, GenerationError, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 
@@ -474,3 +475,48 @@ def test_ctrl_c_in_a_manual_loop_loses_nothing(path: Path) -> None:
                     outs |= {o.request_id: o["token_ids"] for o in engine.step()}
             assert [outs[i] for i in ids] == want
             assert is_idle(engine)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_request_without_a_token_to_sample_ends_with_an_error(
+    path: Path, asynchronous: bool
+) -> None:
+    """Its token is not in the output, the others go on, and the engine remains usable."""
+    llm = random_llm(path, num_kvcache_blocks=64, async_scheduling=asynchronous)
+
+    def fails(value: float) -> Callable:
+        def processor(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            return logits.fill_(value) if len(ids) == 3 else logits
+
+        return processor
+
+    greedy = dict(temperature=0, max_tokens=8, ignore_eos=True)
+    plain = SamplingParams(**greedy)
+    hidden = SamplingParams(**greedy, logits_processors=[fails(float("-inf"))])
+    broken = SamplingParams(**greedy, n=2, logits_processors=[fails(float("nan"))])
+    prompts, params = [[1, 2], [3, 4], [5, 6]], [plain, hidden, broken]
+    want = llm.generate(prompts, plain, use_tqdm=False)
+    with pytest.raises(GenerationError, match=r"prompts\[1\].*prompts\[2\].*`outputs`") as caught:
+        llm.generate(prompts, params, use_tqdm=False)
+    outputs = caught.value.outputs
+    assert outputs[0].outputs[0].token_ids == want[0].outputs[0].token_ids
+    for i in (1, 2):
+        for sample in outputs[i].outputs:
+            assert sample.finish_reason == "error"
+            assert sample.token_ids == want[i].outputs[0].token_ids[:3]
+    assert [out.finish_reason for out in llm.stream([3, 4], hidden)][-1] == "error"
+    llm.reset_prefix_cache()
+    again = llm.generate(prompts, plain, use_tqdm=False)
+    assert [o["token_ids"] for o in again] == [o["token_ids"] for o in want]
+
+
+def test_a_model_that_computes_nan(path: Path) -> None:
+    """NaN in the weights of a step ends its requests; later steps are right again."""
+    llm = random_llm(path, num_kvcache_blocks=64, attention_backend="sdpa")
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=4, ignore_eos=True)
+    model = llm.engine.runner.model
+    logits, model.logits = model.logits, lambda hidden: logits(hidden) * float("nan")
+    with pytest.raises(GenerationError, match="the model computed NaN"):
+        llm.generate([[1, 2], [3]], params, use_tqdm=False)
+    model.logits = logits
+    assert len(llm.generate([1, 2], params, use_tqdm=False)[0]["token_ids"]) == 4

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from conftest import VOCAB, make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import VLLM_OPTIONS, EngineConfig, EngineOptions
+from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
+from nanovllm.models.config import FIELDS, ModelConfig
 
 NAN, INF = float("nan"), float("inf")
 
@@ -382,6 +385,115 @@ def test_configs(path: Path, tmp_path: Path, changes: dict, word: str) -> None:
         random_llm(edited(path, tmp_path, **changes))
 
 
+WRONG = {
+    int: ["a", 1.5, True, [], -7, NAN],
+    float: ["a", True, [1.0], -1, NAN, INF, 10**400],
+    bool: [1, "yes"],
+    str: [3, ["silu"]],
+    list: ["Qwen3ForCausalLM", 3, {}],
+    dict: ["linear", 3, [[]]],
+}
+GENERATION = {
+    "do_sample": bool,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "max_new_tokens": int,
+    "min_new_tokens": int,
+}
+
+
+@pytest.mark.parametrize("field", [name for name in FIELDS if name not in GENERATION])
+def test_wrong_values_in_config(path: Path, tmp_path: Path, field: str) -> None:
+    kind, limits = FIELDS[field]
+    for wrong in WRONG[kind] + ([limits[1] + 1] if kind is int else []):
+        changes = {field: wrong}
+        if field in ("factor", "rope_type", "type"):
+            changes = {"rope_parameters": {"rope_type": "linear", "factor": 2} | changes}
+        edited(path, tmp_path, **changes)
+        with pytest.raises(ValueError, match=rf"config\.json: {field} must be"):
+            ModelConfig.from_file(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("field", [*GENERATION, "eos_token_id"])
+def test_wrong_values_in_generation_config(path: Path, tmp_path: Path, field: str) -> None:
+    edited(path, tmp_path)
+    for wrong in WRONG[GENERATION.get(field, int)]:
+        if field == "eos_token_id":
+            wrong = [5, wrong]
+        text = json.dumps({"do_sample": True, field: wrong})
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"generation_config\.json: {field} must be"):
+            GenerationDefaults.from_directory(tmp_path)
+    edited(path, tmp_path, eos_token_id="a")
+    (tmp_path / "generation_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"/config\.json: eos_token_id must be"):
+        GenerationDefaults.from_directory(tmp_path)
+
+
+def test_stored_dtype_that_the_engine_does_not_run_in(path: Path, tmp_path: Path) -> None:
+    for stored, dtype in (("float64", None), ("torch.bfloat16", "bfloat16")):
+        edited(path, tmp_path, dtype=stored)
+        assert ModelConfig.from_file(tmp_path / "config.json").dtype == dtype
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        None,
+        {},
+        3,
+        ["model.safetensors"],
+        {"a": None},
+        {"a": 3},
+        {"a": ["model.safetensors"]},
+        {"a": "../x.safetensors"},
+        {"a": "sub/../../x.safetensors"},
+        {"a": "absolute path"},
+    ],
+    ids=str,
+)
+def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
+    (tmp_path / "x.safetensors").write_text("a file outside the checkpoint")
+    (tmp_path / "model" / "sub").mkdir(parents=True)
+    text = json.dumps({"weight_map": weight_map}).replace(
+        "absolute path", str(tmp_path / "x.safetensors")
+    )
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index\.json needs a 'weight_map'"):
+        weight_files(tmp_path / "model")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"],
+)
+def test_git_lfs_pointer(path: Path, tmp_path: Path, name: str) -> None:
+    edited(path, tmp_path)
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(ValueError, match=f"{name} is a git-lfs pointer.*'git lfs pull'"):
+        random_llm(tmp_path)
+
+
+BROKEN = ["", "{", "[]", "null", "[" * 100_000, "\xff", POINTER]
+
+
+@pytest.mark.parametrize("text", [*BROKEN, "{}"], ids=lambda text: text[:8])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_broken_tokenizer(path: Path, tmp_path: Path, name: str, text: str) -> None:
+    shutil.copytree(find_checkpoint("qwen3-nano"), tmp_path, dirs_exist_ok=True)
+    if name == "tokenizer_config.json" and text == "{}":
+        text = '{"tokenizer_class": 3}'
+    (tmp_path / name).write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=name):
+        LLM(str(tmp_path))
+
+
 def test_harmless_sliding_window(path: Path, tmp_path: Path) -> None:
     slides = {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1}
     random_llm(edited(path, tmp_path, **slides, sliding_window=512))
@@ -395,7 +507,7 @@ def test_broken_json(path: Path, tmp_path: Path) -> None:
     for text, word in (
         ("[1]", "must hold an object"),
         ("{", "not valid JSON"),
-        ('{"eos_token_id": "a"}', "'a'"),
+        ("[" * 100_000, "not valid JSON"),
     ):
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(ValueError, match=word):

@@ -345,19 +345,24 @@ def test_numba_leaves_torch_its_threads() -> None:
 
 
 @pytest.mark.slow
-def test_a_forked_process_is_told() -> None:
-    """OpenMP's threads are not in it: it would hang."""
+def test_disabled_compiler() -> None:
+    """The plain backend with one line of warning, and an error if Numba was asked for."""
     code = (
-        "import os; from nanovllm import LLM, SamplingParams\n"
-        "llm, params = LLM(), SamplingParams(max_tokens=2)\n"
-        "llm.generate([[5]], params, use_tqdm=False)\n"
-        "if not os.fork():\n"
-        "    try: llm.generate([[5]], params, use_tqdm=False)\n"
-        "    except RuntimeError as error: os._exit(7 if 'another process' in str(error) else 1)\n"
-        "    os._exit(2)\n"
-        "assert os.waitstatus_to_exitcode(os.wait()[1]) == 7\n"
+        "from nanovllm import LLM\n"
+        "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
+        "print(LLM(dtype='float32').chat(question, use_tqdm=False)[0].outputs[0].text)\n"
+        "try: LLM(dtype='float32', attention_backend='numba')\n"
+        "except ValueError as error: print(error)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    variables = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    answer, error = done.stdout.splitlines()
+    assert answer == "34 + 58 = 92"
+    assert "NUMBA_DISABLE_JIT is set" in error
+    assert done.stderr.count("NUMBA_DISABLE_JIT is set") == done.stderr.count("plain torch") == 1
 
 
 def test_float16_is_not_numbas(tmp_path) -> None:

@@ -17,7 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.gpu.graphs import DecodeGraphs, batch_sizes
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner import model_runner
+from nanovllm.runner import memory, model_runner
 
 
 def stand_in(decode: Callable, hidden: torch.Tensor) -> DecodeGraphs:
@@ -262,6 +262,6 @@ def test_profile_steps_are_the_largest_that_can_occur(
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
         seen.append((len(batch.input_ids), len(batch.context_lens))) or forward(batch, attention)
     )
-    for plan in model_runner.largest_plans(64, num_seqs, 32, 16):
+    for plan in memory.largest_plans(64, num_seqs, 32, 16):
         runner.run(plan)
     assert seen == [(num_seqs, num_seqs), (1, 1), (chunk * num_seqs, num_seqs)]

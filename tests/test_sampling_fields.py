@@ -259,7 +259,7 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
             outputs = OutputProcessor(FakeTokenizer(pieces), frozenset())
             params = SamplingParams(stop=stop, include_stop_str_in_output=include)
             seq = Sequence("0", 0, [0], 1, 99, frozenset(), RowSampling(0.0, 0))
-            request = outputs.add([seq], None, params, stream=True)
+            request = outputs.add([seq], None, params, held=True, stream=True)
             streamed, found = "", None
             for token in range(len(pieces)):
                 seq.token_ids.append(token)

@@ -12,6 +12,7 @@ from conftest import make_checkpoint, random_llm
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.runner import memory, model_runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -62,6 +63,51 @@ def test_several_wrong_tensors_are_all_named(tmp_path: Path) -> None:
         "down_proj.weight is (3, 4)",
     ):
         assert part in str(error.value)
+
+
+def test_repeated_tensors_and_integers_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.norm.weight"
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({name: tensors[name]}, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=f"in another file: {name} in b.safetensors"):
+        random_llm(tmp_path)
+    (tmp_path / "b.safetensors").unlink()
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=rf"misshapen: {name} is \(64,\) of I8"):
+        random_llm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"tie": True, "attention_bias": True},
+        {"family": "qwen2", "head_dim": 16},
+        {"family": "qwen2", "head_dim": 16, "tie": True},
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict
+) -> None:
+    """Refused before they are loaded; the size is that of the loaded model."""
+    make_checkpoint(tmp_path, **config)
+    tensors = random_llm(tmp_path).engine.runner.model.checkpoint_tensors()
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    monkeypatch.setattr(model_runner, "load_weights", None)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: size - 1)
+    with pytest.raises(
+        ValueError, match=r"weights of .* GiB in float32.* free on cpu; use a small"
+    ):
+        random_llm(tmp_path)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: size)
+    with pytest.raises(TypeError, match="not callable"):
+        random_llm(tmp_path)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: size // 2 - 1)
+    with pytest.raises(ValueError, match="in bfloat16"):
+        random_llm(tmp_path, dtype="bfloat16", load_format="dummy")
 
 
 def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:

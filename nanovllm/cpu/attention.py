@@ -10,7 +10,6 @@ groups of G, D head size, B slots of a block, P slots of the shared prefix.
 """
 
 import logging
-import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +75,6 @@ class NumbaAttention(PlainAttention):
         device: torch.device,
     ) -> None:
         super().__init__(config, num_blocks, block_size, dtype, device)
-        self.process = os.getpid()
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group_size, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
         self.example = kernels.DTYPE_EXAMPLE[dtype]
@@ -109,10 +107,6 @@ class NumbaAttention(PlainAttention):
     # ---- once per step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
-        if os.getpid() != self.process:  # OpenMP's threads do not exist in a forked process
-            raise RuntimeError(
-                "this LLM was made in another process; make one in each process, or use 'spawn'"
-            )
         most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
         numba.set_num_threads(min(torch.get_num_threads(), most))
         starts = batch.query_start_loc.numpy().astype(np.int64)

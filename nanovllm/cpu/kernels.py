@@ -35,6 +35,8 @@ from torch import Tensor
 
 from nanovllm.models.layers import add_rms_norm as plain_add_rms_norm
 
+if numba.config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set, so Numba compiles nothing; unset it")
 logger = logging.getLogger("nanovllm")
 
 

@@ -6,10 +6,16 @@
 
 It owns the input processor, the scheduler and the output processor, and is given its runner. This
 folder imports no torch.
+
+Several threads may use an engine. One of them at a time runs a step, which serves the requests of
+all; the others wait for its end. No lock is held while the runner works, so that requests can be
+added and aborted during a step.
 """
 
 import itertools
-from collections.abc import Iterable
+import os
+import threading
+from typing import NoReturn
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
@@ -41,6 +47,26 @@ class LLMEngine:
             overlap = runner.is_async
         self.max_in_flight = 1 if overlap else 0  # steps that `advance` leaves uncommitted
         self.num_requests = 0
+        self._process = os.getpid()
+        self._lock = threading.RLock()
+        self._step_ended = threading.Condition(self._lock)
+        self._stepping: int | None = None  # the thread that runs a step
+
+    @property
+    def lock(self) -> "threading.RLock":
+        """Guards scheduler, requests and results. Raises RuntimeError in a forked process."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this LLM was made in another process and cannot be used in one forked from it; "
+                "start the process with multiprocessing.get_context('spawn') and make an LLM there"
+            )
+        return self._lock
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be copied or pickled, because it owns memory of its process and device; "
+            "make another LLM, or use this one from several threads"
+        )
 
     # ---- requests ----
 
@@ -53,46 +79,62 @@ class LLMEngine:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
         if isinstance(request_id, SamplingParams):
             raise TypeError("the order is add_request(prompt, sampling_params, request_id)")
-        return self._add(prompt, sampling_params, request_id, stream=False).request_id
+        return self._add(prompt, sampling_params, request_id).request_id
 
-    def add_stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Request:
-        """Queue a request that is read with `read_stream` while it runs."""
-        return self._add(prompt, sampling_params, None, stream=True)
+    def submit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, stream: bool = False
+    ) -> Request:
+        """Queue a request whose caller reads its `output`, or `read_stream` while it runs."""
+        return self._add(prompt, sampling_params, held=True, stream=stream)
 
     def _add(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
-        request_id: str | None,
-        stream: bool,
+        request_id: str | None = None,
+        held: bool = False,
+        stream: bool = False,
     ) -> Request:
         params = self.inputs.check_params(sampling_params)
         text, token_ids = self.inputs.tokenize(prompt)
-        arrival, is_known = self.num_requests, self.outputs.is_known
-        if request_id is None:
-            request_id = next(i for i in map(str, itertools.count(arrival)) if not is_known(i))
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, not {request_id!r}")
-        if is_known(request_id):
-            raise ValueError(f"request_id {request_id!r} is in use")
-        seqs = self.inputs.make_sequences(request_id, arrival, token_ids, params)
-        blocks, max_length = self.scheduler.blocks, seqs[0].max_length
-        needed = -(-(max_length - 1) // blocks.block_size)  # the KV of the last token is not needed
-        if needed > blocks.num_blocks:
-            raise ValueError(
-                f"a request of {max_length} tokens takes {needed} KV blocks of {blocks.block_size};"
-                f" the cache has {blocks.num_blocks}. Lower max_tokens or raise num_kvcache_blocks "
-                "or kv_cache_memory_bytes (on a GPU also gpu_memory_utilization)"
-            )
-        self.num_requests += 1
-        request = self.outputs.add(seqs, text, params, stream)
-        self.scheduler.add(seqs[0])
-        return request
+        with self.lock:
+            arrival, is_known = self.num_requests, self.outputs.is_known
+            if request_id is None:
+                request_id = next(i for i in map(str, itertools.count(arrival)) if not is_known(i))
+            if not isinstance(request_id, str):
+                raise TypeError(f"request_id must be a string, not {request_id!r}")
+            if is_known(request_id):
+                raise ValueError(f"request_id {request_id!r} is in use")
+            seqs = self.inputs.make_sequences(request_id, arrival, token_ids, params)
+            blocks, max_length = self.scheduler.blocks, seqs[0].max_length
+            # The KV of the last token is not needed.
+            needed = -(-(max_length - 1) // blocks.block_size)
+            if needed > blocks.num_blocks:
+                raise ValueError(
+                    f"a request of {max_length} tokens takes {needed} KV blocks of "
+                    f"{blocks.block_size}; the cache has {blocks.num_blocks}. Lower max_tokens or "
+                    "raise num_kvcache_blocks or kv_cache_memory_bytes (on a GPU also "
+                    "gpu_memory_utilization)"
+                )
+            self.num_requests += 1
+            request = self.outputs.add(seqs, text, params, held, stream)
+            self.scheduler.add(seqs[0])
+            return request
 
     def abort_request(self, request_id: str) -> None:
         """End a request in any state and free its blocks. Unknown ids are ignored."""
-        for seq in self.outputs.remove(request_id):
-            self.scheduler.abort(seq)
+        with self.lock:
+            request = self.outputs.requests.get(request_id)
+            if request is not None:
+                self.abort(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request if it has not ended, even if another has its id by now."""
+        with self.lock:
+            if self.outputs.requests.get(request.request_id) is request:
+                for sample in request.samples:
+                    self.scheduler.abort(sample.seq)
+                self.outputs.end_aborted(request)
 
     def abort_all(self) -> None:
         for request_id in list(self.outputs.requests):
@@ -107,69 +149,87 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the requests that have finished since the last call."""
         self.advance()
-        return self.pop_finished()
+        with self.lock:
+            finished, self.outputs.finished = self.outputs.finished, []
+        return finished
 
     def advance(self) -> None:
         """Plan and launch one step, and commit the steps whose tokens are due.
 
-        If it fails, the sequences of the steps in flight return to the waiting queue and the error
-        is raised. The engine remains usable. Ctrl-C is raised when the step is complete.
+        If another thread is running a step, this only waits for its end. If a step fails, the
+        sequences of the steps in flight return to the waiting queue and the error is raised. The
+        engine remains usable. Ctrl-C is raised when the step is complete.
         """
-        scheduler = self.scheduler
+        thread = threading.get_ident()
+        if self._stepping == thread:
+            raise RuntimeError(
+                "a logits processor cannot run the engine that calls it; use another LLM"
+            )
         with defer_interrupt():
             try:
-                step = scheduler.schedule()  # changes blocks and queues
-                if step is not None:
-                    if step.plan.joins:
-                        self.outputs.note_scheduled(scheduler.running[-len(step.plan.joins) :])
-                    step.wait = self.runner.run(step.plan)  # changes KV cache and rows
-                # If async, the previous step is committed while the device works; if not, this one.
-                while len(scheduler.in_flight) > (self.max_in_flight if step is not None else 0):
-                    self._commit()
+                with self.lock:
+                    if self._stepping is not None:
+                        self._step_ended.wait()
+                        return
+                    self._stepping = thread
+                self._run_step()
             except BaseException:
-                scheduler.abandon()
+                if self._stepping == thread:
+                    with self.lock:
+                        self.scheduler.abandon()
+                        self.outputs.collect_finished(self.outputs.sequences())
                 raise
+            finally:
+                if self._stepping == thread:
+                    with self.lock:
+                        self._stepping = None
+                        self._step_ended.notify_all()
+
+    def _run_step(self) -> None:
+        scheduler = self.scheduler
+        with self.lock:
+            step = scheduler.schedule()  # changes blocks and queues
+            if step is not None and step.plan.joins:
+                self.outputs.note_scheduled(scheduler.running[-len(step.plan.joins) :])
+        if step is not None:
+            step.wait = self.runner.run(step.plan)  # changes KV cache and rows
+        # If async, the previous step is committed while the device works; if not, this one.
+        while len(scheduler.in_flight) > (self.max_in_flight if step is not None else 0):
+            self._commit()
 
     def _commit(self) -> None:
         step = self.scheduler.in_flight[0]
         assert step.wait is not None
         output = step.wait()  # waits for the device
-        progressed = self.scheduler.commit(
-            step, output.token_ids
-        )  # changes sequences, prefix cache
-        for seq, stop_string in self.outputs.process(step, output, progressed):
-            self.scheduler.stop(seq, stop_string)
-        self.outputs.collect_finished(progressed)
-
-    def pop_finished(self, request_ids: Iterable[str] | None = None) -> list[RequestOutput]:
-        """Remove and return the outputs of finished requests: of these, or of all."""
-        outputs, self.outputs.finished = self.outputs.finished, []
-        if outputs and request_ids is not None:
-            wanted = set(request_ids)
-            self.outputs.finished = [o for o in outputs if o.request_id not in wanted]
-            outputs = [o for o in outputs if o.request_id in wanted]
-        return outputs
+        with self.lock:
+            # Changes sequences and the prefix cache.
+            progressed = self.scheduler.commit(step, output.token_ids)
+            for seq, stop_string in self.outputs.process(step, output, progressed):
+                self.scheduler.stop(seq, stop_string)
+            self.outputs.collect_finished(progressed)
 
     # ---- the state of the engine ----
 
     def reset_prefix_cache(self) -> None:
         """Remove every block from the prefix cache. Running requests keep their blocks."""
-        self.scheduler.blocks.reset_prefix_cache()
+        with self.lock:
+            self.scheduler.blocks.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
         """Counters: the first five describe the present, the others count since the start."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
-        unfinished = sum(request.num_unfinished for request in self.outputs.requests.values())
-        return {
-            "running": len(scheduler.running),
-            "waiting": unfinished - len(scheduler.running),
-            "blocks_in_use": blocks.num_blocks - blocks.num_available,
-            "blocks_cached": len(blocks.evictable),
-            "blocks_free": len(blocks.free),
-            "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
-            "preemptions": scheduler.preemptions,
-            "evictions": blocks.evictions,
-            "recomputed_tokens": scheduler.recomputed_tokens,
-            "prompt_tokens": self.outputs.num_prompt_tokens,
-            "output_tokens": self.outputs.num_output_tokens,
-        }
+        with self.lock:
+            unfinished = sum(request.num_unfinished for request in self.outputs.requests.values())
+            return {
+                "running": len(scheduler.running),
+                "waiting": unfinished - len(scheduler.running),
+                "blocks_in_use": blocks.num_blocks - blocks.num_available,
+                "blocks_cached": len(blocks.evictable),
+                "blocks_free": len(blocks.free),
+                "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
+                "preemptions": scheduler.preemptions,
+                "evictions": blocks.evictions,
+                "recomputed_tokens": scheduler.recomputed_tokens,
+                "prompt_tokens": self.outputs.num_prompt_tokens,
+                "output_tokens": self.outputs.num_output_tokens,
+            }

@@ -48,9 +48,11 @@ class Request:
     params: SamplingParams
     metrics: RequestMetrics
     num_unfinished: int  # unfinished samples
-    stream: bool  # read with `read_stream` while it runs; gives no RequestOutput
+    held: bool  # its caller holds this object; `step` does not return its output
+    stream: bool  # read with `read_stream` while it runs; it has no output
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
     tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
+    output: RequestOutput | None = None  # when it has ended
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
 
     def read_stream(self, request_index: int) -> list[StreamOutput]:
@@ -97,7 +99,7 @@ class Request:
         """Return one entry for each prompt token, None for the first; None if not requested."""
         if self.params.prompt_logprobs is None:
             return None
-        return [None, *self.prompt_logprobs.values()]
+        return [None, *(self.prompt_logprobs[i] for i in sorted(self.prompt_logprobs))]
 
     def decode_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         decode = None if self.tokenizer is None else self.tokenizer.decode
@@ -105,6 +107,13 @@ class Request:
             token: Logprob(logprob, rank, None if decode is None else str(decode([token])))
             for token, logprob, rank in entry
         }
+
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Prompt tokens, 0 before the first output token, and output tokens of all samples."""
+        started = self.metrics.first_token_time is not None
+        num_output = sum(sample.seq.num_output for sample in self.samples)
+        return self.samples[0].seq.num_prompt * started, num_output
 
     @property
     def stream_ended(self) -> bool:
@@ -130,7 +139,12 @@ class OutputProcessor:
         )
 
     def add(
-        self, seqs: list[Sequence], prompt: str | None, params: SamplingParams, stream: bool
+        self,
+        seqs: list[Sequence],
+        prompt: str | None,
+        params: SamplingParams,
+        held: bool,
+        stream: bool,
     ) -> Request:
         samples = [Sample(seq) for seq in seqs]
         metrics = RequestMetrics(time.monotonic())
@@ -142,6 +156,7 @@ class OutputProcessor:
             params,
             metrics,
             num_unfinished=len(samples),
+            held=held,
             stream=stream,
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
             tokenizer=self.tokenizer if params.detokenize else None,
@@ -154,14 +169,6 @@ class OutputProcessor:
                 if needs_text and request.tokenizer is not None:
                     sample.detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
         return request
-
-    def remove(self, request_id: str) -> list[Sequence]:
-        """Remove a request and return its sequences."""
-        request = self.requests.pop(request_id, None)
-        seqs = [sample.seq for sample in request.samples] if request is not None else []
-        for seq in seqs:
-            self.watched.pop(seq, None)
-        return seqs
 
     def note_scheduled(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -182,17 +189,35 @@ class OutputProcessor:
             return []
         return [(seq, stop) for seq in progressed if (stop := self._detokenize(seq)) is not None]
 
-    def collect_finished(self, progressed: list[Sequence]) -> None:
-        """Build the output of each request whose last sample has just finished."""
-        for seq in progressed:
-            if seq.status is Status.FINISHED:
-                request = self.requests[seq.request_id]
-                request.num_unfinished -= 1
-                if request.num_unfinished == 0:
-                    request.metrics.finished_time = time.monotonic()
-                    self.remove(seq.request_id)
-                    if not request.stream:
-                        self.finished.append(self._request_output(request))
+    def sequences(self) -> list[Sequence]:
+        return [sample.seq for request in self.requests.values() for sample in request.samples]
+
+    def collect_finished(self, seqs: list[Sequence]) -> None:
+        """Build the output of each request whose samples, one of them in `seqs`, have finished."""
+        finished = [seq.request_id for seq in seqs if seq.status is Status.FINISHED]
+        for request_id in dict.fromkeys(finished):
+            request = self.requests[request_id]
+            samples = request.samples
+            request.num_unfinished = sum(s.seq.status is not Status.FINISHED for s in samples)
+            if request.num_unfinished == 0:
+                self._end(request)
+                if not request.held and request.output is not None:
+                    self.finished.append(request.output)
+
+    def end_aborted(self, request: Request) -> None:
+        """Remove an aborted request. Its output, which `step` does not return, has what there is."""
+        for sample in request.samples:
+            if sample.seq.finish_reason == "abort" and sample.detokenizer is not None:
+                sample.text += sample.detokenizer.flush()
+        self._end(request)
+
+    def _end(self, request: Request) -> None:
+        del self.requests[request.request_id]
+        for sample in request.samples:
+            self.watched.pop(sample.seq, None)
+        request.metrics.finished_time = time.monotonic()
+        if not request.stream:
+            request.output = self._request_output(request)
 
     def _note_first_tokens(self, progressed: list[Sequence]) -> None:
         now = time.monotonic()

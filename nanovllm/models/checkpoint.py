@@ -5,12 +5,14 @@ It may write to the hub's cache (HF_HOME).
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.config import read_json
+from nanovllm.models.config import check_field, read_fields, read_json
+from nanovllm.sampling_params import SamplingParams
 
 EMBEDDED = "qwen3-nano"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -79,9 +81,13 @@ def weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict):
-            raise ValueError(f"{index} has no 'weight_map'")
-        names = sorted(set(weight_map.values()))
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+        if not names or not all(isinstance(n, str) and n == os.path.basename(n) for n in names):
+            raise ValueError(
+                f"{index} needs a 'weight_map' from the names of tensors to those of files beside "
+                f"it, not {weight_map!r:.200}"
+            )
+        names = sorted(set(names))
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise ValueError(f"{index} names missing files: {', '.join(missing)}")
@@ -107,21 +113,20 @@ class GenerationDefaults:
     """The fields of generation_config.json that this engine uses."""
 
     eos_token_ids: frozenset[int]
-    sampling: dict[str, Any]  # arguments for SamplingParams; empty without this file
+    sampling: SamplingParams  # SamplingParams() without this file
 
     @classmethod
     def from_directory(cls, directory: Path) -> GenerationDefaults:
         path = directory / "generation_config.json"
         has_file = path.is_file()
-        raw = read_json(path) if has_file else {}
-        eos = raw.get("eos_token_id")
+        raw = read_fields(path) if has_file else {}
+        eos, source = raw.get("eos_token_id"), path
         if eos is None:
-            eos = read_json(directory / "config.json").get("eos_token_id")
-        eos_ids = [] if eos is None else list(eos) if isinstance(eos, list) else [eos]
-        if not all(isinstance(token, int) for token in eos_ids):
-            raise ValueError(
-                f"{directory} has the eos_token_id {eos!r}; it must be an int or a list"
-            )
+            source = directory / "config.json"
+            eos = read_json(source).get("eos_token_id")
+        eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        for token in eos_ids:
+            check_field(source, "eos_token_id", token, int, (0, math.inf))
         sampling: dict[str, Any] = {}
         if has_file:
             # transformers' default is greedy, so a file that does not mention sampling is greedy.
@@ -137,4 +142,7 @@ class GenerationDefaults:
             ):
                 if raw.get(theirs):
                     sampling[ours] = raw[theirs]
-        return cls(frozenset(eos_ids), sampling)
+        try:
+            return cls(frozenset(eos_ids), SamplingParams(**sampling))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None

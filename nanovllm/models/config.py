@@ -3,9 +3,46 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nanovllm.config import DTYPES, check_scalar
+
+# The fields of config.json and generation_config.json that are read: type, and range or choices.
+# SamplingParams checks its own fields.
+SIZE = (1, 2**31 - 1)
+FIELDS: dict[str, tuple[type, tuple[Any, ...]]] = {
+    "architectures": (list, ()),
+    "attention_bias": (bool, ()),
+    "do_sample": (bool, ()),
+    "dtype": (str, ()),
+    "factor": (float, (1, math.inf)),
+    "head_dim": (int, SIZE),
+    "hidden_act": (str, ("silu",)),
+    "hidden_size": (int, SIZE),
+    "intermediate_size": (int, SIZE),
+    "layer_types": (list, ()),
+    "max_new_tokens": (int, (0, math.inf)),
+    "max_position_embeddings": (int, (1, 10_000_000)),
+    "max_window_layers": (int, (0, math.inf)),
+    "min_new_tokens": (int, (0, math.inf)),
+    "num_attention_heads": (int, SIZE),
+    "num_hidden_layers": (int, (1, 10_000)),
+    "num_key_value_heads": (int, SIZE),
+    "rms_norm_eps": (float, (0, 1)),
+    "rope_parameters": (dict, ()),
+    "rope_scaling": (dict, ()),
+    "rope_theta": (float, (1, math.inf)),
+    "rope_type": (str, ()),
+    "sliding_window": (int, SIZE),
+    "tie_word_embeddings": (bool, ()),
+    "torch_dtype": (str, ()),
+    "type": (str, ()),
+    "use_sliding_window": (bool, ()),
+    "vocab_size": (int, SIZE),
+}
 
 
 @dataclass(frozen=True)
@@ -34,9 +71,9 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: Path) -> ModelConfig:
         """Read config.json. Raises ValueError for missing or unsupported fields."""
-        raw = read_json(path)
+        raw = read_fields(path)
         architectures = raw.get("architectures") or []
-        known = [a for a in architectures if a in ARCHITECTURES]
+        known = [name for name in ARCHITECTURES if name in architectures]
         if not known:
             raise ValueError(
                 f"{path} names the architecture {architectures or raw.get('model_type')!r}; "
@@ -45,24 +82,23 @@ class ModelConfig:
         traits = ARCHITECTURES[known[0]]
 
         def need(name: str) -> Any:
-            if raw.get(name) is None:
+            if name not in raw:
                 raise ValueError(f"{path} has no {name!r}")
             return raw[name]
 
-        act = raw.get("hidden_act", "silu")
-        if act != "silu":
-            raise ValueError(f"{path}: hidden_act {act!r} is not supported, only 'silu'")
         if raw.get("quantization_config"):
             raise ValueError(f"{path}: quantized checkpoints are not supported; use the bf16 one")
         theta, factor = _rope(raw, path)
-        dtype = raw.get("dtype") or raw.get("torch_dtype")
+        dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
         heads, hidden = need("num_attention_heads"), need("hidden_size")
         head_dim = raw.get("head_dim") or traits.get("head_dim") or hidden // heads
         kv_heads = raw.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise ValueError(f"{path}: {heads} query heads do not divide into {kv_heads} KV heads")
-        if head_dim % 2:
-            raise ValueError(f"{path}: head_dim {head_dim} is odd; rotary embedding needs pairs")
+        if head_dim % 2 or not head_dim:
+            raise ValueError(
+                f"{path}: head_dim {head_dim} is odd or 0; rotary embedding needs pairs"
+            )
         return cls(
             architecture=known[0],
             vocab_size=need("vocab_size"),
@@ -81,8 +117,18 @@ class ModelConfig:
             output_bias=bool(traits["qk_norm"] and raw.get("attention_bias")),
             qk_norm=bool(traits["qk_norm"]),
             sliding_window=_sliding_window(raw),
-            dtype=dtype.removeprefix("torch.") if isinstance(dtype, str) else None,
+            dtype=dtype if dtype in DTYPES else None,
         )
+
+    @property
+    def num_weights(self) -> int:
+        """The number of weights, a tied head counted once."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size + 2)
+        layer += self.attention_bias * (queries + 2 * keys) + self.output_bias * self.hidden_size
+        layer += self.qk_norm * 2 * self.head_dim
+        vocab = self.vocab_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * layer + (vocab + 1) * self.hidden_size
 
 
 # Properties that follow from the architecture's name and may be absent in config.json.
@@ -97,18 +143,15 @@ def _rope(raw: dict[str, Any], path: Path) -> tuple[float, float]:
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
-    params = new or old
+    params = check_fields(new or old, path)
     kind = params.get("rope_type", params.get("type", "default"))
     theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
     if kind == "default":
         return theta, 1.0
     if kind == "linear":
-        factor = params.get("factor")
-        if not isinstance(factor, int | float) or factor < 1:
-            raise ValueError(
-                f"{path}: linear rope scaling needs a factor of 1 or more, not {factor!r}"
-            )
-        return theta, float(factor)
+        if "factor" not in params:
+            raise ValueError(f"{path}: linear rope scaling needs a factor of 1 or more")
+        return theta, float(params["factor"])
     raise ValueError(
         f"{path}: rope scaling {kind!r} is not supported, only 'default' and 'linear'; remove it "
         "from config.json to run the model at its original length"
@@ -127,12 +170,43 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
     return raw.get("sliding_window", 4096) if slides else None
 
 
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, with the fields that are read checked."""
+    return check_fields(read_json(path), path)
+
+
+def check_fields(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return `raw` without its nulls. Raises ValueError for a field of a wrong type or value."""
+    raw = {name: value for name, value in raw.items() if value is not None}
+    for name in raw.keys() & FIELDS.keys():
+        check_field(path, name, raw[name], *FIELDS[name])
+    return raw
+
+
+def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> None:
+    try:
+        check_scalar(name, value, kind, limits)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ValueError with the file's name."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not even text
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # not JSON, not even text, or nested too deeply
+        raise unreadable(path, "valid JSON", error) from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} is not valid: it must hold an object, not {type(raw).__name__}")
     return raw
+
+
+def unreadable(path: Path, what: str, error: Exception) -> ValueError:
+    """Return the error for a file that could not be parsed."""
+    with path.open("rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            return ValueError(
+                f"{path} is a git-lfs pointer, not the file itself; run 'git lfs pull' in "
+                f"{path.parent}"
+            )
+    return ValueError(f"{path} is not {what}: {error}")

@@ -40,8 +40,8 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend
             logger.warning("attention runs in plain torch, which is slower: %s", error)
             return PLAIN
         raise ValueError(
-            f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} or use "
-            "attention_backend='sdpa'"
+            f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
+            "is missing, or use attention_backend='sdpa'"
         ) from error
     backend: Backend = module.make_backend(device, dtype)
     return backend

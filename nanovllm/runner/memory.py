@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.plan import StepPlan
+from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepPlan
 
 # How torch reports a failed allocation on a CPU, where the error has no type of its own.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
@@ -35,6 +35,16 @@ class Snapshot:
             return cls(device, *torch.cuda.mem_get_info(device))
         free = available_host_memory()
         return cls(device, free, free)
+
+
+def check_weights(name: str, weight_bytes: int, dtype: torch.dtype, before: Snapshot) -> None:
+    """Raise ValueError if the weights of the model `name` do not fit the free memory."""
+    if weight_bytes > before.free:
+        raise ValueError(
+            f"the weights of {name} take {weight_bytes / 2**30:,.2f} GiB in {str(dtype)[6:]}, and "
+            f"{before.free / 2**30:,.2f} GiB of memory are free on {before.device}; use a smaller "
+            "model, end other programs, or set dtype='bfloat16', which takes half of float32"
+        )
 
 
 def num_kv_blocks(
@@ -81,6 +91,34 @@ def num_kv_blocks(
             "gpu_memory_utilization"
         )
     return num
+
+
+def largest_plans(
+    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
+) -> list[StepPlan]:
+    """Steps that need the most memory, and launch every variant of the kernels.
+
+    A decode of all rows with rules, a decode of one row, and a step with as many tokens in as many
+    rows as possible. In this order: a decode computes the first positions of its rows, and the
+    chunks may end with the last.
+    """
+    num_rows = min(max_num_seqs, max_num_batched_tokens)
+    length = min(max_num_batched_tokens // num_rows, max_model_len)
+    table = [0] * -(-length // block_size)
+
+    def joins(num: int, rules: LogitRules | None) -> list[Join]:
+        filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
+        sampling = RowSampling(temperature=1.0, seed=0, filters=filters, rules=rules)
+        return [Join(row, table, sampling, prompt=[0]) for row in range(num)]
+
+    rules = LogitRules(
+        repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
+    )
+    return [
+        StepPlan(joins(max_num_seqs, rules), decode_rows=list(range(max_num_seqs))),
+        StepPlan(joins(max_num_seqs, None), decode_rows=[0]),
+        StepPlan(chunks=[Chunk(row, 0, [0] * length, sample=True) for row in range(num_rows)]),
+    ]
 
 
 def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:

@@ -4,7 +4,6 @@ It owns the model, the KV cache (through its attention), the rows and the captur
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from nanovllm.config import EngineConfig
 from nanovllm.models.backend import Attention
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.logit_rules import RulesBatch, unpack_logprobs
+from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
-from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepOutput, StepPlan
+from nanovllm.plan import Chunk, StepOutput, StepPlan
 from nanovllm.runner import memory
 from nanovllm.runner.backends import (
     device_guard,
@@ -29,6 +28,8 @@ from nanovllm.runner.backends import (
     pick_dtype,
     torch_defaults,
 )
+from nanovllm.runner.openmp import check_openmp
+from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
 
 
@@ -42,6 +43,7 @@ class ModelRunner:
         capture_decode: Callable[[Callable, Tensor], Any] | None = None,
     ) -> None:
         """capture_decode captures decode steps; None takes the backend's, unless enforce_eager."""
+        check_openmp()
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(config.dtype, self.device, model_config.dtype)
         self.is_async = self.device.type == "cuda"  # the device works while the host plans
@@ -65,6 +67,8 @@ class ModelRunner:
         self.sample, self.token_logprobs = backend.sample, backend.token_logprobs
 
         # 1. The model.
+        weight_bytes = model_config.num_weights * self.dtype.itemsize
+        memory.check_weights(directory.name, weight_bytes, self.dtype, free_before)
         with torch_defaults(self.device, self.dtype):
             self.model = Qwen3(model_config, max_model_len, backend)
         tensors = self.model.checkpoint_tensors()
@@ -96,7 +100,9 @@ class ModelRunner:
             self.attention.copy_blocks([(0, 0)])
             self.run(plan)
 
-        plans = largest_plans(config.max_num_batched_tokens, num_seqs, max_model_len, block_size)
+        plans = memory.largest_plans(
+            config.max_num_batched_tokens, num_seqs, max_model_len, block_size
+        )
         block_bytes = self.block_bytes(block_size)
         self.num_blocks = memory.num_kv_blocks(
             config, max_model_len, block_bytes, free_before, plans, profile
@@ -140,7 +146,7 @@ class ModelRunner:
             self._prompt_logprobs(plan.chunks, hidden, output)
             return output.wait
 
-    def _run_decode(self, decode_rows: list[int]) -> "PendingOutput":
+    def _run_decode(self, decode_rows: list[int]) -> PendingOutput:
         """Execute a step without chunks, from the mirror of the rows."""
         self.rows.advance(decode_rows)
         if self.graphs is not None:
@@ -164,7 +170,7 @@ class ModelRunner:
 
     def _sample(
         self, hidden: Tensor, sampling: SamplingBatch, rows: Tensor, rules: RulesBatch | None
-    ) -> "PendingOutput":
+    ) -> PendingOutput:
         """Sample a token for each of `rows` [R] from hidden states [R, E]."""
         raw = logits = self.executor.logits(hidden)
         if rules is not None and rules.changes_logits:
@@ -189,9 +195,7 @@ class ModelRunner:
                 row.output.append(token_ids[i])
         return output
 
-    def _prompt_logprobs(
-        self, chunks: list[Chunk], hidden: Tensor, output: "PendingOutput"
-    ) -> None:
+    def _prompt_logprobs(self, chunks: list[Chunk], hidden: Tensor, output: PendingOutput) -> None:
         """Compute the log-probabilities of the chunks' targets from hidden states [T, E]."""
         start = 0
         for i, chunk in enumerate(chunks):
@@ -210,71 +214,3 @@ class ModelRunner:
     def block_bytes(self, block_size: int) -> int:
         c = self.model_config
         return 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * self.dtype.itemsize
-
-
-def largest_plans(
-    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
-) -> list[StepPlan]:
-    """Steps that need the most memory, and launch every variant of the kernels.
-
-    A decode of all rows with rules, a decode of one row, and a step with as many tokens in as many
-    rows as possible. In this order: a decode computes the first positions of its rows, and the
-    chunks may end with the last.
-    """
-    num_rows = min(max_num_seqs, max_num_batched_tokens)
-    length = min(max_num_batched_tokens // num_rows, max_model_len)
-    table = [0] * -(-length // block_size)
-
-    def joins(num: int, rules: LogitRules | None) -> list[Join]:
-        filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
-        sampling = RowSampling(temperature=1.0, seed=0, filters=filters, rules=rules)
-        return [Join(row, table, sampling, prompt=[0]) for row in range(num)]
-
-    rules = LogitRules(
-        repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
-    )
-    return [
-        StepPlan(joins(max_num_seqs, rules), decode_rows=list(range(max_num_seqs))),
-        StepPlan(joins(max_num_seqs, None), decode_rows=[0]),
-        StepPlan(chunks=[Chunk(row, 0, [0] * length, sample=True) for row in range(num_rows)]),
-    ]
-
-
-def start_copy(tensor: Tensor) -> Callable[[], Any]:
-    """Start copying to the host. Returns a function that waits and returns a list."""
-    if tensor.device.type != "cuda":
-        return tensor.clone().tolist  # the next replay of a graph may overwrite it
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def wait() -> Any:
-        copied.synchronize()
-        return host.tolist()
-
-    return wait
-
-
-@dataclass(slots=True)
-class PendingOutput:
-    """The output of a step that the device may still compute: functions that wait for copies."""
-
-    token_ids: Callable[[], list[int]]
-    # (index among the sampled tokens, number of log-probabilities), and what token_logprobs returns
-    reported: list[tuple[int, int]] = field(default_factory=list)
-    logprobs: Callable[[], list[list[float]]] = list
-    # (index of the chunk, targets, number of log-probabilities, the same in parts)
-    prompts: list[tuple[int, list[int], int, list[Callable[[], list[list[float]]]]]] = field(
-        default_factory=list
-    )
-
-    def wait(self) -> StepOutput:
-        output = StepOutput(token_ids := self.token_ids())
-        for (i, k), packed in zip(self.reported, self.logprobs(), strict=True):
-            output.logprobs[i] = unpack_logprobs(packed, token_ids[i], k)
-        for i, targets, k, parts in self.prompts:
-            rows = [row for part in parts for row in part()]
-            entries = zip(rows, targets, strict=True)
-            output.prompt_logprobs[i] = [unpack_logprobs(*entry, k) for entry in entries]
-        return output

@@ -1,0 +1,51 @@
+"""The output of a step while the device may still compute it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.models.logit_rules import unpack_logprobs
+from nanovllm.plan import StepOutput
+
+
+def start_copy(tensor: Tensor) -> Callable[[], Any]:
+    """Start copying to the host. Returns a function that waits and returns a list."""
+    if tensor.device.type != "cuda":
+        return tensor.clone().tolist  # the next replay of a graph may overwrite it
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> Any:
+        copied.synchronize()
+        return host.tolist()
+
+    return wait
+
+
+@dataclass(slots=True)
+class PendingOutput:
+    """The output of a step that the device may still compute: functions that wait for copies."""
+
+    token_ids: Callable[[], list[int]]
+    # (index among the sampled tokens, number of log-probabilities), and what token_logprobs returns
+    reported: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: Callable[[], list[list[float]]] = list
+    # (index of the chunk, targets, number of log-probabilities, the same in parts)
+    prompts: list[tuple[int, list[int], int, list[Callable[[], list[list[float]]]]]] = field(
+        default_factory=list
+    )
+
+    def wait(self) -> StepOutput:
+        output = StepOutput(token_ids := self.token_ids())
+        for (i, k), packed in zip(self.reported, self.logprobs(), strict=True):
+            output.logprobs[i] = unpack_logprobs(packed, token_ids[i], k)
+        for i, targets, k, parts in self.prompts:
+            rows = [row for part in parts for row in part()]
+            entries = zip(rows, targets, strict=True)
+            output.prompt_logprobs[i] = [unpack_logprobs(*entry, k) for entry in entries]
+        return output

@@ -1,0 +1,353 @@
+"""Several callers of one engine: threads, logits processors, forked processes, copies."""
+
+import copy
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import make_checkpoint, random_llm
+from test_api import is_idle
+
+from nanovllm import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("threads")
+    make_checkpoint(path)
+    return path
+
+
+def run_in_threads(functions: list[Callable[[], None]]) -> None:
+    """Run the functions at once. Raises the first error; a thread that hangs fails the test."""
+    errors: list[BaseException] = []
+
+    def guard(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guard, args=[f], daemon=True) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def call(llm: LLM, how: str, prompt: list[int], params: SamplingParams) -> tuple[list[int], str]:
+    """(tokens, finish_reason) of a request by one of the calls that run the engine."""
+    if how == "generate":
+        sample = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        return sample.token_ids, sample.finish_reason
+    parts = list(llm.stream(prompt, params))
+    return [token for part in parts for token in part.token_ids], parts[-1].finish_reason
+
+
+@pytest.mark.slow
+def test_four_threads_of_forty_chats(embedded: LLM) -> None:
+    """Every thread gets its own answers, and the requests of all run in one batch."""
+    sizes: list[int] = []
+    run = embedded.engine.runner.run
+    questions = [[{"role": "user", "content": f"What is {i} + 7?"}] for i in range(160)]
+    answers = [out["text"] for out in embedded.chat(questions, use_tqdm=False)]
+    assert answers[35] == "35 + 7 = 42"
+
+    def chats(first: int) -> None:
+        for i in range(first, 160, 4):
+            assert embedded.chat(questions[i], use_tqdm=False)[0]["text"] == answers[i]
+
+    def watched(plan):
+        sizes.append(len(plan.decode_rows) + len(plan.chunks))
+        return run(plan)
+
+    embedded.engine.runner.run = watched
+    try:
+        run_in_threads([lambda n=n: chats(n) for n in range(4)])
+    finally:
+        embedded.engine.runner.run = run
+    assert max(sizes) == 4
+    assert sum(sizes) / len(sizes) > 2
+    assert is_idle(embedded.engine)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_calls_of_all_kinds_in_threads(path: Path, asynchronous: bool) -> None:
+    """generate, stream and a manual loop at once: each gets its own requests, and all of them."""
+    llm = random_llm(path, async_scheduling=asynchronous, max_num_seqs=3)
+    prompts = [[i, i + 1, i + 2] for i in range(1, 13)]
+    want = [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+    def calls(how: str, first: int) -> None:
+        for _ in range(4):
+            for i in range(first, first + 3):
+                assert call(llm, how, prompts[i], GREEDY)[0] == want[i]
+            llm.stats()
+
+    def manual_loop() -> None:
+        for _ in range(4):
+            ids = [llm.engine.add_request(prompts[i], GREEDY) for i in (9, 10, 11)]
+            llm.engine.abort_request(llm.engine.add_request(prompts[0], LONG))
+            outs = {}
+            while len(outs) < len(ids):
+                outs |= {o.request_id: o["token_ids"] for o in llm.engine.step()}
+            assert [outs[i] for i in ids] == want[9:]
+
+    run_in_threads(
+        [
+            lambda: calls("generate", 0),
+            lambda: calls("generate", 3),
+            lambda: calls("stream", 6),
+            manual_loop,
+        ]
+    )
+    assert is_idle(llm.engine)
+
+
+def test_progress_bar_counts_its_own_requests(path: Path, capsys) -> None:
+    llm = random_llm(path)
+    other = llm.engine.add_request([9] * 100, LONG)
+    llm.generate([1, 2, 3, 4], GREEDY)
+    shown = capsys.readouterr().err.splitlines()[-1]
+    prompt, output = (
+        float(re.search(rf"{name} ([\d,]+) tok/s", shown)[1].replace(",", ""))
+        for name in ("prompt", "output")
+    )
+    assert "1/1" in shown
+    assert output / prompt == pytest.approx(8 / 4, rel=0.1)
+    llm.engine.abort_request(other)
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_the_call_of_the_main_thread_only(path: Path, presses: int) -> None:
+    llm = random_llm(path)
+    want = llm.generate([1, 2], LONG, use_tqdm=False)[0]["token_ids"]
+    run, calls, got = llm.engine.runner.run, 0, []
+
+    def pressed(plan):
+        nonlocal calls
+        calls += 1
+        if calls == 100:
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
+        return run(plan)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    llm.engine.runner.run = pressed
+    worker = threading.Thread(target=lambda: got.append(call(llm, "generate", [1, 2], LONG)[0]))
+    try:
+        worker.start()
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[3], [4]], LONG, use_tqdm=False)
+        worker.join(60)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert got == [want]
+    assert is_idle(llm.engine)
+
+
+def test_interrupted_commit_loses_no_finished_request(path: Path) -> None:
+    """A second Ctrl-C may come between the last token of a request and its output."""
+    engine = random_llm(path).engine
+    process = engine.outputs.process
+
+    def interrupted(step, output, progressed):
+        if any(seq.finish_reason for seq in progressed):
+            engine.outputs.process = process
+            raise KeyboardInterrupt
+        return process(step, output, progressed)
+
+    engine.outputs.process = interrupted
+    request = engine.submit([1, 2], GREEDY)
+    engine.add_request([1, 2], GREEDY, request_id="by step")
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(20):
+            engine.step()
+    assert [o["token_ids"] for o in engine.step()] == [request.output["token_ids"]]
+    assert is_idle(engine)
+
+
+# ---- requests that end from elsewhere ----
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+@pytest.mark.parametrize("end", ["shutdown", "abort_request"])
+def test_abort_in_another_thread(path: Path, how: str, end: str) -> None:
+    llm = random_llm(path)
+
+    def abort() -> None:
+        while llm.stats()["output_tokens"] < 3:
+            time.sleep(0.001)
+        if end == "shutdown":
+            llm.shutdown()
+        else:
+            llm.engine.abort_request(next(iter(llm.engine.outputs.requests)))
+
+    def check() -> None:
+        tokens, reason = call(llm, how, [1, 2], LONG)
+        assert reason == "abort"
+        assert 3 <= len(tokens) < 400
+
+    run_in_threads([check, abort])
+    assert is_idle(llm.engine)
+    assert call(llm, how, [1, 2], GREEDY)[1] != "abort"
+
+
+def test_abort_of_one_among_others(path: Path) -> None:
+    """In a logits processor, with several samples, and with prompt log-probabilities to come."""
+    llm = random_llm(path, max_num_batched_tokens=32, max_num_seqs=3)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = [o["token_ids"] for o in llm.generate([[1, 2], [3, 4]], params, use_tqdm=False)]
+    first = llm.engine.num_requests
+
+    def abort_others(token_ids, logits):
+        if len(token_ids) == 6:  # four tokens of the first request; the last is still a prompt
+            for i in (1, 2, 4):
+                llm.engine.abort_request(str(first + i))
+        return logits
+
+    fields = dict(temperature=0, max_tokens=12, ignore_eos=True)
+    outs = llm.generate(
+        [[1, 2], [3, 4], [5] * 400, [3, 4], [7]],
+        [
+            SamplingParams(**fields, logits_processors=[abort_others]),
+            params,
+            SamplingParams(**fields, prompt_logprobs=1, logprobs=1, n=2),
+            params,
+            params,
+        ],
+        use_tqdm=False,
+    )
+    assert [o.outputs[0].finish_reason for o in outs] == [
+        "length", "abort", "abort", "length", "abort",
+    ]  # fmt: skip
+    assert outs[0]["token_ids"] == want[0]
+    assert outs[1]["token_ids"] == want[1][: len(outs[1]["token_ids"])]
+    assert outs[3]["token_ids"] == want[1]
+    assert [sample.finish_reason for sample in outs[2].outputs] == ["abort", "abort"]
+    assert 0 < len(outs[2].prompt_logprobs) < 400
+    assert outs[4]["token_ids"] == []
+    assert is_idle(llm.engine)
+
+
+def test_text_of_an_aborted_request(embedded: LLM) -> None:
+    """Text that was held back, because it may begin a stop string, is part of the result."""
+
+    def abort_after_ten(output_ids, logits):
+        if len(output_ids) == 10:
+            embedded.shutdown()
+        return logits
+
+    prompt = embedded.get_tokenizer().encode("Count from 1 to 9\n")
+    params = SamplingParams(
+        temperature=0, stop=["9, and a long end"], logits_processors=[abort_after_ten]
+    )
+    out = embedded.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    parts = list(embedded.stream(prompt, params))
+    text = embedded.get_tokenizer().decode(out.token_ids)
+    assert out.finish_reason == parts[-1].finish_reason == "abort"
+    assert out.text == "".join(part.text for part in parts) == text
+    assert len(out.token_ids) == 10
+    assert is_idle(embedded.engine)
+
+
+def test_abort_spares_a_later_request_of_the_same_id(path: Path) -> None:
+    """A stream that has ended no longer owns its id."""
+    llm = random_llm(path)
+    stream = llm.stream([1, 2], GREEDY)
+    next(stream)
+    request_id = next(iter(llm.engine.outputs.requests))
+    llm.engine.abort_request(request_id)
+    llm.engine.add_request([3, 4], GREEDY, request_id=request_id)
+    stream.close()
+    assert llm.engine.has_unfinished_requests()
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("how", ["generate", "stream"])
+def test_processor_that_calls_its_engine(path: Path, how: str) -> None:
+    llm = random_llm(path)
+
+    def reenter(token_ids, logits):
+        call(llm, how, [1], GREEDY)
+        return logits
+
+    params = SamplingParams(max_tokens=4, logits_processors=[reenter])
+    with pytest.raises(RuntimeError, match="a logits processor cannot run the engine"):
+        llm.generate([1, 2], params, use_tqdm=False)
+    assert is_idle(llm.engine)
+    assert len(llm.generate([1, 2], GREEDY, use_tqdm=False)) == 1
+
+
+# ---- copies and processes ----
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused(embedded: LLM, make_copy: Callable) -> None:
+    for thing in (embedded, embedded.engine):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            make_copy(thing)
+
+
+FORK = """
+import os, signal, sys, torch
+from nanovllm import LLM, SamplingParams
+
+before, backend = sys.argv[1:]
+
+def make() -> LLM:
+    return LLM(dtype="float32", device="cpu", attention_backend=backend)
+
+def use(llm: LLM) -> int:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    return len(llm.generate([5] * 500, params, use_tqdm=False)[0]["token_ids"])
+
+llm = make() if before == "llm" else None
+if before == "torch":
+    torch.ones(1 << 20).exp()
+if os.fork() == 0:
+    signal.alarm(100)  # ends the process if it hangs
+    for attempt in (lambda: use(llm or make()), lambda: use(make())):
+        try:
+            print(attempt())
+        except RuntimeError as error:
+            print(error)
+    sys.stdout.flush()
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("before", ["nothing", "torch", "llm"])
+def test_forked_process(before: str, backend: str) -> None:
+    """It has none of OpenMP's threads: it works only if they had not started before the fork."""
+    variables = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK, before, backend],
+        env=variables, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    if before == "nothing":
+        assert (first, second) == ("3", "3")
+    else:
+        assert ("made in another process" if before == "llm" else "used OpenMP") in first
+        assert "used OpenMP" in second
+        assert "get_context('spawn')" in first
+        assert "get_context('spawn')" in second
