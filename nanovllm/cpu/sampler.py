@@ -9,11 +9,11 @@ maxima of all groups of tokens, because at least k tokens are as large as that.
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import get_num_threads, njit, prange
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
-from nanovllm.cpu.kernels import BFLOAT16, COMPILED, array, exp, maximum, to_float32
+from nanovllm.cpu.kernels import BFLOAT16, COMPILED, NO_NAN, array, exp, maximum, to_float32
 from nanovllm.models import logit_rules
 from nanovllm.plan import FILTERS
 
@@ -23,8 +23,8 @@ CHUNK, GROUP = 1024, 256
 GROUPS = CHUNK // GROUP
 # The lowest temperature used: its reciprocal is finite.
 MIN_TEMPERATURE = f32(1.2e-38)
-# Top-p of more candidates than this uses a histogram first: bins of 1 / 128 over 32 nats.
-HISTOGRAM_FROM, BINS, BINS_PER_NAT = 4096, 4096, f32(128)
+# For more candidates than this, top-p searches the bits of floats: a quickselect's branches cost more.
+MANY = 4096
 # `_token_logprobs` inserts the most likely tokens one by one, which is slow for more of them.
 MAX_LOGPROBS = 64
 
@@ -40,7 +40,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     )
     filters = np.stack((top_k, top_p, min_p))
     is_bf16 = logits.dtype is torch.bfloat16
-    _draw(logits.data_ptr(), is_bf16, *logits.shape, *numbers, filters, tokens)
+    parts = min(len(logits), get_num_threads())
+    _draw(logits.data_ptr(), is_bf16, *logits.shape, *numbers, filters, tokens, parts)
     return torch.from_numpy(tokens)
 
 
@@ -78,6 +79,27 @@ def _uniform(seed, position):
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z = z ^ (z >> np.uint64(31))
     return np.float64(z >> np.uint64(11)) * 2.0**-53
+
+
+@njit(**NO_NAN)
+def _group_maxima(wide, lanes, maxima):
+    """Set maxima [GROUPS] to the maximum of each group of a chunk; those past its end do not change.
+
+    As cpu/kernels.py's `maximum`, in the memory of `lanes` [16].
+    """
+    for group in range((len(wide) + GROUP - 1) // GROUP):
+        part = wide[group * GROUP : (group + 1) * GROUP]
+        lanes[:] = part[0]
+        whole = len(part) // 16 * 16
+        for i in range(0, whole, 16):
+            for c in range(16):
+                lanes[c] = max(lanes[c], part[i + c])
+        top = lanes[0]
+        for c in range(1, 16):
+            top = max(top, lanes[c])
+        for i in range(whole, len(part)):
+            top = max(top, part[i])
+        maxima[group] = top
 
 
 @njit(**COMPILED)
@@ -142,72 +164,97 @@ def _least_kept(values, weights, target):
 
 
 @njit(**COMPILED)
-def _top_p_threshold(values, weights, top, temperature, target):
-    """`_least_kept` of the candidates. Many are sorted into bins first, of which one matters."""
-    if len(values) > HISTOGRAM_FROM:
-        scale = BINS_PER_NAT / temperature
-        sums = np.zeros(BINS)
-        for i in range(len(values)):
-            sums[min(BINS - 1, np.int64(min((top - values[i]) * scale, f32(BINS))))] += weights[i]
-        chosen = 0
-        while chosen < BINS - 1 and sums[chosen] < target:
-            target -= sums[chosen]
-            chosen += 1
-        count = 0
-        some, their_weights = np.empty(len(values), f32), np.empty(len(values), f32)
-        for i in range(len(values)):
-            if min(BINS - 1, np.int64(min((top - values[i]) * scale, f32(BINS)))) == chosen:
-                some[count], their_weights[count] = values[i], weights[i]
-                count += 1
-        if count == 0:
-            return f32(-np.inf)
-        return _least_kept(some[:count], their_weights[:count], target)
-    return _least_kept(values.copy(), weights.copy(), target)
+def _sum_from(weights, least):
+    """The sum of the weights that are at least `least`."""
+    total = f32(0)
+    for i in range(len(weights)):
+        total += weights[i] if weights[i] >= least else f32(0)
+    return total
 
 
 @njit(**COMPILED)
-def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, u):
-    """Draw from a row whose logits begin at `start`; maxima [groups] are those of its groups."""
+def _least_kept_of_many(weights, target):
+    """As `_least_kept` of the weights themselves, for many of them: a search over the bits of floats.
+
+    Positive floats have the order of their bits. Three candidates are summed in one pass.
+    """
+    low, step = 0, 1 << 28
+    while step > 0:
+        first, second, third = _float(low + step), _float(low + 2 * step), _float(low + 3 * step)
+        sum_1, sum_2, sum_3 = f32(0), f32(0), f32(0)
+        for i in range(len(weights)):
+            sum_1 += weights[i] if weights[i] >= first else f32(0)
+            sum_2 += weights[i] if weights[i] >= second else f32(0)
+            sum_3 += weights[i] if weights[i] >= third else f32(0)
+        low += step * (int(sum_1 >= target) + int(sum_2 >= target) + int(sum_3 >= target))
+        step >>= 2
+    return _float(low)
+
+
+@njit(**COMPILED)
+def _float(bits):
+    return np.int32(bits).view(np.float32)
+
+
+@njit(**COMPILED)
+def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, u, scratch, tokens):
+    """Draw from a row whose logits begin at `start`; maxima [groups] are those of its groups.
+
+    scratch [2, V] float32 and tokens [V] int32 are overwritten.
+    """
     top_k, top_p, min_p = np.int64(filters[0]), filters[1], filters[2]
-    top, bound, num = maximum(maxima), f32(-np.inf), len(maxima)
-    if 0 < top_k <= num:
+    top, num, count = maximum(maxima), len(maxima), 0
+    values, few = scratch[0], 0 < top_k <= num
+    if few:
         bound = _least_kept(maxima.copy(), np.ones(num, f32), top_k)
-    values, tokens, count = np.empty(size, f32), np.empty(size, np.int32), 0
-    wide = np.empty(GROUP, f32)
-    for group in range(num):
-        if maxima[group] >= bound:
-            first = group * GROUP
-            part = wide[: min(GROUP, size - first)]
-            _load(address, is_bf16, start + first, part)
-            for i in range(len(part)):
-                if part[i] >= bound and part[i] > -np.inf:
-                    values[count], tokens[count] = part[i], first + i
-                    count += 1
-    values = values[:count]
-    threshold = f32(-np.inf)
+        wide = np.empty(GROUP, f32)
+        for group in range(num):
+            if maxima[group] >= bound:
+                first = group * GROUP
+                part = wide[: min(GROUP, size - first)]
+                _load(address, is_bf16, start + first, part)
+                for i in range(len(part)):
+                    if part[i] >= bound:
+                        values[count], tokens[count] = part[i], first + i
+                        count += 1
+    else:
+        count = size
+        _load(address, is_bf16, start, values)
+    values, weights = values[:count], scratch[1, :count]
+    total = _exp_weights(values, top, temperature, weights)
+    least = f32(0)  # of the weights that are kept
     if 0 < top_k < count:
-        threshold = _least_kept(values.copy(), np.ones(count, f32), top_k)
-    weights = np.empty(count, f32)
-    _exp_weights(values, top, temperature, weights)
-    if top_p < 1:
-        total = 0.0
+        kth = _least_kept(values.copy(), np.ones(count, f32), top_k)
         for i in range(count):
-            weights[i] = weights[i] if values[i] >= threshold else f32(0)
-            total += weights[i]
-        least = _top_p_threshold(values, weights, top, temperature, top_p * total)
-        threshold = max(threshold, min(least, top))
+            weights[i] = weights[i] if values[i] >= kth else f32(0)
+        total = _sum_from(weights, least)
+    if top_p < 1:
+        if count > MANY:
+            least = _least_kept_of_many(weights, top_p * total)
+        else:
+            least = _least_kept(weights.copy(), weights.copy(), top_p * total)
     if min_p > 0:
-        threshold = max(threshold, min(top + temperature * np.log(min_p), top))
-    total = 0.0
-    for i in range(count):
-        weights[i] = weights[i] if values[i] >= threshold else f32(0)
-        total += weights[i]
-    index, _ = _search_cumsum(weights, u * total)
-    return tokens[index]
+        least = max(least, min(min_p, f32(1)))
+    # The weight of the most likely token is 1. It stays, even if rounding says otherwise.
+    least = min(least, f32(1))
+    # The chunk in which the cumulative sum exceeds the target, or the last with a weight.
+    target, total, chosen, before = u * _sum_from(weights, least), 0.0, 0, 0.0
+    for first in range(0, count, CHUNK):
+        chunk_sum = _sum_from(weights[first : first + CHUNK], least)
+        if chunk_sum > 0:
+            chosen, before = first, total
+            total += chunk_sum
+            if total > target:
+                break
+    part = weights[chosen : chosen + CHUNK]
+    for i in range(len(part)):
+        part[i] = part[i] if part[i] >= least else f32(0)
+    index, _ = _search_cumsum(part, target - before)
+    return tokens[chosen + index] if few else chosen + index
 
 
 @njit(parallel=True, **COMPILED)
-def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters, tokens):
+def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters, tokens, parts):
     """Draw tokens [R] from logits [R, V]; filters [3, R] are top_k, top_p and min_p.
 
     All logits are read once, for the maximum and the sum of each chunk.
@@ -216,54 +263,65 @@ def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters,
     maxima = np.full((rows, chunks * GROUPS), f32(-np.inf))
     chunk_max, sums = np.empty((rows, chunks), f32), np.zeros((rows, chunks), f32)
     filtered = (filters[0] > 0) | (filters[1] < 1) | (filters[2] > 0)
+    # Memory for each part: allocating it for each row would cost more than drawing the row.
+    length = size if filtered.any() else 0
+    scratch, ids = np.empty((parts, 2, length), f32), np.empty((parts, length), np.int32)
     for item in prange(rows * chunks):
         row, chunk = item // chunks, item % chunks
         first = chunk * CHUNK
         wide, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
         wide = wide[: min(CHUNK, size - first)]
         _load(address, is_bf16, row * size + first, wide)
-        if filtered[row]:
-            for group in range((len(wide) + GROUP - 1) // GROUP):
-                part = wide[group * GROUP : (group + 1) * GROUP]
-                maxima[row, chunk * GROUPS + group] = maximum(part)
-        top = maximum(wide)
+        groups = maxima[row, chunk * GROUPS : (chunk + 1) * GROUPS]
+        _group_maxima(wide, weights[:16], groups)
+        top = max(max(groups[0], groups[1]), max(groups[2], groups[3]))
         chunk_max[row, chunk] = top
         if temperatures[row] > 0 and top > -np.inf and not filtered[row]:
             temperature = max(temperatures[row], MIN_TEMPERATURE)
             sums[row, chunk] = _exp_weights(wide, top, temperature, weights)
-    for row in prange(rows):
-        top, temperature = maximum(chunk_max[row]), max(temperatures[row], MIN_TEMPERATURE)
-        u = _uniform(seeds[row], positions[row])
+    for part in prange(parts):
         wide, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
-        if not top > -np.inf:
-            tokens[row] = -1
-        elif temperatures[row] > 0 and filtered[row]:
-            groups = maxima[row, : (size + GROUP - 1) // GROUP]
-            tokens[row] = _draw_filtered(
-                address, is_bf16, row * size, size, groups, temperature, filters[:, row], u
-            )
-        elif temperatures[row] > 0:
-            total = 0.0
-            for chunk in range(chunks):
-                power = (chunk_max[row, chunk] - top) / temperature
-                sums[row, chunk] *= exp(power) if power > f32(-87) else f32(0)
-                total += sums[row, chunk]
-            chunk, before = _search_cumsum(sums[row], u * total)
-            wide = wide[: min(CHUNK, size - chunk * CHUNK)]
-            _load(address, is_bf16, row * size + chunk * CHUNK, wide)
-            _exp_weights(wide, top, temperature, weights)
-            index, _ = _search_cumsum(weights[: len(wide)], u * total - before)
-            tokens[row] = chunk * CHUNK + index
-        else:
-            chunk = 0
-            while chunk < chunks - 1 and chunk_max[row, chunk] != top:
-                chunk += 1
-            wide = wide[: min(CHUNK, size - chunk * CHUNK)]
-            _load(address, is_bf16, row * size + chunk * CHUNK, wide)
-            index = 0
-            while index < len(wide) - 1 and wide[index] != top:
-                index += 1
-            tokens[row] = chunk * CHUNK + index
+        for row in range(part * rows // parts, (part + 1) * rows // parts):
+            top, temperature = maximum(chunk_max[row]), max(temperatures[row], MIN_TEMPERATURE)
+            u = _uniform(seeds[row], positions[row])
+            if not top > -np.inf:
+                tokens[row] = -1
+            elif temperatures[row] > 0 and filtered[row]:
+                groups = maxima[row, : (size + GROUP - 1) // GROUP]
+                tokens[row] = _draw_filtered(
+                    address,
+                    is_bf16,
+                    row * size,
+                    size,
+                    groups,
+                    temperature,
+                    filters[:, row],
+                    u,
+                    scratch[part],
+                    ids[part],
+                )
+            elif temperatures[row] > 0:
+                total = 0.0
+                for chunk in range(chunks):
+                    power = (chunk_max[row, chunk] - top) / temperature
+                    sums[row, chunk] *= exp(power) if power > f32(-87) else f32(0)
+                    total += sums[row, chunk]
+                chunk, before = _search_cumsum(sums[row], u * total)
+                some = wide[: min(CHUNK, size - chunk * CHUNK)]
+                _load(address, is_bf16, row * size + chunk * CHUNK, some)
+                _exp_weights(some, top, temperature, weights)
+                index, _ = _search_cumsum(weights[: len(some)], u * total - before)
+                tokens[row] = chunk * CHUNK + index
+            else:
+                chunk = 0
+                while chunk < chunks - 1 and chunk_max[row, chunk] != top:
+                    chunk += 1
+                some = wide[: min(CHUNK, size - chunk * CHUNK)]
+                _load(address, is_bf16, row * size + chunk * CHUNK, some)
+                index = 0
+                while index < len(some) - 1 and some[index] != top:
+                    index += 1
+                tokens[row] = chunk * CHUNK + index
 
 
 @njit(parallel=True, **COMPILED)
@@ -304,5 +362,5 @@ def _token_logprobs(address, is_bf16, rows, size, tokens, packed):
 def compile_all() -> None:
     """Compile the kernels, or load them from the cache, by calls with no rows."""
     none, floats = np.empty(0, np.int64), np.empty(0, f32)
-    _draw(0, False, 0, 1, floats, none, none, np.empty((3, 0), f32), none)
+    _draw(0, False, 0, 1, floats, none, none, np.empty((3, 0), f32), none, 1)
     _token_logprobs(0, False, 0, 1, none, np.empty((0, 2)))
