@@ -110,6 +110,7 @@ class Gpu(TorchDispatchMode):
         self.strict = False  # whether a wait is an error
         self.variants: dict[str, str] = {}  # Triton's key -> what it stands for
         self.all_variants: set[str] = set()  # `variants` of all engines
+        self.direct_launches = 0  # without Triton's specialization; see gpu/kernels/launch.py
         self.reset()
 
     def reset(self) -> None:
@@ -222,7 +223,8 @@ class Gpu(TorchDispatchMode):
             self.capture.owned += results
             self.capture.calls.append((call, results))
 
-    def launch_kernel(self, kernel: JITFunction, args: Any, kwargs: Any) -> None:
+    def launch_kernel(self, kernel: JITFunction, args: Any, kwargs: Any) -> str:
+        """Returns what identifies the compiled variant."""
         variant = compile_kernels.Variant(kernel, TARGET, args, kwargs)
         if variant.key not in self.variants:
             self.variants[variant.key] = variant.text
@@ -236,6 +238,21 @@ class Gpu(TorchDispatchMode):
         with _disable_current_modes():
             call()
         self.launch(call, [])
+        return variant.key
+
+
+class Compiled:
+    """A compiled variant of a kernel. It must be the one that Triton would choose for a launch."""
+
+    def __init__(self, kernel: JITFunction, options: Any, key: str) -> None:
+        self.kernel, self.options, self.key = kernel, options, key
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            GPU.direct_launches += 1
+            assert GPU.launch_kernel(self.kernel, args, self.options) == self.key, self.key
+
+        return run
 
 
 class Graph:
@@ -356,8 +373,8 @@ def replace_device() -> None:
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, stub)
 
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        GPU.launch_kernel(self, args, kwargs)
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compiled:
+        return Compiled(self, kwargs, GPU.launch_kernel(self, args, kwargs))
 
     JITFunction.run = run
 
@@ -417,6 +434,7 @@ def serve(dtype: str, num_runs: str, directory: str) -> Any:
                 pairs = zip_longest(found, wanted[kind], fillvalue=1e9)
                 run[f"{kind} is right"] = all(abs(a - b) < 1e-3 for a, b in pairs)
         run["preemptions"] = llm.stats()["preemptions"]
+        run["direct launches"] = GPU.direct_launches
         run["variants at start"] = list(GPU.variants.values())[:num_at_start]
         run["variants while serving"] = list(GPU.variants.values())[num_at_start:]
         runs.append(run)

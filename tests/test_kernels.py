@@ -31,7 +31,7 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from nanovllm import LLM  # noqa: E402
 from nanovllm.batch import SamplingBatch  # noqa: E402
-from nanovllm.gpu.kernels import attention, pointwise, sampling, store  # noqa: E402
+from nanovllm.gpu.kernels import attention, launch, pointwise, sampling, store  # noqa: E402
 from nanovllm.gpu.kernels.configs import Tile  # noqa: E402
 from nanovllm.models import sampler  # noqa: E402
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, silu_and_mul  # noqa: E402
@@ -458,3 +458,30 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     found = launches(sampling, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
     assert len(found) == 8
     assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}
+
+
+def test_launch_asks_triton_once_for_each_kind_of_arguments() -> None:
+    """And each time that a tensor is not aligned, because the variant depends on it."""
+    calls: list[tuple[str, int]] = []
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., "Kernel"]:
+            def run(*args: object, **options: object) -> Kernel:
+                calls.append((self.name, len(args)))
+                assert options == (
+                    {"num_warps": 4, "enable_fp_fusion": True} if self is jit else {}
+                )
+                return compiled
+
+            return run
+
+    jit, compiled = Kernel("jit"), Kernel("compiled")
+    x = torch.zeros(64)
+    for args in ((x, 3), (x, 4), (x[1:], 3), (x.double(), 3), (x[4:], 5)):
+        launch.launch(jit, (1, 1, 1), args, {"N": 2}, num_warps=4)
+    launch.launch(jit, (1, 1, 1), (x, 3), {"N": 3}, num_warps=4)
+    found = [name for name, count in calls if count == 3]
+    assert found == ["jit", "compiled", "jit", "jit", "compiled", "jit"]

@@ -1,14 +1,24 @@
 """Paged attention on a GPU, by the Triton kernels in gpu/kernels/."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from nanovllm.batch import ForwardBatch
 from nanovllm.gpu.kernels import attention, store
-from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+from nanovllm.gpu.kernels.configs import GpuInfo, Tile, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.layers import Norms, Rope
+
+
+class Launches(NamedTuple):
+    """Arguments that the launches of all layers share."""
+
+    num_chunk_tokens: int  # the decodes' tokens follow
+    chunks: tuple[Tensor, Tensor, Tensor, Tensor, Tile] | None
+    decodes: tuple[Tensor, Tensor, Tile, int] | None
 
 
 class TritonAttention(PlainAttention):
@@ -21,6 +31,7 @@ class TritonAttention(PlainAttention):
         device: torch.device,
     ) -> None:
         super().__init__(config, num_blocks, block_size, dtype, device)
+        self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
         self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype)
         self.prefill_tile = prefill_tile(self.gpu, config.head_dim, dtype)
@@ -33,19 +44,27 @@ class TritonAttention(PlainAttention):
         self.num_kv_heads, self.eps = config.num_kv_heads, config.rms_norm_eps
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Compute the tiles of the chunks' queries once for all layers."""
-        chunks = len(batch.context_lens) - batch.num_decodes
+        """Compute once for all layers: the tiles of the chunks' queries, and slices of the batch."""
+        decodes = batch.num_decodes
+        chunks, tokens = len(batch.context_lens) - decodes, len(batch.input_ids) - decodes
+        starts, lens, tables = batch.query_start_loc, batch.context_lens, batch.block_tables
+        chunk_args = decode_args = None
         if chunks:
-            tokens = len(batch.input_ids) - batch.num_decodes
+            starts = starts[: chunks + 1]
             queries = self.prefill_tile.num_rows // self.group_size
-            starts = batch.query_start_loc[: chunks + 1]
-            batch.attention = attention.query_tiles(starts, tokens, queries)
+            tiles = attention.query_tiles(starts, tokens, queries)
+            chunk_args = (tiles, starts, lens[:chunks], tables, self.prefill_tile)
+        if decodes:
+            programs = self.decode_tile.programs_per_sm * self.gpu.num_sms
+            splits = attention.num_splits(decodes, self.num_kv_heads, programs)
+            decode_args = (lens[chunks:], tables[chunks:], self.decode_tile, splits)
+        batch.attention = Launches(tokens, chunk_args, decode_args)
 
     def norm_rope_store(
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
     ) -> Tensor:
-        cache = (batch.slot_mapping, *self.cache[layer])
         q_norm, k_norm = norms or (None, None)
+        cache = (batch.slot_mapping, *self.layers[layer])
         return store.norm_rope_store(qkv, q_norm, k_norm, self.eps, *rope, *cache)
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
@@ -54,18 +73,11 @@ class TritonAttention(PlainAttention):
         Decodes have their own launch: in a prefill tile a single query would leave most rows
         unused, and one program would have to read its whole context.
         """
-        k_cache, v_cache = self.cache[layer]
-        lens, tables = batch.context_lens, batch.block_tables
-        out = torch.empty_like(q)
-        decodes = batch.num_decodes
-        chunks, tokens = len(lens) - decodes, len(q) - decodes
-        if chunks:
-            starts = batch.query_start_loc[: chunks + 1]
-            chunk_args = (batch.attention, starts, lens[:chunks], tables, self.prefill_tile)
-            attention.attend(q[:tokens], k_cache, v_cache, *chunk_args, out[:tokens])
-        if decodes:
-            programs = self.decode_tile.programs_per_sm * self.gpu.num_sms
-            splits = attention.num_splits(decodes, self.num_kv_heads, programs)
-            decode_args = (lens[chunks:], tables[chunks:], self.decode_tile, splits)
-            attention.attend_decode(q[tokens:], k_cache, v_cache, *decode_args, out[tokens:])
+        (k, v), out = self.layers[layer], torch.empty_like(q)
+        shared: Launches = batch.attention
+        tokens = shared.num_chunk_tokens
+        if shared.chunks is not None:
+            attention.attend(q[:tokens], k, v, *shared.chunks, out[:tokens])
+        if shared.decodes is not None:
+            attention.attend_decode(q[tokens:], k, v, *shared.decodes, out[tokens:])
         return out.flatten(1)

@@ -41,7 +41,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.gpu.kernels.configs import COMPILE_OPTIONS, Tile, next_power_of_2
+from nanovllm.gpu.kernels.configs import Tile, next_power_of_2
+from nanovllm.gpu.kernels.launch import launch
 
 LOG2E = 1.4426950408889634
 # A split of fewer positions costs more than it saves.
@@ -126,7 +127,7 @@ def _attend_range(
 # may be slices: a compilation takes about a second.
 @triton.jit(
     do_not_specialize=["table_stride", "num_seqs"],
-    do_not_specialize_on_alignment=["query_start_loc", "context_lens", "block_tables"],
+    do_not_specialize_on_alignment=["tiles", "query_start_loc", "context_lens", "block_tables"],
 )
 def _attend(
     q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
@@ -267,13 +268,16 @@ def attend(
     """
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
-    _attend[(tiles.shape[0], num_kv_heads)](
+    args = (
         q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
         block_tables.stride(0), context_lens.shape[0], LOG2E / head_dim**0.5,
+    )
+    constants = dict(
         H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=next_power_of_2(head_dim),
         BLOCK=block_size, M=config.num_rows, TILE=config.num_keys,
-        num_warps=config.num_warps, num_stages=config.num_stages, **COMPILE_OPTIONS,
     )
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    launch(_attend, (tiles.shape[0], num_kv_heads, 1), args, constants, **options)
 
 
 def attend_decode(
@@ -290,19 +294,23 @@ def attend_decode(
     shape = (num_seqs, num_heads, max_splits)
     split_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     split_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    _attend_decode[(num_kv_heads, num_seqs, max_splits)](
+    args = (
         q, k_cache, v_cache, out, split_out, split_lse, context_lens, block_tables,
         block_tables.stride(0), max_splits, LOG2E / head_dim**0.5,
+    )
+    constants = dict(
         H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=padded_dim, BLOCK=block_size,
         M=config.num_rows, TILE=config.num_keys, MIN_SIZE=MIN_SPLIT_SIZE,
-        num_warps=config.num_warps, num_stages=config.num_stages, **COMPILE_OPTIONS,
     )
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    launch(_attend_decode, (num_kv_heads, num_seqs, max_splits), args, constants, **options)
     if max_splits > 1:
-        _merge_splits[(num_heads, num_seqs)](
-            split_out, split_lse, out, context_lens, max_splits,
+        constants = dict(
             H=num_heads, D=head_dim, D_PAD=padded_dim, TILE=config.num_keys,
-            SPLITS_PAD=MAX_SPLITS, MIN_SIZE=MIN_SPLIT_SIZE, num_warps=4, **COMPILE_OPTIONS,
+            SPLITS_PAD=MAX_SPLITS, MIN_SIZE=MIN_SPLIT_SIZE,
         )
+        merged = (split_out, split_lse, out, context_lens, max_splits)
+        launch(_merge_splits, (num_heads, num_seqs, 1), merged, constants, num_warps=4)
 
 
 def num_splits(num_seqs: int, num_kv_heads: int, num_programs: int) -> int:

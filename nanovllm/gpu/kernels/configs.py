@@ -13,10 +13,6 @@ from functools import partial
 
 import torch
 
-# Options of every launch. Products may be rounded once, with the addition that follows; Triton 3.9
-# warns if this is not set, because 3.10 changes the default.
-COMPILE_OPTIONS = {"enable_fp_fusion": True}
-
 
 def next_power_of_2(n: int) -> int:
     """The smallest power of 2 that is at least n. Triton's own takes microseconds on the host."""

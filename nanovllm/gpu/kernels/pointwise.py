@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.gpu.kernels.configs import COMPILE_OPTIONS, next_power_of_2
+from nanovllm.gpu.kernels.configs import next_power_of_2
+from nanovllm.gpu.kernels.launch import launch
 
 # Elements of the gate that one program computes.
 COLUMNS = 1024
@@ -47,11 +48,10 @@ def add_rms_norm(
     total = x if residual is None else torch.empty_like(x)
     size = x.shape[-1]
     padded = next_power_of_2(size)
-    _add_rms_norm[(x.shape[0],)](
-        x, x if residual is None else residual, weight, out, total, eps,
-        E=size, E_PAD=padded, ADD=residual is not None,
-        num_warps=4 if padded <= 2048 else 8, **COMPILE_OPTIONS,
-    )
+    args = (x, x if residual is None else residual, weight, out, total, eps)
+    constants = dict(E=size, E_PAD=padded, ADD=residual is not None)
+    num_warps = 4 if padded <= 2048 else 8
+    launch(_add_rms_norm, (x.shape[0], 1, 1), args, constants, num_warps=num_warps)
     return out, total
 
 
@@ -72,7 +72,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up [T, F] of x [T, 2F] = (gate, up), contiguous; SwiGLU (arXiv:2002.05202)."""
     num_tokens, width = x.shape
     out = torch.empty((num_tokens, width // 2), dtype=x.dtype, device=x.device)
-    _silu_and_mul[(num_tokens, -(-width // (2 * COLUMNS)))](
-        x, out, F=width // 2, COLUMNS=COLUMNS, num_warps=4, **COMPILE_OPTIONS
-    )
+    grid = (num_tokens, -(-width // (2 * COLUMNS)), 1)
+    launch(_silu_and_mul, grid, (x, out), dict(F=width // 2, COLUMNS=COLUMNS), num_warps=4)
     return out

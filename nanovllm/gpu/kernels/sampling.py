@@ -26,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
-from nanovllm.gpu.kernels.configs import COMPILE_OPTIONS, next_power_of_2
+from nanovllm.gpu.kernels.configs import next_power_of_2
+from nanovllm.gpu.kernels.launch import launch
 from nanovllm.plan import FILTERS
 
 # A chunk of the vocabulary has this many tokens.
@@ -284,14 +285,16 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     for name in known - filters.keys():
         like = batch.seeds if name == "top_k" else temperature
         filters[name] = torch.full_like(like, FILTERS[name])
-    _weigh_chunks[(num_rows, num_programs)](
-        logits, temperature, chunk_max, chunk_sum,
-        V=vocab_size, CHUNK=CHUNK, TILE=WEIGHED, num_warps=4, **COMPILE_OPTIONS,
-    )
-    _draw[(num_rows,)](
+    weighed = (logits, temperature, chunk_max, chunk_sum)
+    constants = dict(V=vocab_size, CHUNK=CHUNK, TILE=WEIGHED)
+    launch(_weigh_chunks, (num_rows, num_programs, 1), weighed, constants, num_warps=4)
+    args = (
         logits, temperature, filters["top_k"], filters["top_p"], filters["min_p"], batch.seeds,
         batch.positions, chunk_max, chunk_sum, chunk_ids, tokens,
-        V=vocab_size, CHUNK=CHUNK, TILE=LOADED, CHUNKS=num_chunks,
-        CHUNKS_PAD=next_power_of_2(num_chunks), num_warps=8, **COMPILE_OPTIONS,
     )
+    constants = dict(
+        V=vocab_size, CHUNK=CHUNK, TILE=LOADED, CHUNKS=num_chunks,
+        CHUNKS_PAD=next_power_of_2(num_chunks),
+    )
+    launch(_draw, (num_rows, 1, 1), args, constants, num_warps=8)
     return tokens

@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.gpu.kernels.configs import COMPILE_OPTIONS, next_power_of_2
+from nanovllm.gpu.kernels.configs import next_power_of_2
+from nanovllm.gpu.kernels.launch import launch
 
 # One program computes this many heads.
 HEADS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _norm_rope_store(
     qkv, q_weight, k_weight, cos, sin, slot_mapping, q_out, k_cache, v_cache, eps,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr,
@@ -88,10 +89,12 @@ def norm_rope_store(
     assert cos.shape[-1] == sin.shape[-1] == head_dim
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     norm = q_weight is not None and k_weight is not None
-    _norm_rope_store[(num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS))](
-        qkv, q_weight if norm else qkv, k_weight if norm else qkv, cos, sin, slot_mapping,
-        q, k_cache, v_cache, eps,
+    weights = (q_weight, k_weight) if norm else (qkv, qkv)
+    args = (qkv, *weights, cos, sin, slot_mapping, q, k_cache, v_cache, eps)
+    constants = dict(
         H=num_heads, K=num_kv_heads, D=head_dim, HALF_PAD=next_power_of_2(head_dim // 2),
-        BLOCK=block_size, NORM=norm, HEADS=HEADS, num_warps=4, **COMPILE_OPTIONS,
+        BLOCK=block_size, NORM=norm, HEADS=HEADS,
     )
+    grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS), 1)
+    launch(_norm_rope_store, grid, args, constants, num_warps=4)
     return q
