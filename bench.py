@@ -5,6 +5,7 @@
   python bench.py --shape qwen3-8b     random weights of a known shape, without a download
   python bench.py --model Qwen/Qwen3-0.6B --workload prefix --json run.json --plot run.png
   python bench.py --workload cpu-mixed --baseline hf-batch vllm --peer-python ~/vllm/bin/python
+  python bench.py --busy               quiet, and beside another busy process, in turns
   python bench.py --host-only          scheduling and batch building, without a model
   python bench.py --workload mixed --policy fcfs sjf --set max_num_seqs=16
   python bench.py --startup --memory   the time to start, and host memory over 10,000 requests
@@ -81,6 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("comparison and output").add_argument
     add("--baseline", nargs="*", choices=BASELINES, metavar="NAME", help="other engines, see below")
     add("--peer-python", metavar="PATH", help="a Python with vLLM, for vllm and vllm-eager")
+    add("--busy", action="store_true", help="each turn also beside a process that uses one core")
     add("--policy", nargs="+", choices=("fcfs", "sjf"), help="run under each of them")
     add("--repeats", **number, default=3, help="turns of each engine (3)")
     add("--sample", **number, help="limit the requests of hf (4) and hf-batch (all)")

@@ -4,7 +4,10 @@ import os
 import platform
 import re
 import subprocess
-from contextlib import suppress
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from importlib.metadata import distributions
 from pathlib import Path
@@ -43,6 +46,17 @@ def other_load(since: tuple[float, float]) -> float | None:
 
 def describe_load(share: float | None) -> str:
     return "unknown" if share is None else f"{share:.1%}{' (noisy)' if share > 0.03 else ''}"
+
+
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """Another process uses one core meanwhile."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            time.sleep(0.3)  # until it has started
+            yield
+        finally:
+            process.kill()
 
 
 def describe(device: torch.device) -> dict[str, Any]:

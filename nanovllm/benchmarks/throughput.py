@@ -8,6 +8,7 @@ import argparse
 import cProfile
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -107,24 +108,29 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
 
     rows: dict[str, Result] = {}
     result["failed"] = {}
-    for name in (bar := tqdm(["nanovllm", *others] * args.repeats, desc="Turns", unit="run")):
-        bar.set_postfix_str(name)
+    turns = [(name, busy) for name in ("nanovllm", *others) for busy in {False, args.busy}]
+    for name, busy in (bar := tqdm(turns * args.repeats, desc="Turns", unit="run")):
+        shown = f"{name}+busy" if busy else name
+        bar.set_postfix_str(shown)
         if name in result["failed"]:
             continue
         try:
-            other, before = start_engine(name), machine.cpu_seconds()
-            run = other.run(other.work) | {"other_load": machine.other_load(before)}
+            other = start_engine(name)
+            with machine.busy_process() if busy else nullcontext():
+                before = machine.cpu_seconds()
+                run = other.run(other.work) | {"other_load": machine.other_load(before)}
         except Exception as error:
             # A baseline can raise anything, and the others are still worth measuring.
             if name == "nanovllm":
                 raise
             result["failed"][name] = str(error)
             rows.pop(name, None)
+            rows.pop(f"{name}+busy", None)
             continue
         run["output_tokens_per_second"] = sum(other.work.outputs) / run["seconds"]
-        row = {"name": name, "note": other.note, "output_tokens": sum(other.work.outputs)}
+        row = {"name": shown, "note": other.note, "output_tokens": sum(other.work.outputs)}
         row |= {"input_tokens": sum(map(len, other.work.prompts)), "runs": []}
-        rows.setdefault(name, row)["runs"].append(run)
+        rows.setdefault(shown, row)["runs"].append(run)
 
     # 4. Take the run of median time, of two the slower one; profile another run.
     runs = sorted(rows["nanovllm"]["runs"], key=lambda run: run["seconds"])

@@ -4,6 +4,7 @@ It owns the model, the KV cache (through its attention), the rows and the captur
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from nanovllm.runner.backends import (
 from nanovllm.runner.openmp import check_openmp
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
+from nanovllm.runner.threads import ThreadLimit
 
 
 class ModelRunner:
@@ -48,6 +50,9 @@ class ModelRunner:
         self.dtype = pick_dtype(config.dtype, self.device, model_config.dtype)
         self.is_async = self.device.type == "cuda"  # the device works while the host plans
         self.model_config = model_config
+        self.guard = (
+            ThreadLimit() if self.device.type == "cpu" else partial(device_guard, self.device)
+        )
         with device_guard(self.device):
             self._start(config, directory, max_model_len, capture_decode)
 
@@ -130,7 +135,7 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
-        with torch.inference_mode(), device_guard(self.device):
+        with torch.inference_mode(), self.guard():
             self.rows.apply(plan)
             if plan.block_copies:
                 self.attention.copy_blocks(plan.block_copies)
