@@ -17,6 +17,15 @@ from nanovllm import LLM
 # Tiny products gain nothing from threads, and a busy machine makes them wait for one another.
 torch.set_num_threads(1)
 
+# The CPU's kernels are compiled before the first test; otherwise small models run in plain torch.
+try:
+    from nanovllm.cpu.compile import compile_now
+except ImportError:
+    pass  # without Numba
+else:
+    for dtype in (torch.float32, torch.bfloat16):
+        compile_now(dtype)
+
 VOCAB = 199
 
 

@@ -316,7 +316,7 @@ def test_without_amx(tmp_path) -> None:
     code = (
         "from nanovllm import LLM\n"
         "from nanovllm.cpu import kernels as cpu\n"
-        "llm = LLM(dtype='bfloat16', device='cpu')\n"
+        "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
         "assert llm.engine.runner.executor is llm.engine.runner.model\n"

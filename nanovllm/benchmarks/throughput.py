@@ -6,6 +6,7 @@ The result is one dict, which --json writes as it is. The engine has no hooks fo
 
 import argparse
 import cProfile
+import importlib.util
 import time
 from collections import defaultdict
 from contextlib import nullcontext
@@ -86,6 +87,9 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     if others and cuda:
         # Leave room for the KV caches of the baselines.
         settings["gpu_memory_utilization"] = 0.45
+    if device.type == "cpu" and importlib.util.find_spec("numba"):
+        # Otherwise the first run of a small model would be one of plain torch.
+        importlib.import_module("nanovllm.cpu.compile").compile_now(dtype)
     start = time.perf_counter()
     llm = LLM(str(directory), **settings | options | {"dtype": dtype})
     result["load_seconds"] = time.perf_counter() - start

@@ -10,7 +10,6 @@ groups of G, D head size, B slots of a block, P slots of the shared prefix.
 """
 
 import logging
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,13 +82,10 @@ class NumbaAttention(PlainAttention):
         fits = kernels.fits_amx(self.group_size, block_size, self.dim)
         use_amx = dtype is torch.bfloat16 and fits and kernels.has_amx()
         self.use_amx = True if use_amx else None  # Numba selects the kernel by the type
-        start, threads = time.perf_counter(), torch.get_num_threads()
+        threads = torch.get_num_threads()
         kernels.compile_all(self.example, self.use_amx)
         sampler.compile_all()
         torch.set_num_threads(threads)  # Numba's start resets OpenMP's threads
-        if (seconds := time.perf_counter() - start) > 1.5:
-            kept = "kept for the next start" if kernels.can_cache_code() else "not kept"
-            logger.info("compiled the CPU's kernels in %.1f s; %s", seconds, kept)
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,6 +10,14 @@ from nanovllm.cpu.sampler import sample, token_logprobs
 from nanovllm.models.backend import Backend
 
 
+def is_ready(dtype: torch.dtype) -> bool:
+    """Whether no kernel must be compiled. If not, the next start will be."""
+    # It needs a file lock, which not all systems have, and only a start without a named backend.
+    from nanovllm.cpu.compile import is_compiled
+
+    return is_compiled(dtype)
+
+
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Return the backend. Raises ValueError for a device or dtype that it does not support."""
     if device.type != "cpu" or dtype is torch.float16:

@@ -773,7 +773,8 @@ def compile_all(example, use_amx) -> None:
     compiled, loaded = len(kernel.signatures), len(kernel.stats.cache_hits)
     kernel(0, 0, 0, 0, 1, 0.0, example, 0, 0)
     if len(kernel.signatures) > compiled and len(kernel.stats.cache_hits) == loaded:
-        logger.info("compiling the CPU kernels for the first time, which takes 10 to 20 s")
+        kept = "and keeping them" if can_cache_code() else "not kept: set NUMBA_CACHE_DIR"
+        logger.info(f"compiling the CPU kernels, which takes 20 to 40 s ({kept})")
     none, nones, shape = np.empty(0, np.int64), np.empty((0, 1), np.int64), (1, 1, 1, 2)
     _add_rms_norm(0, 0, 0, 0, 1, 0.0, example, 1)
     _silu_and_mul_rows(0, 0, 0, 1, example, 0, 0)

@@ -2,7 +2,8 @@
 
     device and dtype                     attention_backend="auto"
     a GPU                                gpu.backend   ("triton")
-    a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is installed
+    a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is installed and, for
+                                         a small model, its kernels are compiled
     anything else                        models.backend.PLAIN ("sdpa")
 
 The folders gpu/ and cpu/ are imported here, by name, when they are selected.
@@ -21,9 +22,11 @@ from nanovllm.models.backend import PLAIN, Backend
 logger = logging.getLogger("nanovllm")
 
 FOLDERS = {"triton": "gpu", "numba": "cpu"}
+# A model with fewer weights answers in plain torch before the CPU's kernels would be compiled.
+SMALL_MODEL = 100_000_000
 
 
-def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weights: int) -> Backend:
     """Raises ValueError if the named backend is not installed or does not run on the device."""
     wanted = name
     if name == "auto":
@@ -43,6 +46,10 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype) -> Backend
             f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
             "is missing, or use attention_backend='sdpa'"
         ) from error
+    may_be_plain = wanted == "auto" and name == "numba" and num_weights < SMALL_MODEL
+    if may_be_plain and not module.is_ready(dtype):
+        # It stays so for the whole process, so that its tokens do not change midway.
+        return PLAIN
     backend: Backend = module.make_backend(device, dtype)
     return backend
 

@@ -66,7 +66,9 @@ class ModelRunner:
         model_config, block_size = self.model_config, config.kvcache_block_size
         num_seqs = config.max_num_seqs
         free_before = memory.Snapshot.of(self.device)
-        backend = pick_backend(config.attention_backend, self.device, self.dtype)
+        backend = pick_backend(
+            config.attention_backend, self.device, self.dtype, model_config.num_weights
+        )
         if capture_decode is None and not config.enforce_eager:
             capture_decode = backend.capture_decode
         self.sample, self.token_logprobs = backend.sample, backend.token_logprobs
