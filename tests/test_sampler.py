@@ -130,6 +130,32 @@ def test_seed_gives_the_same_tokens_in_any_batch(llm: LLM) -> None:
     assert len({tuple(o["token_ids"]) for o in again}) == 3  # unseeded requests differ
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["numba", "sdpa"])
+def test_a_batch_changes_float32_logits_by_rounding_only(tmp_path, backend: str) -> None:
+    """Alone and beside others that share a prefix, in a pool that is too small for all of them."""
+    make_checkpoint(tmp_path, group=8, kv_heads=1)
+    options = dict(attention_backend=backend, max_num_seqs=16, max_num_batched_tokens=64)
+    llm = random_llm(tmp_path, num_kvcache_blocks=24, **options)
+    prompts = [[7] * 40 * (i % 3 == 0) + list(range(i, i + 1 + i % 20)) for i in range(50)]
+    params = [
+        SamplingParams(seed=i, max_tokens=25, ignore_eos=True, logprobs=0, top_p=1 - i % 4 / 10)
+        for i in range(50)
+    ]
+    alone = [llm.generate([x], y, use_tqdm=False)[0] for x, y in zip(prompts, params, strict=True)]
+    llm.reset_prefix_cache()
+    together, changes = llm.generate(prompts, params, use_tqdm=False), 0
+    assert llm.stats()["preemptions"] > 0
+    for one, other in zip(alone, together, strict=True):
+        a, b = one.outputs[0], other.outputs[0]
+        for i, token in enumerate(a.token_ids):
+            if b.token_ids[i] != token:
+                changes += 1
+                break
+            assert abs(a.logprobs[i][token].logprob - b.logprobs[i][token].logprob) < 1e-4
+    assert changes <= 1  # a random number may fall within the rounding
+
+
 def test_engine_seed_repeats_a_run(tmp_path) -> None:
     make_checkpoint(tmp_path)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
