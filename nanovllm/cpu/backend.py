@@ -11,11 +11,11 @@ from nanovllm.models.backend import Backend
 
 
 def is_ready(dtype: torch.dtype) -> bool:
-    """Whether no kernel must be compiled. If not, the next start will be."""
-    # It needs a file lock, which not all systems have, and only a start without a named backend.
-    from nanovllm.cpu.compile import is_compiled
+    """Whether the kernels are compiled. If not, this starts to compile them in the background."""
+    # It needs file locks, which not all systems have.
+    from nanovllm.cpu.compile import start_compiling
 
-    return is_compiled(dtype)
+    return start_compiling(dtype)
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:

@@ -60,8 +60,8 @@ def compile_now(dtype: torch.dtype) -> None:
             path.touch()
 
 
-def is_compiled(dtype: torch.dtype) -> bool:
-    """Whether the kernels can be loaded. If not, start compiling them in the background."""
+def start_compiling(dtype: torch.dtype) -> bool:
+    """Compile in the background unless that is done. Returns whether the kernels can be loaded."""
     path = marker(dtype)
     if path is None:
         logger.warning(
