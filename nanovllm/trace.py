@@ -33,8 +33,9 @@ from nanovllm.engine.sequence import Sequence, Status
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-# Of the printed table: 99 characters, and a column without a limit at the end of the line.
-ROW = "{:>4} {:>4} {:>6} {:>6} {:<8} {:<17} {:<15} {:<18} {}"
+# A line of the printed table; sentences stand under the last five columns.
+ROW = "{:>4} {:>4} {:>6} {:>6} {:<8} {:<17} {:<14} {:<17} {:.16}"
+INDENT = " " * 24
 # Why the first of the waiting sequences was not admitted.
 WHY = {
     "budget": "the token budget is spent",
@@ -170,7 +171,7 @@ class Trace:
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
         self._identities: dict[int, int] = {}  # of the cached blocks
         self._in_flight: deque[int] = deque()  # steps; 0 was planned before the trace began
-        self._start = self._begun = self._computed = 0.0
+        self._start = self._begun = 0.0
 
     def __enter__(self) -> Trace:
         with self._engine.lock:
@@ -198,8 +199,8 @@ class Trace:
 
     def scheduled(self, step: InFlightStep | None) -> None:
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
-        if self._engine.observer is not self or (step is None and not self._in_flight):
-            return
+        if step is None and not self._in_flight:
+            return  # there is nothing to do
         number, event = self.num_steps + 1, self._changes()
         event |= Event(plan=number, time=times, chunks=[])
         decodes: list[int] = []
@@ -231,13 +232,8 @@ class Trace:
         self._add(event)
         times.append(self._micros(time.perf_counter()))
 
-    def computed(self) -> None:
-        self._computed = time.perf_counter()
-
     def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None:
-        times = [self._micros(self._computed), self._micros(time.perf_counter())]
-        if self._engine.observer is not self:
-            return
+        times = [self._micros(self._begun), self._micros(time.perf_counter())]
         event = self._changes()
         event |= Event(commit=self._in_flight.popleft(), time=times)
         event["tokens"] = [
@@ -364,7 +360,7 @@ class Trace:
         path.write_text(content, encoding="utf-8")
 
     def page(self) -> str:
-        data = {"options": self.options, "texts": self.texts(), "events": self.events}
+        data = {"options": self.options, "texts": self.texts(), "why": WHY, "events": self.events}
         # JSON is safe in a script element if it contains no "<".
         text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
         template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -376,60 +372,49 @@ class Trace:
         A step runs from its launch until its tokens are read. With async scheduling the next one is
         launched before that, so the odd and the even steps have a track each.
         """
-        tracks = ["host", "running: odd steps", "running: even steps"]
-        if not self.options["async_scheduling"]:
-            tracks[1:] = ["running"]
-        out: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", "pid": 0, "tid": tid, "args": {"name": name}}
-            for tid, name in enumerate(tracks)
-        ]
+        out: list[dict[str, Any]] = []
 
-        def add(name: str, start: int, end: int, tid: int = 0, **args: object) -> None:
-            times = {"ts": start, "dur": end - start}
-            out.append({"ph": "X", "name": name, "pid": 0, "tid": tid, **times, "args": args})
+        def add(ph: str, name: str, ts: int, tid: int = 0, **fields: object) -> None:
+            out.append({"ph": ph, "name": name, "ts": ts, "pid": 0, "tid": tid, **fields})
 
-        state, launches, now = State(), dict[int, int](), 0
+        is_async, state, launches, now = self.options["async_scheduling"], State(), [0], 0
+        tracks = ["host", *(["odd steps run", "even steps run"] if is_async else ["steps run"])]
+        for tid, name in enumerate(tracks):
+            add("M", "thread_name", 0, tid, args={"name": name})
         for event in self.events:
             state.apply(event)
             if "plan" in event:
-                begin, end, now = *event["time"][:2], event["time"][-1]
-                step, chunks, decodes = event["plan"], event["chunks"], state.decodes
-                add(f"schedule {step}", begin, end, chunks=chunks, decodes=decodes)
-                launches[step] = now
+                begin, end, now = event["time"]
+                args = {"chunks": event["chunks"], "decodes": state.decodes}
+                add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
+                launches.append(now)
                 free, cached, _ = state.pool(self._blocks.num_blocks)
-                counters = {"running": len(state.running), "waiting": len(state.waiting)}
-                counters |= {"free blocks": free, "cached blocks": cached}
-                for name, value in counters.items():
-                    args = {name: value}
-                    out.append({"ph": "C", "name": name, "pid": 0, "ts": end, "args": args})
+                add("C", "sequences running", end, args={"": len(state.running)})
+                add("C", "sequences waiting", end, args={"": len(state.waiting)})
+                add("C", "blocks free", end, args={"": free})
+                add("C", "blocks cached", end, args={"": cached})
             elif "commit" in event:
                 step, (read, now) = event["commit"], event["time"]
-                tid = 1 if len(tracks) == 2 else 2 - step % 2
-                add(f"run {step}", launches.get(step, 0), read, tid)
-                add(f"commit {step}", read, now, tokens=event["tokens"], sequences=state.of)
+                launch, tid = launches[step], 2 - step % 2 if is_async else 1
+                add("X", f"run {step}", launch, tid, dur=read - launch, args={})
+                args = {"tokens": event["tokens"], "sequences": state.of}
+                add("X", f"commit {step}", read, dur=now - read, args=args)
             elif "failed" in event:
-                args = {"error": event["failed"]}
-                out.append(
-                    {
-                        "ph": "i",
-                        "name": "failed",
-                        "pid": 0,
-                        "tid": 0,
-                        "ts": now,
-                        "s": "g",
-                        "args": args,
-                    }
-                )
+                add("i", "failed", now, s="g", args={"error": event["failed"]})
         return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": self.options}
 
     def __str__(self) -> str:
-        options, state, texts, size = self.options, State(), self.texts(), self._blocks.block_size
+        o, state, texts, size = self.options, State(), self.texts(), self._blocks.block_size
         lines = [
-            f"{self.num_steps} steps of {len(self._state.seqs)} sequences. The cache has "
-            f"{options['num_blocks']} blocks of {size} tokens.",
-            f"A step has at most {options['max_num_batched_tokens']} tokens and "
-            f"{options['max_num_seqs']} sequences. The policy is {options['policy']}.",
-            f"The slot of a position is block_table[position // {size}] * {size} + position % {size}.",
+            f"{self.num_steps} steps of {len(self._state.seqs)} requests, policy {o['policy']}, "
+            f"{o['num_blocks']} blocks of {size} tokens",
+            f"at most {o['max_num_batched_tokens']} tokens and {o['max_num_seqs']} sequences in a step",
+            *(
+                ["async scheduling: 'x' of 2 is the token that step 2 computed"]
+                if o["async_scheduling"]
+                else []
+            ),
+            f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
             "",
             ROW.format(*HEADINGS),
         ]
@@ -439,27 +424,23 @@ class Trace:
                 state.apply(event)
                 if "plan" in event:
                     step = [str(n) for n in (event["plan"], *state.pool(self._blocks.num_blocks))]
-                    rows = {n: ["nothing", "", ""] for n in state.running}
-                    work = [[n, state.seqs[n].computed - 1, 1] for n in state.decodes]
+                    rows = {number: ["nothing", "", "", ""] for number in state.running}
+                    work = [
+                        [number, state.seqs[number].computed - 1, 1] for number in state.decodes
+                    ]
                     for number, start, count in event["chunks"] + work:
                         rows[number] = describe_work(state, number, start, count, size)
                 for number, token in zip(state.of, event.get("tokens", ()), strict=False):
-                    late = f" of step {event['commit']}" if step[0] != str(event["commit"]) else ""
-                    rows.setdefault(number, ["", "", ""])
-                    rows[number].append(repr(texts[token]) if token in texts else str(token) + late)
+                    text = repr(texts[token]) if token in texts else str(token)
+                    late = f" of {event['commit']}" if step[0] != str(event["commit"]) else ""
+                    rows.setdefault(number, [""] * 4)[3] = clip([text], 16 - len(late)) + late
                 notes += describe_changes(event, state)
             for number, row in rows.items():
-                lines.append(
-                    ROW.format(
-                        *step, clip(state.seqs[number].name, 8), *row, *[""][len(row) > 3 :]
-                    ).rstrip()
-                )
+                name = clip([state.seqs[number].name], 8)
+                lines.append(ROW.format(*step, name, *row).rstrip())
                 step = [""] * 4
             for note in notes:
-                indent = " " * 24
-                lines += textwrap.wrap(
-                    note, 100, initial_indent=indent, subsequent_indent=indent + "  "
-                )
+                lines += textwrap.wrap(note, 100, initial_indent=INDENT, subsequent_indent=INDENT)
         return "\n".join(lines)
 
 
@@ -467,9 +448,13 @@ def describe(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def clip(text: str, width: int) -> str:
-    """Cut the beginning: the last blocks and slots are those that a step works on."""
-    return text if len(text) <= width else "…" + text[1 - width :]
+def clip(items: list[str], width: int, separator: str = " ") -> str:
+    """Join the last items that fit: a step works on the last blocks and slots."""
+    text = separator.join(items)
+    while len(text) > width and len(items) > 1:
+        items = items[1:]
+        text = separator.join(["…", *items])
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
@@ -484,8 +469,8 @@ def describe_work(state: State, number: int, start: int, count: int, size: int) 
             ranges[-1][1] = slot
         else:
             ranges.append([slot, slot])
-    slots = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-    return [what, clip(slots, 15), clip(" ".join(map(str, seq.table)), 18)]
+    slots = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
+    return [what, clip(slots, 14, ","), clip([str(block) for block in seq.table], 17), ""]
 
 
 def describe_changes(event: Event, state: State) -> Iterator[str]:
@@ -499,11 +484,15 @@ def describe_changes(event: Event, state: State) -> Iterator[str]:
             yield f"{seq.name} takes positions 0-{start - 1} from the prefix cache."
     for source, target in event.get("copies", ()):
         yield f"Block {source} is copied to {target}, because it is shared or cached and written."
+    for number in event.get("preempted", ()):
+        why = (
+            "the step failed"
+            if "failed" in event
+            else "no block is available and it was admitted last"
+        )
+        yield f"{seqs[number].name} is preempted: {why}."
     for block in event.get("evicted", ()):
         yield f"Block {block} is evicted from the prefix cache, because no block is free."
-    for number in event.get("preempted", ()):
-        why = "the step failed" if "failed" in event else "no block is left; it was admitted last"
-        yield f"{seqs[number].name} is preempted: {why}."
     if "why" in event:
         names = ", ".join(seqs[number].name for number in state.waiting)
         yield f"Waiting: {names} ({WHY[event['why']]})."

@@ -190,35 +190,35 @@ class LLMEngine:
                         self._step_ended.notify_all()
 
     def _run_step(self) -> None:
-        scheduler, observer = self.scheduler, self.observer
-        if observer is not None:
-            observer.begin()
+        scheduler = self.scheduler
         with self.lock:
+            if self.observer is not None:
+                self.observer.begin()
             step = scheduler.schedule()  # changes blocks and queues
             if step is not None and step.plan.joins:
                 self.outputs.note_scheduled(scheduler.running[-len(step.plan.joins) :])
-            if observer is not None:
-                observer.scheduled(step)
+            if self.observer is not None:
+                self.observer.scheduled(step)
         if step is not None:
             step.wait = self.runner.run(step.plan)  # changes KV cache and rows
         # If async, the previous step is committed while the device works; if not, this one.
         while len(scheduler.in_flight) > (self.max_in_flight if step is not None else 0):
-            self._commit(observer)
+            self._commit()
 
-    def _commit(self, observer: Observer | None) -> None:
+    def _commit(self) -> None:
         step = self.scheduler.in_flight[0]
         assert step.wait is not None
         output = step.wait()  # waits for the device
-        if observer is not None:
-            observer.computed()
         with self.lock:
+            if self.observer is not None:
+                self.observer.begin()
             # Changes sequences and the prefix cache.
             progressed = self.scheduler.commit(step, output.token_ids)
             for seq, stop_string in self.outputs.process(step, output, progressed):
                 self.scheduler.stop(seq, stop_string)
             self.outputs.collect_finished(progressed)
-            if observer is not None:
-                observer.committed(step, progressed)
+            if self.observer is not None:
+                self.observer.committed(step, progressed)
 
     # ---- the state of the engine ----
 

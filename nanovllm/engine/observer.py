@@ -7,16 +7,13 @@ from nanovllm.engine.sequence import Sequence
 
 
 class Observer(Protocol):
-    """One thread at a time calls it. All calls but `begin` and `computed` hold the engine's lock."""
+    """All calls hold the engine's lock. They must not change anything in the engine."""
 
     def begin(self) -> None:
-        """A step is about to be planned."""
+        """A step is about to be planned or, once its tokens have been read, committed."""
 
     def scheduled(self, step: InFlightStep | None) -> None:
-        """A step is planned; None if there is only a step in flight to commit, or nothing to do."""
-
-    def computed(self) -> None:
-        """The tokens of the oldest step in flight have been read and are about to be committed."""
+        """A step is planned and about to be launched. None: nothing can be planned now."""
 
     def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None:
         """A step is committed; `progressed` are the sequences that got a token."""
