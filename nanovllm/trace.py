@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import POLICIES, InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.plan import StepPlan
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -169,7 +170,8 @@ class Trace:
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
-        self._identities: dict[int, int] = {}  # of the cached blocks
+        self._cached: dict[int, tuple[int, int]] = {}  # block -> identity and hash
+        self._evictions = self._blocks.evictions
         self._in_flight: deque[int] = deque()  # steps; 0 was planned before the trace began
         self._start = self._begun = 0.0
 
@@ -217,10 +219,7 @@ class Trace:
                 event["joins"] = chunked[-len(plan.joins) :]
             if plan.block_copies:
                 event["copies"] = list(plan.block_copies)
-            given = [block for *_, block in plan.new_blocks]
-            given += [block for join in plan.joins for block in join.block_table]
-            blocks, before = self._blocks.blocks, self._identities
-            if evicted := [b for b in given if before.get(b, 0) not in (0, blocks[b].identity)]:
+            if evicted := self._evicted(plan):
                 event["evicted"] = evicted
             self._in_flight.append(number)
         if decodes != self._state.decodes:
@@ -230,7 +229,7 @@ class Trace:
             event["why"] = self._why_waiting(num_tokens, "preempted" in event)
         self.num_steps = number
         self._add(event)
-        times.append(self._micros(time.perf_counter()))
+        self.events[-1]["time"].append(self._micros(time.perf_counter()))
 
     def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None:
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
@@ -305,8 +304,22 @@ class Trace:
         self.events.append(event)
         self._state.apply(event)
         self._preemptions = {s: s.preemptions for s in live if s.status is not Status.FINISHED}
-        blocks = self._blocks
-        self._identities = {i: blocks.blocks[i].identity for i in blocks.index.values()}
+        cached = (self._blocks.blocks[i] for i in self._blocks.index.values())
+        self._cached = {block.index: (block.identity, block.hash) for block in cached}
+        self._evictions = self._blocks.evictions
+
+    def _evicted(self, plan: StepPlan) -> list[int]:
+        """Return the blocks that the plan gives to sequences and that were cached before it.
+
+        Such a block was evicted, or it was free because its hash had been given to another block.
+        """
+        given = [block for *_, block in plan.new_blocks]
+        given += [block for join in plan.joins for block in join.block_table]
+        nothing, blocks, index = (0, 0), self._blocks.blocks, self._blocks.index
+        before = {block: self._cached.get(block, nothing) for block in given}
+        changed = [b for b in before if before[b][0] not in (0, blocks[b].identity)]
+        changed.sort(key=lambda block: before[block][1] in index)
+        return changed[: self._blocks.evictions - self._evictions]
 
     def _why_waiting(self, num_tokens: int, preempted: bool) -> str:
         """Return the rule of Scheduler.schedule that kept the first waiting sequence waiting."""
