@@ -170,7 +170,7 @@ class Trace:
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
-        self._cached: dict[int, tuple[int, int]] = {}  # block -> identity and hash
+        self._cached: dict[int, tuple[int, int]] = {}  # block -> identity and hash, as of the last event
         self._evictions = self._blocks.evictions
         self._in_flight: deque[int] = deque()  # steps; 0 was planned before the trace began
         self._start = self._begun = 0.0
@@ -304,8 +304,9 @@ class Trace:
         self.events.append(event)
         self._state.apply(event)
         self._preemptions = {s: s.preemptions for s in live if s.status is not Status.FINISHED}
-        cached = (self._blocks.blocks[i] for i in self._blocks.index.values())
-        self._cached = {block.index: (block.identity, block.hash) for block in cached}
+        for i in {*event.get("cached", ()), *(i for t in event.get("tables", ()) for i in t[2:])}:
+            block = self._blocks.blocks[i]
+            self._cached[i] = block.identity, block.hash
         self._evictions = self._blocks.evictions
 
     def _evicted(self, plan: StepPlan) -> list[int]:
@@ -463,10 +464,13 @@ def describe(error: BaseException | None) -> str:
 
 def clip(items: list[str], width: int, separator: str = " ") -> str:
     """Join the last items that fit: a step works on the last blocks and slots."""
-    text = separator.join(items)
-    while len(text) > width and len(items) > 1:
-        items = items[1:]
-        text = separator.join(["…", *items])
+    text = separator.join(items[-width:])
+    for first in range(max(1, len(items) - width + 1), len(items)):
+        if len(text) <= width and first == 1:
+            break
+        text = separator.join(["…", *items[first:]])
+        if len(text) <= width:
+            break
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
