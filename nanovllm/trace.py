@@ -35,15 +35,16 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 # A line of the printed table; sentences stand under the last five columns.
-ROW = "{:>4} {:>4} {:>6} {:>6} {:<8} {:<17} {:<14} {:<17} {:.16}"
+ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
 INDENT = " " * 24
-# Why the first of the waiting sequences was not admitted.
+# The rules in words: the policy's, and why the first of the waiting sequences was not admitted.
+RULES = {"fcfs": "first come, first served", "sjf": "fewest uncached prompt tokens, with ageing"}
 WHY = {
     "budget": "the token budget is spent",
-    "preempted": "no sequence is admitted in a step that preempted one",
+    "preempted": "a step that preempts admits nothing",
     "seqs": "max_num_seqs sequences run",
     "in flight": "a token of the first is in flight",
-    "blocks": "too few blocks for the first and one more for each running sequence",
+    "blocks": "there are too few blocks for the first and one more for each running sequence",
 }
 HEADINGS = (
     "step",
@@ -157,12 +158,13 @@ class Trace:
         self._engine = engine = llm if isinstance(llm, LLMEngine) else llm.engine
         self._scheduler = scheduler = engine.scheduler
         self._blocks = scheduler.blocks
+        self._policy = next(n for n, key in POLICIES.items() if key is scheduler.policy_key)
         self.options: dict[str, int | str] = {
             "num_blocks": self._blocks.num_blocks,
             "block_size": self._blocks.block_size,
             "max_num_batched_tokens": scheduler.token_budget,
             "max_num_seqs": scheduler.max_num_seqs,
-            "policy": next(n for n, key in POLICIES.items() if key is scheduler.policy_key),
+            "policy": self._policy,
             "async_scheduling": engine.max_in_flight,
         }
         self.events: list[Event] = []
@@ -170,7 +172,9 @@ class Trace:
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
-        self._cached: dict[int, tuple[int, int]] = {}  # block -> identity and hash, as of the last event
+        self._cached: dict[
+            int, tuple[int, int]
+        ] = {}  # block -> identity and hash, as of the last event
         self._evictions = self._blocks.evictions
         self._in_flight: deque[int] = deque()  # steps; 0 was planned before the trace began
         self._start = self._begun = 0.0
@@ -374,7 +378,18 @@ class Trace:
         path.write_text(content, encoding="utf-8")
 
     def page(self) -> str:
-        data = {"options": self.options, "texts": self.texts(), "why": WHY, "events": self.events}
+        state, words = State(), []
+        for event in self.events:
+            state.apply(event)
+            words.append(
+                list(describe_changes(event, state, self._policy, self._blocks.block_size))
+            )
+        data = {
+            "options": self.options,
+            "texts": self.texts(),
+            "events": self.events,
+            "words": words,
+        }
         # JSON is safe in a script element if it contains no "<".
         text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
         template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -423,12 +438,8 @@ class Trace:
             f"{self.num_steps} steps of {len(self._state.seqs)} requests, policy {o['policy']}, "
             f"{o['num_blocks']} blocks of {size} tokens",
             f"at most {o['max_num_batched_tokens']} tokens and {o['max_num_seqs']} sequences in a step",
-            *(
-                ["async scheduling: 'x' of 2 is the token that step 2 computed"]
-                if o["async_scheduling"]
-                else []
-            ),
             f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
+            *["2: 'x' is a token that step 2 computed"] * (self._engine.max_in_flight > 0),
             "",
             ROW.format(*HEADINGS),
         ]
@@ -446,12 +457,11 @@ class Trace:
                         rows[number] = describe_work(state, number, start, count, size)
                 for number, token in zip(state.of, event.get("tokens", ()), strict=False):
                     text = repr(texts[token]) if token in texts else str(token)
-                    late = f" of {event['commit']}" if step[0] != str(event["commit"]) else ""
-                    rows.setdefault(number, [""] * 4)[3] = clip([text], 16 - len(late)) + late
-                notes += describe_changes(event, state)
+                    late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
+                    rows.setdefault(number, [""] * 4)[3] = late + text
+                notes += describe_changes(event, state, self._policy, size)
             for number, row in rows.items():
-                name = clip([state.seqs[number].name], 8)
-                lines.append(ROW.format(*step, name, *row).rstrip())
+                lines.append(ROW.format(*step, state.seqs[number].name, *row).rstrip())
                 step = [""] * 4
             for note in notes:
                 lines += textwrap.wrap(note, 100, initial_indent=INDENT, subsequent_indent=INDENT)
@@ -462,16 +472,13 @@ def describe(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def clip(items: list[str], width: int, separator: str = " ") -> str:
-    """Join the last items that fit: a step works on the last blocks and slots."""
-    text = separator.join(items[-width:])
-    for first in range(max(1, len(items) - width + 1), len(items)):
-        if len(text) <= width and first == 1:
-            break
-        text = separator.join(["…", *items[first:]])
-        if len(text) <= width:
-            break
-    return text if len(text) <= width else text[: width - 1] + "…"
+def block_list(blocks: list[int]) -> str:
+    return f"block{'s' * (len(blocks) > 1)} {', '.join(map(str, blocks))}"
+
+
+def last_words(text: str, width: int) -> str:
+    """Cut the beginning of a line: a step works on the last blocks and slots."""
+    return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
 
 
 def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
@@ -486,39 +493,51 @@ def describe_work(state: State, number: int, start: int, count: int, size: int) 
             ranges[-1][1] = slot
         else:
             ranges.append([slot, slot])
-    slots = [str(a) if a == b else f"{a}-{b}" for a, b in ranges]
-    return [what, clip(slots, 14, ","), clip([str(block) for block in seq.table], 17), ""]
+    slots = " ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    return [what, last_words(slots, 14), last_words(" ".join(map(str, seq.table)), 17), ""]
 
 
-def describe_changes(event: Event, state: State) -> Iterator[str]:
-    """Say what the event changed, and by which rule."""
-    seqs = state.seqs
-    for number, start, _ in event.get("chunks", ()):
-        seq, joins = seqs[number], number in event.get("joins", ())
-        if joins and seq.parent >= 0 and not seq.lost and start == seq.num_prompt - 1:
-            yield f"{seq.name} shares the blocks of {seqs[seq.parent].name}, whose prompt it has."
-        elif joins and start:
-            yield f"{seq.name} takes positions 0-{start - 1} from the prefix cache."
-    for source, target in event.get("copies", ()):
-        yield f"Block {source} is copied to {target}, because it is shared or cached and written."
-    for number in event.get("preempted", ()):
-        why = (
-            "the step failed"
-            if "failed" in event
-            else "no block is available and it was admitted last"
-        )
-        yield f"{seqs[number].name} is preempted: {why}."
-    for block in event.get("evicted", ()):
-        yield f"Block {block} is evicted from the prefix cache, because no block is free."
+def describe_changes(event: Event, state: State, policy: str, size: int) -> Iterator[str]:
+    """Say what the event changed and by which rule. `state` is the state after it."""
+    names = [f"request {seq.name}" for seq in state.seqs]
+    for i in event.get("preempted", ()):
+        why = "the step failed" if "failed" in event else "no block was available"
+        last = "" if "failed" in event else " and it was admitted last"
+        yield f"Preemption: {names[i]} returns to the head of the queue, because {why}{last}."
+    admitted: dict[str, list[str]] = {}
+    for i in event.get("joins", ()):
+        is_head = state.seqs[i].lost or state.seqs[i].parent >= 0
+        rule = "preempted sequences and forks come first" if is_head else RULES[policy]
+        admitted.setdefault(rule, []).append(names[i])
+    for rule, admitted_names in admitted.items():
+        yield f"Admission: {', '.join(admitted_names)} from the head of the queue ({rule})."
+    for i, start, count in event.get("chunks", ()):
+        seq, left = state.seqs[i], len(state.seqs[i].tokens) - start
+        if i in event.get("joins", ()):
+            if seq.parent >= 0 and not seq.lost and start == seq.num_prompt - 1:
+                yield (
+                    f"Fork: {names[i]} shares the prompt's blocks with {names[seq.parent]} and "
+                    "computes only the last prompt token again."
+                )
+            elif start:
+                blocks = block_list(seq.table[: start // size])
+                yield f"Prefix hit: positions 0-{start - 1} of {names[i]} are cached ({blocks})."
+        if count < left:
+            yield f"Token budget: {names[i]} computes {count} of the {left} tokens that are left."
+    if copies := event.get("copies"):
+        pairs = ", ".join(f"{source} to {target}" for source, target in copies)
+        yield f"Copy-on-write: block {pairs}, because a block to write is shared or cached."
+    if evicted := event.get("evicted"):
+        yield f"Eviction: no block was free, so {block_list(evicted)} left the prefix cache (LRU)."
     if "why" in event:
-        names = ", ".join(seqs[number].name for number in state.waiting)
-        yield f"Waiting: {names} ({WHY[event['why']]})."
-    for number in event.get("dropped", ()):
-        yield f"The token of {seqs[number].name} is dropped, because the sequence had ended."
-    for number, reason, stop in event.get("finished", ()):
+        waiting = ", ".join(state.seqs[i].name for i in state.waiting)
+        yield f"Waiting: {waiting}, because {WHY[event['why']]}."
+    for i in event.get("dropped", ()):
+        yield f"The token of {names[i]} is dropped, because the sequence had ended."
+    for i, reason, stop in event.get("finished", ()):
         by = "" if stop is None else f" by {'token ' if isinstance(stop, int) else ''}{stop!r}"
-        yield f"{seqs[number].name} finishes: {reason}{by}."
+        yield f"End: {names[i]} finishes ({reason}{by}) and releases its blocks."
     if "failed" in event:
-        yield f"The step failed and the steps in flight were reverted: {event['failed']}"
+        yield f"Failure: the steps in flight were reverted. {event['failed']}"
     if event.get("ended"):
-        yield f"The trace ended with an error: {event['ended']}"
+        yield f"The trace ends with an error. {event['ended']}"

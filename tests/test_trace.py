@@ -162,8 +162,11 @@ def test_the_table(embedded_run: Trace) -> None:
         checked += 1
     assert checked > 20
     text = " ".join(" ".join(lines).split())
-    assert "3 takes positions 0-7 from the prefix cache." in text
-    assert "5 is preempted: no block is available and it was admitted last." in text
+    assert "Prefix hit: positions 0-7 of request 3 are cached (blocks 1, 2)." in text
+    assert (
+        "Preemption: request 5 returns to the head of the queue, because no block was available"
+        in text
+    )
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +232,8 @@ def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: P
     failed = next(event for event in trace.events if "failed" in event)
     assert len(failed["preempted"]) >= 3
     text = " ".join(str(trace).split())
-    assert f"The step failed and the steps in flight were reverted: {type(error).__name__}" in text
-    assert f"The trace ended with an error: {type(error).__name__}" in text
+    assert f"Failure: the steps in flight were reverted. {type(error).__name__}" in text
+    assert f"The trace ends with an error. {type(error).__name__}" in text
     trace.save(tmp_path / "trace.html")
     trace.save(tmp_path / "trace.json")
     assert llm.engine.observer is None
@@ -404,9 +407,9 @@ def test_the_browser_shows_a_step(embedded_run: Trace, tmp_path: Path) -> None:
     embedded_run.save(tmp_path / "trace.html")
     eighth = words(browse(tmp_path / "trace.html", "#step=8"))
     assert "Step 8 computes 5 of at most 16 tokens" in eighth
-    assert "Request 5 is preempted, because no block was available" in eighth
-    assert "Step 8 is committed: request 0 gets" in eighth
-    assert "Prefix hit: positions 0 to 3 of request 1 are in blocks of the prefix cache (1)" in (
+    assert "Preemption: request 5 returns to the head of the queue" in eighth
+    assert "Commit of step 8: request 0 gets" in eighth
+    assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in (
         words(browse(tmp_path / "trace.html"))
     )
 
@@ -463,10 +466,10 @@ def test_the_browser_agrees_in_every_step(
         for event in group[1:]:
             state.apply(event)
             if event.get("tokens"):
-                assert f"tep {event['commit']} is committed" in seen["words"]
+                assert f"Commit of step {event['commit']}: " in seen["words"]
             for n, reason, _ in event.get("finished", ()):
-                assert f"equest {state.seqs[n].name} finishes ({reason}" in seen["words"]
+                assert f"request {state.seqs[n].name} finishes ({reason}" in seen["words"]
             if "failed" in event:
-                assert "The step failed: ZeroDivisionError" in seen["words"]
+                assert "reverted. ZeroDivisionError" in seen["words"]
     if which == "hostile":
         assert "</script><script>alert(1)</script>" in found["seen"][-1]["words"]
