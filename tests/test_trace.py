@@ -15,7 +15,7 @@ import pytest
 from test_overlap import FakeRunner, greedy, make  # noqa: F401
 from test_threads import run_in_threads
 
-from nanovllm import LLM, SamplingParams, Trace
+from nanovllm import LLM, GenerationError, SamplingParams, Trace
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
@@ -90,13 +90,25 @@ def drive(engine: LLMEngine, rng: random.Random) -> None:
 
 def test_events_equal_the_engine(llm: LLM) -> None:
     """The traces begin in the middle of a run, perhaps with a step in flight."""
-    engine, kinds = llm.engine, set[str]()
+    engine, kinds, evicted = llm.engine, set[str](), list[int]()
+    blocks = engine.scheduler.blocks
+    take = blocks._take_block
+
+    def noted() -> int:
+        before, index = blocks.evictions, take()
+        evicted.extend([index] * (blocks.evictions > before))
+        return index
+
+    blocks._take_block = noted
     for seed in range(8):
         for prompt in PROMPTS[:3]:
             engine.add_request(prompt, greedy(max_tokens=5))
         engine.step()
+        evicted.clear()
         with CheckedTrace(engine) as trace:
             drive(engine, random.Random(seed))
+        said = [block for event in trace.events for block in event.get("evicted", ())]
+        assert sorted(said) == sorted(evicted)
         kinds |= {key for event in trace.events for key in event}
         plans = [event["plan"] for event in trace.events if "plan" in event]
         assert plans == list(range(1, trace.num_steps + 1))
@@ -220,7 +232,7 @@ def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: P
     run, calls = llm.engine.runner.run, iter(range(100))
 
     def fails(plan):
-        if next(calls) == 4:
+        if next(calls) in (4, 9):
             raise error
         return run(plan)
 
@@ -238,9 +250,12 @@ def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: P
     trace.save(tmp_path / "trace.json")
     assert llm.engine.observer is None
     with CheckedTrace(llm) as again:
-        # The fake runner goes on as it is: its memory needs no repair.
+        with pytest.raises(type(error)):
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
         llm.generate(PROMPTS, greedy(max_tokens=3), use_tqdm=False)
-    assert again.num_steps > 2
+    commits = [event["commit"] for event in again.events if "commit" in event]
+    assert commits[-1] == again.num_steps - llm.engine.max_in_flight
+    assert again.num_steps > 7
 
 
 def test_ctrl_c_leaves_a_trace(llm: LLM) -> None:
@@ -416,7 +431,7 @@ def test_the_browser_shows_a_step(embedded_run: Trace, tmp_path: Path) -> None:
 
 @browser
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["embedded", "failed", "hostile", "random"])
+@pytest.mark.parametrize("which", ["embedded", "failed", "error", "hostile", "random"])
 def test_the_browser_agrees_in_every_step(
     llm: LLM, which: str, embedded_run: Trace, tmp_path: Path
 ) -> None:
@@ -426,6 +441,16 @@ def test_the_browser_agrees_in_every_step(
         calls, run = iter(range(100)), llm.engine.runner.run
         llm.engine.runner.run = lambda plan: run(plan) if next(calls) < 6 else 1 / 0
         with pytest.raises(ZeroDivisionError), Trace(llm) as trace:
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+    elif which == "error":
+        calls, run = iter(range(100)), llm.engine.runner.run
+
+        def draws_nothing(plan):
+            tokens, fails = run(plan)().token_ids, next(calls) == 6
+            return lambda: StepOutput([-1 if fails else token for token in tokens])
+
+        llm.engine.runner.run = draws_nothing
+        with pytest.raises(GenerationError), CheckedTrace(llm) as trace:
             llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
     elif which == "hostile":
         trace = hostile_trace(llm)
