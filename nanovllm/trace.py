@@ -464,7 +464,9 @@ class Trace:
                 lines.append(ROW.format(*step, state.seqs[number].name, *row).rstrip())
                 step = [""] * 4
             for note in notes:
-                lines += textwrap.wrap(note, 100, initial_indent=INDENT, subsequent_indent=INDENT)
+                lines += textwrap.wrap(
+                    note, 100, initial_indent=INDENT, subsequent_indent=INDENT + "  "
+                )
         return "\n".join(lines)
 
 
@@ -528,7 +530,7 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         pairs = ", ".join(f"{source} to {target}" for source, target in copies)
         yield f"Copy-on-write: block {pairs}, because a block to write is shared or cached."
     if evicted := event.get("evicted"):
-        yield f"Eviction: no block was free, so {block_list(evicted)} left the prefix cache (LRU)."
+        yield f"Eviction: no block was free, so {block_list(evicted)} left the prefix cache (least recently used)."
     if "why" in event:
         waiting = ", ".join(state.seqs[i].name for i in state.waiting)
         yield f"Waiting: {waiting}, because {WHY[event['why']]}."

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -192,6 +193,15 @@ def embedded_run() -> Trace:
     with CheckedTrace(llm) as trace:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
     return trace
+
+
+@pytest.mark.slow
+def test_the_example_prints_a_trace(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["example.py", "--trace"])
+    runpy.run_path(str(Path(__file__).parent.parent / "example.py"), run_name="__main__")
+    text = capsys.readouterr().out
+    assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 # ---- the Chrome trace ----
