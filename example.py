@@ -1,8 +1,11 @@
-"""Asks a model a handful of questions: `python example.py`, or with `--model Qwen/Qwen3-0.6B`."""
+"""Asks a model a handful of questions: `python example.py`, or with `--model Qwen/Qwen3-0.6B`.
+
+`python example.py --trace` prints each step of two prompts that share a prefix instead.
+"""
 
 import argparse
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams, Trace
 
 QUESTIONS = [
     "Introduce yourself.",
@@ -21,9 +24,15 @@ def main() -> None:
         default="qwen3-nano",
         help="a directory, a hub id, or the embedded model (%(default)s)",
     )
+    parser.add_argument(
+        "--trace", action="store_true", help="print every step of two prompts that share a prefix"
+    )
     args = parser.parse_args()
 
     try:
+        if args.trace:
+            print_trace(args.model)
+            return
         llm = LLM(args.model)
     except ValueError as error:
         parser.error(str(error))
@@ -31,6 +40,15 @@ def main() -> None:
     outputs = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS])
     for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"\n> {question}\n{output.outputs[0].text}")
+
+
+def print_trace(model: str) -> None:
+    """A small cache and a small token budget, so that each number can be checked by hand."""
+    llm = LLM(model, kvcache_block_size=4, num_kvcache_blocks=12, max_num_batched_tokens=12)
+    prompts = ["What is 12 + 30?\n", "What is 12 + 7?\n"]
+    with Trace(llm) as trace:
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+    print(trace)
 
 
 if __name__ == "__main__":

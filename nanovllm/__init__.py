@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         StreamOutput,
     )
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,14 +33,15 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamOutput",
+    "Trace",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = {"LLM": "llm", "SamplingParams": "sampling_params"}.get(name, "outputs")
-    return getattr(importlib.import_module(f"nanovllm.{home}"), name)
+    homes = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
+    return getattr(importlib.import_module(f"nanovllm.{homes.get(name, 'outputs')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, Prompt
 from nanovllm.engine.interrupt import defer_interrupt
+from nanovllm.engine.observer import Observer
 from nanovllm.engine.output_processor import OutputProcessor, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import RequestOutput
@@ -47,6 +48,7 @@ class LLMEngine:
             overlap = runner.is_async
         self.max_in_flight = 1 if overlap else 0  # steps that `advance` leaves uncommitted
         self.num_requests = 0
+        self.observer: Observer | None = None  # see nanovllm/trace.py
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._step_ended = threading.Condition(self._lock)
@@ -173,11 +175,13 @@ class LLMEngine:
                         return
                     self._stepping = thread
                 self._run_step()
-            except BaseException:
+            except BaseException as error:
                 if self._stepping == thread:
                     with self.lock:
                         self.scheduler.abandon()
                         self.outputs.collect_finished(self.outputs.sequences())
+                        if self.observer is not None:
+                            self.observer.abandoned(error)
                 raise
             finally:
                 if self._stepping == thread:
@@ -188,9 +192,13 @@ class LLMEngine:
     def _run_step(self) -> None:
         scheduler = self.scheduler
         with self.lock:
+            if self.observer is not None:
+                self.observer.begin()
             step = scheduler.schedule()  # changes blocks and queues
             if step is not None and step.plan.joins:
                 self.outputs.note_scheduled(scheduler.running[-len(step.plan.joins) :])
+            if self.observer is not None:
+                self.observer.scheduled(step)
         if step is not None:
             step.wait = self.runner.run(step.plan)  # changes KV cache and rows
         # If async, the previous step is committed while the device works; if not, this one.
@@ -202,11 +210,15 @@ class LLMEngine:
         assert step.wait is not None
         output = step.wait()  # waits for the device
         with self.lock:
+            if self.observer is not None:
+                self.observer.begin()
             # Changes sequences and the prefix cache.
             progressed = self.scheduler.commit(step, output.token_ids)
             for seq, stop_string in self.outputs.process(step, output, progressed):
                 self.scheduler.stop(seq, stop_string)
             self.outputs.collect_finished(progressed)
+            if self.observer is not None:
+                self.observer.committed(step, progressed)
 
     # ---- the state of the engine ----
 

@@ -1,0 +1,545 @@
+"""Trace: what an engine did in every step, as a table, as a page and for Perfetto.
+
+    with Trace(llm) as trace:
+        llm.generate(prompts, params)
+    print(trace)
+    trace.save("trace.html")  # or "trace.json"
+
+A trace is the engine's observer. It stores events, dicts of plain ints with what has changed since
+the event before. `State.apply` replays them, and `apply` in trace.html does the same in a browser.
+
+    plan 1, commit 1, plan 2, commit 2, plan 3, ...     a plan begins a step of the trace
+    plan 1, plan 2, commit 1, plan 3, commit 2, ...     with async scheduling
+
+Sequences are numbered in the order in which they appear, steps from 1.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.scheduler import POLICIES, InFlightStep
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.plan import StepPlan
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+# A line of the printed table; sentences stand under the last five columns.
+ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
+INDENT = " " * 24
+# The rules in words: the policy's, and why the first of the waiting sequences was not admitted.
+RULES = {"fcfs": "first come, first served", "sjf": "fewest uncached prompt tokens, with ageing"}
+WHY = {
+    "budget": "the token budget is spent",
+    "preempted": "a step that preempts admits nothing",
+    "seqs": "max_num_seqs sequences run",
+    "in flight": "a token of the first is in flight",
+    "blocks": "there are too few blocks for the first and one more for each running sequence",
+}
+HEADINGS = (
+    "step",
+    "free",
+    "cached",
+    "shared",
+    "request",
+    "computes",
+    "slots",
+    "block table",
+    "token",
+)
+
+
+class Event(TypedDict, total=False):
+    """What changed. Without a key `running`, `waiting`, `decodes` and `of` are as they were."""
+
+    # One of these four says what happened.
+    plan: int  # the number of the step that was planned
+    commit: int  # the step whose tokens were read
+    failed: str  # the error that reverted all steps in flight
+    ended: str  # the `with` block ended, with this error or ""
+
+    # Microseconds since the trace began. Of a plan: schedule's begin and end, the launch. Of a
+    # commit: its begin, which is when the tokens were read, and its end.
+    time: list[int]
+    # Sequences: name, prompt tokens, known token ids, computed tokens, parent or -1.
+    new: list[tuple[str, int, list[int], int, int]]
+    running: list[int]  # in order of admission
+    waiting: list[int]  # in the order of the queue
+    tables: list[list[int]]  # sequence, blocks that it keeps of its block table, blocks after them
+    cached: list[int]  # blocks that entered or left the prefix cache
+    preempted: list[int]
+    finished: list[tuple[int, str, int | str | None]]  # sequence, finish_reason, stop_reason
+
+    # Of a plan only.
+    chunks: list[list[int]]  # sequence, first position, number of tokens
+    decodes: list[int]  # sequences
+    joins: list[int]
+    copies: list[tuple[int, int]]  # blocks (source, target)
+    evicted: list[int]
+    why: str  # a key of WHY
+
+    # Of a commit only.
+    tokens: list[int]  # -1 where there was none to sample
+    of: list[int]  # the sequences that got them
+    dropped: list[int]  # sequences that had ended before their token was read
+
+
+@dataclass(slots=True)
+class SeqState:
+    name: str
+    num_prompt: int
+    tokens: list[int]  # known token ids
+    computed: int  # tokens with KV, after the steps planned so far
+    parent: int  # the sequence that it is forked from, or -1
+    lost: int = 0  # of `computed`, when it was preempted last
+    table: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class State:
+    """Sequences, queues and blocks after some events."""
+
+    seqs: list[SeqState] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    cached: set[int] = field(default_factory=set)
+    decodes: list[int] = field(default_factory=list)  # of the last plan
+    of: list[int] = field(default_factory=list)  # of the last commit
+
+    def apply(self, event: Event) -> None:
+        for name, num_prompt, tokens, computed, parent in event.get("new", ()):
+            self.seqs.append(SeqState(name, num_prompt, list(tokens), computed, parent))
+        self.running = event.get("running", self.running)
+        self.waiting = event.get("waiting", self.waiting)
+        for number, keep, *blocks in event.get("tables", ()):
+            self.seqs[number].table[keep:] = blocks
+        self.cached ^= set(event.get("cached", ()))
+        for number in event.get("preempted", ()):
+            seq = self.seqs[number]
+            seq.lost, seq.computed = seq.computed, 0
+        if "plan" in event:
+            self.decodes = event.get("decodes", self.decodes)
+            for number in self.decodes:
+                self.seqs[number].computed += 1
+            for number, start, count in event["chunks"]:
+                self.seqs[number].computed = start + count
+        if "commit" in event:
+            self.of = event.get("of", self.of)
+            for number, token in zip(self.of, event["tokens"], strict=True):
+                if token >= 0:
+                    self.seqs[number].tokens.append(token)
+
+    def pool(self, num_blocks: int) -> tuple[int, int, int]:
+        """Return the number of free blocks, of cached ones without an owner, and of shared ones."""
+        owners = Counter(block for seq in self.seqs for block in seq.table)
+        cached = len(self.cached - owners.keys())
+        shared = sum(count > 1 for count in owners.values())
+        return num_blocks - len(owners) - cached, cached, shared
+
+
+class Trace:
+    """Records the steps of `llm`, an LLM or its LLMEngine, while its `with` block runs.
+
+    It contains the requests of all threads. An engine has one Trace at a time, and a Trace has one
+    `with` block. It can be printed and saved at any time, also after an error.
+    """
+
+    def __init__(self, llm: LLM | LLMEngine) -> None:
+        self._engine = engine = llm if isinstance(llm, LLMEngine) else llm.engine
+        self._scheduler = scheduler = engine.scheduler
+        self._blocks = scheduler.blocks
+        self._policy = next(n for n, key in POLICIES.items() if key is scheduler.policy_key)
+        self.options: dict[str, int | str] = {
+            "num_blocks": self._blocks.num_blocks,
+            "block_size": self._blocks.block_size,
+            "max_num_batched_tokens": scheduler.token_budget,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "policy": self._policy,
+            "async_scheduling": engine.max_in_flight,
+        }
+        self.events: list[Event] = []
+        self.num_steps = 0
+        self._state = State()  # after all events
+        self._numbers: dict[Sequence, int] = {}
+        self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
+        self._cached: dict[
+            int, tuple[int, int]
+        ] = {}  # block -> identity and hash, as of the last event
+        self._evictions = self._blocks.evictions
+        self._in_flight: deque[int] = deque()  # steps; 0 was planned before the trace began
+        self._start = self._begun = 0.0
+
+    def __enter__(self) -> Trace:
+        with self._engine.lock:
+            if self.events:
+                raise RuntimeError("this Trace has been used; make another with Trace(llm)")
+            if self._engine.observer is not None:
+                raise RuntimeError(
+                    "the engine has a Trace already; leave its `with` block before the next one"
+                )
+            self._engine.observer = self
+            self._start = time.perf_counter()
+            self._in_flight.extend(0 for _ in self._scheduler.in_flight)
+            self._add(self._changes())
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        with self._engine.lock:
+            self._engine.observer = None
+            self._add(self._changes() | Event(ended=describe(error)))
+
+    # ---- the engine's observer ----
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter()
+
+    def scheduled(self, step: InFlightStep | None) -> None:
+        times = [self._micros(self._begun), self._micros(time.perf_counter())]
+        if step is None and not self._in_flight:
+            return  # there is nothing to do
+        number, event = self.num_steps + 1, self._changes()
+        event |= Event(plan=number, time=times, chunks=[])
+        decodes: list[int] = []
+        if step is not None:
+            plan = step.plan
+            chunked = [self._numbers[seq] for seq in step.chunked]
+            first_decode = len(step.sampling) - len(plan.decode_rows)
+            decodes = [self._numbers[seq] for seq in step.sampling[first_decode:]]
+            event["chunks"] = [
+                [seq, chunk.start, len(chunk.token_ids)]
+                for seq, chunk in zip(chunked, plan.chunks, strict=True)
+            ]
+            if plan.joins:
+                event["joins"] = chunked[-len(plan.joins) :]
+            if plan.block_copies:
+                event["copies"] = list(plan.block_copies)
+            if evicted := self._evicted(plan):
+                event["evicted"] = evicted
+            self._in_flight.append(number)
+        if decodes != self._state.decodes:
+            event["decodes"] = decodes
+        if self._scheduler.num_waiting:
+            num_tokens = 0 if step is None else step.plan.num_tokens
+            event["why"] = self._why_waiting(num_tokens, "preempted" in event)
+        self.num_steps = number
+        self._add(event)
+        self.events[-1]["time"].append(self._micros(time.perf_counter()))
+
+    def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None:
+        times = [self._micros(self._begun), self._micros(time.perf_counter())]
+        event = self._changes()
+        event |= Event(commit=self._in_flight.popleft(), time=times)
+        event["tokens"] = [
+            -1 if seq.finish_reason == "error" else seq.token_ids[-1] for seq in progressed
+        ]
+        of = [self._numbers[seq] for seq in progressed]
+        if of != self._state.of:
+            event["of"] = of
+        sampled = [self._numbers[seq] for seq in step.sampling if seq in self._numbers]
+        if dropped := [seq for seq in sampled if seq not in of]:
+            event["dropped"] = dropped
+        self._add(event)
+
+    def abandoned(self, error: BaseException) -> None:
+        self._in_flight.clear()
+        self._add(self._changes() | Event(failed=describe(error)))
+
+    def _micros(self, seconds: float) -> int:
+        return round((seconds - self._start) * 1e6)
+
+    def _changes(self) -> Event:
+        """Return what differs between the engine and the state after the last event."""
+        scheduler, state, numbers, event = self._scheduler, self._state, self._numbers, Event()
+        queue = [entry[-1] for entry in sorted(scheduler.waiting, key=lambda entry: entry[:-1])]
+        queue = [seq for seq in queue if seq.status is Status.WAITING]
+        unknown = [seq for seq in (*scheduler.running, *queue) if seq not in numbers]
+        for seq in sorted(unknown, key=lambda seq: (seq.arrival, seq.index)):
+            numbers[seq] = len(numbers)
+        if new := list(islice(numbers, len(state.seqs), None)):
+            event["new"] = [
+                (
+                    f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id,
+                    seq.num_prompt,
+                    list(seq.token_ids),
+                    seq.num_computed,
+                    -1 if seq.parent is None else numbers.get(seq.parent, -1),
+                )
+                for seq in new
+            ]
+        if (running := [numbers[seq] for seq in scheduler.running]) != state.running:
+            event["running"] = running
+        if (waiting := [numbers[seq] for seq in queue]) != state.waiting:
+            event["waiting"] = waiting
+        tables = []
+        for seq in (*self._preemptions, *new):
+            number, blocks = numbers[seq], seq.block_table
+            before = state.seqs[number].table if number < len(state.seqs) else []
+            if blocks != before:
+                pairs = enumerate(zip(before, blocks, strict=False))
+                least = min(len(before), len(blocks))
+                keep = next((i for i, (old, now) in pairs if old != now), least)
+                tables.append([number, keep, *blocks[keep:]])
+        if tables:
+            event["tables"] = tables
+        if cached := sorted(state.cached.symmetric_difference(self._blocks.index.values())):
+            event["cached"] = cached
+        live = self._preemptions.items()
+        if preempted := [numbers[seq] for seq, count in live if seq.preemptions > count]:
+            event["preempted"] = preempted
+        ended = [seq for seq in self._preemptions if seq.status is Status.FINISHED]
+        if ended:
+            event["finished"] = [
+                (numbers[seq], seq.finish_reason or "", seq.stop_reason) for seq in ended
+            ]
+        return event
+
+    def _add(self, event: Event) -> None:
+        live = [*self._preemptions, *islice(self._numbers, len(self._state.seqs), None)]
+        self.events.append(event)
+        self._state.apply(event)
+        self._preemptions = {s: s.preemptions for s in live if s.status is not Status.FINISHED}
+        for i in {*event.get("cached", ()), *(i for t in event.get("tables", ()) for i in t[2:])}:
+            block = self._blocks.blocks[i]
+            self._cached[i] = block.identity, block.hash
+        self._evictions = self._blocks.evictions
+
+    def _evicted(self, plan: StepPlan) -> list[int]:
+        """Return the blocks that the plan gives to sequences and that were cached before it.
+
+        Such a block was evicted, or it was free because its hash had been given to another block.
+        """
+        given = [block for *_, block in plan.new_blocks]
+        given += [block for join in plan.joins for block in join.block_table]
+        nothing, blocks, index = (0, 0), self._blocks.blocks, self._blocks.index
+        before = {block: self._cached.get(block, nothing) for block in given}
+        changed = [b for b in before if before[b][0] not in (0, blocks[b].identity)]
+        changed.sort(key=lambda block: before[block][1] in index)
+        return changed[: self._blocks.evictions - self._evictions]
+
+    def _why_waiting(self, num_tokens: int, preempted: bool) -> str:
+        """Return the rule of Scheduler.schedule that kept the first waiting sequence waiting."""
+        scheduler = self._scheduler
+        if num_tokens == scheduler.token_budget:
+            return "budget"
+        if preempted:
+            return "preempted"
+        if len(scheduler.running) == scheduler.max_num_seqs:
+            return "seqs"
+        head = scheduler.waiting[0][-1]
+        return "in flight" if head.num_tokens > len(head.token_ids) else "blocks"
+
+    # ---- the events as a table, a page and a Chrome trace ----
+
+    def steps(self) -> Iterator[list[Event]]:
+        """The events of each step: its plan, then what was committed before the next plan.
+
+        Events before the first plan come first, in a list of their own.
+        """
+        group: list[Event] = []
+        for event in list(self.events):
+            if "plan" in event:
+                yield group
+                group = []
+            group.append(event)
+        yield group
+
+    def texts(self) -> dict[int, str]:
+        """Return the text of each token in the trace; empty without a tokenizer."""
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return {}
+        known = {t for event in self.events for _, _, ids, *_ in event.get("new", ()) for t in ids}
+        known |= {token for event in self.events for token in event.get("tokens", ())} - {-1}
+        return {token: str(tokenizer.decode([token])) for token in sorted(known)}
+
+    def save(self, path: str | Path) -> None:
+        """Write a page (.html), or a Chrome trace for ui.perfetto.dev (.json)."""
+        path = Path(path)
+        if path.suffix not in (".html", ".json"):
+            raise ValueError(f"a trace is saved as .html or .json, not as {path.name!r}")
+        if not self.num_steps:
+            raise RuntimeError(
+                "the trace is empty; call llm.generate inside `with Trace(llm) as trace:` first"
+            )
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path.parent} is not a directory; create it first")
+        with self._engine.lock:
+            content = self.page() if path.suffix == ".html" else json.dumps(self.chrome())
+        path.write_text(content, encoding="utf-8")
+
+    def page(self) -> str:
+        state, words = State(), []
+        for event in self.events:
+            state.apply(event)
+            words.append(
+                list(describe_changes(event, state, self._policy, self._blocks.block_size))
+            )
+        data = {
+            "options": self.options,
+            "texts": self.texts(),
+            "events": self.events,
+            "words": words,
+        }
+        # JSON is safe in a script element if it contains no "<".
+        text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+        template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+        return template.replace("TRACE_DATA", text)
+
+    def chrome(self) -> dict[str, Any]:
+        """Return the trace in Chrome's format: slices in microseconds and counters.
+
+        A step runs from its launch until its tokens are read. With async scheduling the next one is
+        launched before that, so the odd and the even steps have a track each.
+        """
+        out: list[dict[str, Any]] = []
+
+        def add(ph: str, name: str, ts: int, tid: int = 0, **fields: object) -> None:
+            out.append({"ph": ph, "name": name, "ts": ts, "pid": 0, "tid": tid, **fields})
+
+        is_async, state, launches, now = self.options["async_scheduling"], State(), [0], 0
+        tracks = ["host", *(["odd steps run", "even steps run"] if is_async else ["steps run"])]
+        for tid, name in enumerate(tracks):
+            add("M", "thread_name", 0, tid, args={"name": name})
+        for event in self.events:
+            state.apply(event)
+            if "plan" in event:
+                begin, end, now = event["time"]
+                args = {"chunks": event["chunks"], "decodes": state.decodes}
+                add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
+                launches.append(now)
+                free, cached, _ = state.pool(self._blocks.num_blocks)
+                add("C", "sequences running", end, args={"": len(state.running)})
+                add("C", "sequences waiting", end, args={"": len(state.waiting)})
+                add("C", "blocks free", end, args={"": free})
+                add("C", "blocks cached", end, args={"": cached})
+            elif "commit" in event:
+                step, (read, now) = event["commit"], event["time"]
+                launch, tid = launches[step], 2 - step % 2 if is_async else 1
+                add("X", f"run {step}", launch, tid, dur=read - launch, args={})
+                args = {"tokens": event["tokens"], "sequences": state.of}
+                add("X", f"commit {step}", read, dur=now - read, args=args)
+            elif "failed" in event:
+                add("i", "failed", now, s="g", args={"error": event["failed"]})
+        return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": self.options}
+
+    def __str__(self) -> str:
+        o, state, texts, size = self.options, State(), self.texts(), self._blocks.block_size
+        lines = [
+            f"{self.num_steps} steps of {len(self._state.seqs)} requests, policy {o['policy']}, "
+            f"{o['num_blocks']} blocks of {size} tokens",
+            f"at most {o['max_num_batched_tokens']} tokens and {o['max_num_seqs']} sequences in a step",
+            f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
+            *["2: 'x' is a token that step 2 computed"] * (self._engine.max_in_flight > 0),
+            "",
+            ROW.format(*HEADINGS),
+        ]
+        for group in self.steps():
+            step, rows, notes = [""] * 4, dict[int, list[str]](), list[str]()
+            for event in group:
+                state.apply(event)
+                if "plan" in event:
+                    step = [str(n) for n in (event["plan"], *state.pool(self._blocks.num_blocks))]
+                    rows = {number: ["nothing", "", "", ""] for number in state.running}
+                    work = [
+                        [number, state.seqs[number].computed - 1, 1] for number in state.decodes
+                    ]
+                    for number, start, count in event["chunks"] + work:
+                        rows[number] = describe_work(state, number, start, count, size)
+                for number, token in zip(state.of, event.get("tokens", ()), strict=False):
+                    text = repr(texts[token]) if token in texts else str(token)
+                    late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
+                    rows.setdefault(number, [""] * 4)[3] = late + text
+                notes += describe_changes(event, state, self._policy, size)
+            for number, row in rows.items():
+                lines.append(ROW.format(*step, state.seqs[number].name, *row).rstrip())
+                step = [""] * 4
+            for note in notes:
+                lines += textwrap.wrap(
+                    note, 100, initial_indent=INDENT, subsequent_indent=INDENT + "  "
+                )
+        return "\n".join(lines)
+
+
+def describe(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def block_list(blocks: list[int]) -> str:
+    return f"block{'s' * (len(blocks) > 1)} {', '.join(map(str, blocks))}"
+
+
+def last_words(text: str, width: int) -> str:
+    """Cut the beginning of a line: a step works on the last blocks and slots."""
+    return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
+
+
+def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
+    """Return the table's cells for `count` tokens of a sequence: computes, slots, block table."""
+    seq, end = state.seqs[number], start + count
+    kind = "prompt" if start >= seq.lost else "recompute"
+    what = f"{kind} {start}-{end - 1}" if number not in state.decodes else f"decode {start}"
+    ranges: list[list[int]] = []
+    for position in range(start, end):
+        slot = seq.table[position // size] * size + position % size
+        if ranges and ranges[-1][1] == slot - 1:
+            ranges[-1][1] = slot
+        else:
+            ranges.append([slot, slot])
+    slots = " ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    return [what, last_words(slots, 14), last_words(" ".join(map(str, seq.table)), 17), ""]
+
+
+def describe_changes(event: Event, state: State, policy: str, size: int) -> Iterator[str]:
+    """Say what the event changed and by which rule. `state` is the state after it."""
+    names = [f"request {seq.name}" for seq in state.seqs]
+    for i in event.get("preempted", ()):
+        why = "the step failed" if "failed" in event else "no block was available"
+        last = "" if "failed" in event else " and it was admitted last"
+        yield f"Preemption: {names[i]} returns to the head of the queue, because {why}{last}."
+    admitted: dict[str, list[str]] = {}
+    for i in event.get("joins", ()):
+        is_head = state.seqs[i].lost or state.seqs[i].parent >= 0
+        rule = "preempted sequences and forks come first" if is_head else RULES[policy]
+        admitted.setdefault(rule, []).append(names[i])
+    for rule, admitted_names in admitted.items():
+        yield f"Admission: {', '.join(admitted_names)} from the head of the queue ({rule})."
+    for i, start, count in event.get("chunks", ()):
+        seq, left = state.seqs[i], len(state.seqs[i].tokens) - start
+        if i in event.get("joins", ()):
+            if seq.parent >= 0 and not seq.lost and start == seq.num_prompt - 1:
+                yield (
+                    f"Fork: {names[i]} shares the prompt's blocks with {names[seq.parent]} and "
+                    "computes only the last prompt token again."
+                )
+            elif start:
+                blocks = block_list(seq.table[: start // size])
+                yield f"Prefix hit: positions 0-{start - 1} of {names[i]} are cached ({blocks})."
+        if count < left:
+            yield f"Token budget: {names[i]} computes {count} of the {left} tokens that are left."
+    if copies := event.get("copies"):
+        pairs = ", ".join(f"{source} to {target}" for source, target in copies)
+        yield f"Copy-on-write: block {pairs}, because a block to write is shared or cached."
+    if evicted := event.get("evicted"):
+        yield f"Eviction: no block was free, so {block_list(evicted)} left the prefix cache (least recently used)."
+    if "why" in event:
+        waiting = ", ".join(state.seqs[i].name for i in state.waiting)
+        yield f"Waiting: {waiting}, because {WHY[event['why']]}."
+    for i in event.get("dropped", ()):
+        yield f"The token of {names[i]} is dropped, because the sequence had ended."
+    for i, reason, stop in event.get("finished", ()):
+        by = "" if stop is None else f" by {'token ' if isinstance(stop, int) else ''}{stop!r}"
+        yield f"End: {names[i]} finishes ({reason}{by}) and releases its blocks."
+    if "failed" in event:
+        yield f"Failure: the steps in flight were reverted. {event['failed']}"
+    if event.get("ended"):
+        yield f"The trace ends with an error. {event['ended']}"

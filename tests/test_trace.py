@@ -1,0 +1,510 @@
+"""Trace: its events equal the engine's state; the table, the page and the Chrome file equal them."""
+
+import html
+import itertools
+import json
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_overlap import FakeRunner, greedy, make  # noqa: F401
+from test_threads import run_in_threads
+
+from nanovllm import LLM, GenerationError, SamplingParams, Trace
+from nanovllm.config import EngineConfig
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.plan import StepOutput
+from nanovllm.trace import Event, State
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class CheckedTrace(Trace):
+    """Compares what the events say with the engine after every event."""
+
+    def __enter__(self) -> "CheckedTrace":
+        with self._engine.lock:
+            self.before = self._engine.stats()
+            super().__enter__()
+        return self
+
+    def _add(self, event: Event) -> None:
+        super()._add(json.loads(json.dumps(event)))
+        engine, state = self._engine, self._state
+        scheduler, blocks = engine.scheduler, engine.scheduler.blocks
+        numbers, stats = self._numbers, engine.stats()
+        assert [numbers[seq] for seq in scheduler.running] == state.running
+        assert len(state.waiting) == scheduler.num_waiting
+        for counter, key in (("evictions", "evicted"), ("preemptions", "preempted")):
+            count = sum(len(e.get(key, ())) for e in self.events)  # type: ignore[arg-type]
+            assert count == stats[counter] - self.before[counter], counter
+        assert state.cached == set(blocks.index.values())
+        shared = sum(block.ref_count > 1 for block in blocks.blocks)
+        assert state.pool(blocks.num_blocks) == (len(blocks.free), len(blocks.evictable), shared)
+        for seq, number in numbers.items():
+            said = state.seqs[number]
+            assert said.tokens == seq.token_ids
+            assert said.table == seq.block_table
+            if number in state.running:
+                assert said.computed == seq.num_computed
+
+
+def replay(trace: Trace) -> State:
+    state = State()
+    for event in json.loads(json.dumps(trace.events)):
+        state.apply(event)
+    return state
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def llm(make, request, monkeypatch) -> LLM:  # noqa: F811
+    monkeypatch.setattr(FakeRunner, "num_blocks", 12)
+    return make(request.param, max_num_batched_tokens=9, max_num_seqs=5)
+
+
+PROMPTS = [[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 2], [1] * 11, [0, 1, 2, 0, 1, 2], [2]]
+
+
+def drive(engine: LLMEngine, rng: random.Random) -> None:
+    """Random additions, aborts and resets between the steps of an engine."""
+    for _ in range(60):
+        if rng.random() < 0.4:
+            prompt = rng.choice(PROMPTS)[: rng.randint(1, 11)]
+            engine.add_request(
+                prompt, greedy(max_tokens=rng.randint(1, 20), n=rng.choice([1, 1, 3]))
+            )
+        if rng.random() < 0.1 and engine.outputs.requests:
+            engine.abort_request(rng.choice(list(engine.outputs.requests)))
+        if rng.random() < 0.03:
+            engine.reset_prefix_cache()
+        engine.step()
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_events_equal_the_engine(llm: LLM) -> None:
+    """The traces begin in the middle of a run, perhaps with a step in flight."""
+    engine, kinds, evicted = llm.engine, set[str](), list[int]()
+    blocks = engine.scheduler.blocks
+    take = blocks._take_block
+
+    def noted() -> int:
+        before, index = blocks.evictions, take()
+        evicted.extend([index] * (blocks.evictions > before))
+        return index
+
+    blocks._take_block = noted
+    for seed in range(8):
+        for prompt in PROMPTS[:3]:
+            engine.add_request(prompt, greedy(max_tokens=5))
+        engine.step()
+        evicted.clear()
+        with CheckedTrace(engine) as trace:
+            drive(engine, random.Random(seed))
+        said = [block for event in trace.events for block in event.get("evicted", ())]
+        assert sorted(said) == sorted(evicted)
+        kinds |= {key for event in trace.events for key in event}
+        plans = [event["plan"] for event in trace.events if "plan" in event]
+        assert plans == list(range(1, trace.num_steps + 1))
+        assert replay(trace) == trace._state
+        assert len(str(trace).splitlines()) > trace.num_steps
+        json.dumps(trace.chrome())
+    assert kinds | {"failed", "dropped"} == set(Event.__annotations__)
+
+
+def test_a_plan_comes_before_the_commit_of_the_step_before(llm: LLM) -> None:
+    with CheckedTrace(llm) as trace:
+        outs = llm.generate(PROMPTS, greedy(max_tokens=4), use_tqdm=False)
+    order = [(k, event[k]) for event in trace.events for k in ("plan", "commit") if k in event]  # type: ignore[literal-required]
+    delay = llm.engine.max_in_flight
+    assert order[: 3 + delay] == (
+        [("plan", 1), ("plan", 2), ("commit", 1), ("plan", 3)]
+        if delay
+        else [("plan", 1), ("commit", 1), ("plan", 2)]
+    )
+    tokens = [seq.tokens[seq.num_prompt :] for seq in replay(trace).seqs]
+    assert tokens == [out["token_ids"] for out in outs]
+
+
+def test_threads(llm: LLM) -> None:
+    """A trace begins and ends while other threads run the engine."""
+
+    def generate() -> None:
+        for _ in range(15):
+            llm.generate(PROMPTS, greedy(max_tokens=6), use_tqdm=False)
+
+    def trace() -> None:
+        for _ in range(15):
+            with CheckedTrace(llm) as trace:
+                while trace.num_steps < 5:
+                    llm.generate(PROMPTS[0], greedy(max_tokens=6), use_tqdm=False)
+            assert replay(trace) == trace._state
+            assert str(trace)
+
+    run_in_threads([generate, generate, trace])
+
+
+# ---- the table ----
+
+
+def test_the_table(embedded_run: Trace) -> None:
+    lines = str(embedded_run).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "slot of a position = block_table[position // 4] * 4 + position % 4" in lines
+    head = next(line for line in lines if line.startswith("step"))
+    at = {name: head.index(name) for name in ("computes", "slots", "block table", "token")}
+    checked = 0
+    for line in lines[lines.index(head) + 1 :]:
+        computes = line[at["computes"] : at["slots"]].split()
+        if len(computes) != 2 or computes[0] not in ("prompt", "decode", "recompute"):
+            continue
+        table = line[at["block table"] : at["token"]].split()
+        first, last = map(int, (computes[1].split("-") * 2)[:2])
+        slots = re.findall(r"(\d+)(?:-(\d+))?", line[at["slots"] : at["block table"]])
+        if "…" in line[: at["token"]] or not slots:
+            continue
+        written = [s for a, b in slots for s in range(int(a), int(b or a) + 1)]
+        assert written == [int(table[p // 4]) * 4 + p % 4 for p in range(first, last + 1)]
+        checked += 1
+    assert checked > 20
+    text = " ".join(" ".join(lines).split())
+    assert "Prefix hit: positions 0-7 of request 3 are cached (blocks 1, 2)." in text
+    assert (
+        "Preemption: request 5 returns to the head of the queue, because no block was available"
+        in text
+    )
+
+
+@pytest.fixture(scope="module")
+def embedded_run() -> Trace:
+    """Six requests, a shared prefix, evictions and a preemption."""
+    llm = LLM(
+        kvcache_block_size=4, num_kvcache_blocks=22, max_num_batched_tokens=16, dtype="float32"
+    )
+    prompts = ["What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 4, 7, 9, 23, 42.\n"]
+    prompts += ["What is 12 + 30?\n", "Count from 1 to 9\n", "Spell garden\n"]
+    with CheckedTrace(llm) as trace:
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
+    return trace
+
+
+@pytest.mark.slow
+def test_the_example_prints_a_trace(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["example.py", "--trace"])
+    runpy.run_path(str(Path(__file__).parent.parent / "example.py"), run_name="__main__")
+    text = capsys.readouterr().out
+    assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+# ---- the Chrome trace ----
+
+
+def test_the_chrome_trace(llm: LLM, tmp_path: Path) -> None:
+    with Trace(llm) as trace:
+        llm.generate(PROMPTS, greedy(max_tokens=8), use_tqdm=False)
+    trace.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"}
+    for step in range(1, trace.num_steps - llm.engine.max_in_flight):
+        assert slices[f"schedule {step}"][1] <= slices[f"run {step}"][0]
+        assert slices[f"run {step}"][1] == slices[f"commit {step}"][0]
+        # With async scheduling a step runs while the next one is planned.
+        overlap = slices[f"schedule {step + 1}"][0] < slices[f"run {step}"][1]
+        assert overlap == bool(llm.engine.max_in_flight)
+    # Perfetto needs slices of one track that do not overlap.
+    for tid in {e["tid"] for e in events}:
+        times = sorted((e["ts"], -e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == tid)
+        for (start, length), (following, _) in itertools.pairwise(times):
+            assert start - length <= following
+    free = [e["args"][""] for e in events if e["name"] == "blocks free"]
+    assert len(free) == trace.num_steps
+    state, expected = State(), []
+    for event in trace.events:
+        state.apply(event)
+        if "plan" in event:
+            expected.append(state.pool(12)[0])
+    assert free == expected
+
+
+# ---- failures and bad input ----
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no device"), KeyboardInterrupt()])
+def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: Path) -> None:
+    run, calls = llm.engine.runner.run, iter(range(100))
+
+    def fails(plan):
+        if next(calls) in (4, 9):
+            raise error
+        return run(plan)
+
+    llm.engine.runner.run = fails
+    trace = CheckedTrace(llm)
+    with pytest.raises(type(error)), trace:
+        llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+    assert trace.num_steps == 5
+    failed = next(event for event in trace.events if "failed" in event)
+    assert len(failed["preempted"]) >= 3
+    text = " ".join(str(trace).split())
+    assert f"Failure: the steps in flight were reverted. {type(error).__name__}" in text
+    assert f"The trace ends with an error. {type(error).__name__}" in text
+    trace.save(tmp_path / "trace.html")
+    trace.save(tmp_path / "trace.json")
+    assert llm.engine.observer is None
+    with CheckedTrace(llm) as again:
+        with pytest.raises(type(error)):
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+        llm.generate(PROMPTS, greedy(max_tokens=3), use_tqdm=False)
+    commits = [event["commit"] for event in again.events if "commit" in event]
+    assert commits[-1] == again.num_steps - llm.engine.max_in_flight
+    assert again.num_steps > 7
+
+
+def test_ctrl_c_leaves_a_trace(llm: LLM) -> None:
+    """Ctrl-C acts at the end of a step: no step fails, and the requests are aborted."""
+    run, calls = llm.engine.runner.run, iter(range(100))
+
+    def interrupted(plan):
+        if next(calls) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(plan)
+
+    llm.engine.runner.run = interrupted
+    with pytest.raises(KeyboardInterrupt), CheckedTrace(llm) as trace:
+        llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+    assert trace.num_steps == 5
+    assert trace.events[-1]["ended"] == "KeyboardInterrupt"
+    assert all(reason == "abort" for _, reason, _ in trace.events[-1]["finished"])
+
+
+def test_bad_input(llm: LLM, tmp_path: Path) -> None:
+    trace = Trace(llm)
+    with pytest.raises(RuntimeError, match="the trace is empty; call llm.generate inside"):
+        trace.save(tmp_path / "trace.html")
+    with trace:
+        with (
+            pytest.raises(RuntimeError, match="the engine has a Trace already; leave"),
+            Trace(llm),
+        ):
+            pass
+        llm.generate(PROMPTS[:2], greedy(max_tokens=3), use_tqdm=False)
+    with pytest.raises(RuntimeError, match="has been used; make another"), trace:
+        pass
+    with pytest.raises(ValueError, match="saved as .html or .json, not as 'trace.txt'"):
+        trace.save(tmp_path / "trace.txt")
+    with pytest.raises(FileNotFoundError, match="missing is not a directory; create it first"):
+        trace.save(str(tmp_path / "missing" / "trace.html"))
+    assert list(tmp_path.glob("trace*")) == []
+    assert llm.generate(PROMPTS[0], greedy(max_tokens=3), use_tqdm=False)[0]["token_ids"]
+    assert trace.num_steps <= 5, "a finished trace records nothing"
+
+
+# ---- the page ----
+
+
+def page_data(page: str) -> dict:
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert text is not None
+    return json.loads(text[1])
+
+
+def test_the_page_has_the_trace(embedded_run: Trace, tmp_path: Path) -> None:
+    embedded_run.save(tmp_path / "trace.html")
+    data = page_data((tmp_path / "trace.html").read_text())
+    assert data["events"] == json.loads(json.dumps(embedded_run.events))
+    assert data["options"]["num_blocks"] == 22
+    tokenizer = embedded_run._engine.tokenizer
+    used = {token for seq in embedded_run._state.seqs for token in seq.tokens}
+    assert data["texts"] == {str(token): tokenizer.decode([token]) for token in used}
+
+
+class Tokenizer:
+    """Each token is a piece of HTML that would break a page which does not escape it."""
+
+    def decode(self, ids: list[int]) -> str:
+        return ["</script><script>alert(1)</script>", "<!--<script>", "\u2028\"'&amp;\ud800"][
+            ids[0]
+        ]
+
+
+def hostile_trace(llm: LLM) -> Trace:
+    llm.engine.tokenizer = Tokenizer()  # type: ignore[assignment]
+    with Trace(llm) as trace:
+        llm.engine.add_request(PROMPTS[0], greedy(max_tokens=9), "</script><b>&lt;id")
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+    return trace
+
+
+def test_tokens_are_escaped(llm: LLM) -> None:
+    trace = hostile_trace(llm)
+    assert "</script>" in str(trace)
+    page = trace.page()
+    assert page.count("</script>") == 2
+    assert "<b>" not in page
+    assert page_data(page)["texts"]["0"] == "</script><script>alert(1)</script>"
+    page.encode()  # a lone surrogate is escaped
+
+
+class WideRunner:
+    """Sixteen sequences of random words, without the oracle, whose cost is quadratic."""
+
+    num_blocks, is_async = 4000, False
+
+    def run(self, plan):
+        rng = random.Random(plan.num_tokens)
+        count = sum(chunk.sample for chunk in plan.chunks) + len(plan.decode_rows)
+        tokens = [int(100_000 + 5_000 * rng.random() ** 2) for _ in range(count)]
+        return lambda: StepOutput(tokens)
+
+
+@pytest.mark.slow
+def test_2000_steps_of_16_sequences_fit_into_1_mb() -> None:
+    config = EngineConfig.from_options({"max_num_seqs": 16, "async_scheduling": True})
+    inputs = InputProcessor(None, 200_000, 4096, frozenset(), SamplingParams(), 0)
+    engine = LLMEngine(config, WideRunner(), inputs)
+    for i in range(16):
+        engine.add_request([i] * 20, greedy(max_tokens=2000))
+    with Trace(engine) as trace:
+        while engine.has_unfinished_requests():
+            engine.step()
+    trace.texts = lambda: {t: f" word{t}" for t in range(100_000, 105_000)}  # type: ignore
+    assert trace.num_steps >= 2000
+    assert len(trace.page()) < 1_000_000
+
+
+# ---- the page in a browser ----
+
+# Goes through all steps in the browser and writes what they show into the page.
+PROBE = """<script>
+const seen = [], text = node => node.textContent.trim();
+for (let k = 1; k <= last; k++) {
+  go(k);
+  seen.push({
+    position: text($("position")), words: text($("words")), counts: text($("counts")),
+    rows: [...document.querySelectorAll("#sequences tbody tr")].map(row => [...row.children].map(text)),
+    cells: [...document.querySelectorAll("#timeline td.here")].map(text),
+  });
+}
+const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+const moves = [];
+for (const key of ["Home", "ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", " ", " "]) {
+  press(key);
+  moves.push([cursor, $("play").textContent]);
+}
+$("back").click(); moves.push(cursor);
+$("slider").value = 3; $("slider").dispatchEvent(new Event("input")); moves.push(cursor);
+document.querySelector("#timeline [data-step='5']").click(); moves.push(cursor);
+document.body.append(el("pre", { id: "probe" }, JSON.stringify({ seen, moves })));
+</script>"""
+
+
+def browse(path: Path, fragment: str = "") -> str:
+    """Load a page in headless Chromium and return its DOM. Fails if the console has an error."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--enable-logging=stderr", "--window-size=1280,900", f"file://{path}{fragment}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    assert not errors, errors
+    return done.stdout
+
+
+def words(dom: str) -> str:
+    inside = re.search(r'<div id="words".*?>(.*?)</div>', dom, re.DOTALL)
+    assert inside is not None
+    return html.unescape(re.sub(r"<[^>]+>", " ", inside[1]))
+
+
+browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+
+
+@browser
+@pytest.mark.slow
+def test_the_browser_shows_a_step(embedded_run: Trace, tmp_path: Path) -> None:
+    embedded_run.save(tmp_path / "trace.html")
+    eighth = words(browse(tmp_path / "trace.html", "#step=8"))
+    assert "Step 8 computes 5 of at most 16 tokens" in eighth
+    assert "Preemption: request 5 returns to the head of the queue" in eighth
+    assert "Commit of step 8: request 0 gets" in eighth
+    assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in (
+        words(browse(tmp_path / "trace.html"))
+    )
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["embedded", "failed", "error", "hostile", "random"])
+def test_the_browser_agrees_in_every_step(
+    llm: LLM, which: str, embedded_run: Trace, tmp_path: Path
+) -> None:
+    """Block tables, slots, tokens, queues and counts on the page are those of the trace."""
+    trace = embedded_run
+    if which == "failed":
+        calls, run = iter(range(100)), llm.engine.runner.run
+        llm.engine.runner.run = lambda plan: run(plan) if next(calls) < 6 else 1 / 0
+        with pytest.raises(ZeroDivisionError), Trace(llm) as trace:
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+    elif which == "error":
+        calls, run = iter(range(100)), llm.engine.runner.run
+
+        def draws_nothing(plan):
+            tokens, fails = run(plan)().token_ids, next(calls) == 6
+            return lambda: StepOutput([-1 if fails else token for token in tokens])
+
+        llm.engine.runner.run = draws_nothing
+        with pytest.raises(GenerationError), CheckedTrace(llm) as trace:
+            llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
+    elif which == "hostile":
+        trace = hostile_trace(llm)
+    elif which == "random":
+        with Trace(llm) as trace:
+            drive(llm.engine, random.Random(1))
+    page = trace.page()
+    (tmp_path / "trace.html").write_text(page.replace("</body>", PROBE + "</body>"))
+    dom = browse(tmp_path / "trace.html")
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
+    assert probe is not None
+    found, last = json.loads(html.unescape(probe[1])), trace.num_steps
+    play, moves = [1, "Pause"], found["moves"]
+    assert moves[:6] == [[n, "Play"] for n in (1, 2, 3, 2, last, last)]
+    assert moves[6:] == [play, [1, "Play"], 1, 3, 5]
+
+    state, size = State(), trace.options["block_size"]
+    groups = iter(trace.steps())
+    for event in next(groups):
+        state.apply(event)
+    for number, (group, seen) in enumerate(zip(groups, found["seen"], strict=True), 1):
+        plan = group[0]
+        state.apply(plan)
+        free, cached, shared = state.pool(trace.options["num_blocks"])
+        assert seen["position"] == f"Step {number} of {last}"
+        numbers = [int(n) for n in re.findall(r"\d+", seen["counts"])][:4]
+        assert numbers[1:] == [shared, cached, free]
+        work = {n: (start, start + count - 1) for n, start, count in plan["chunks"]}
+        work |= {n: (state.seqs[n].computed - 1,) * 2 for n in state.decodes}
+        for n, row in zip(state.running + state.waiting, seen["rows"], strict=True):
+            seq = state.seqs[n]
+            assert row[0] == seq.name
+            assert row[1] == f"{len(seq.tokens)}, {seq.computed}"
+            assert row[2] == (" ".join(map(str, seq.table)) or "empty")
+            slots = [int(slot) for slot in re.findall(r"= (\d+)(?=slot|$)", row[4])]
+            wanted = [seq.table[p // size] * size + p % size for p in work.get(n, ())]
+            assert slots == list(dict.fromkeys(wanted))
+        for event in group[1:]:
+            state.apply(event)
+            if event.get("tokens"):
+                assert f"Commit of step {event['commit']}: " in seen["words"]
+            for n, reason, _ in event.get("finished", ()):
+                assert f"request {state.seqs[n].name} finishes ({reason}" in seen["words"]
+            if "failed" in event:
+                assert "reverted. ZeroDivisionError" in seen["words"]
+    if which == "hostile":
+        assert "</script><script>alert(1)</script>" in found["seen"][-1]["words"]
