@@ -224,7 +224,7 @@ def test_the_chrome_trace(llm: LLM, tmp_path: Path) -> None:
         times = sorted((e["ts"], -e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == tid)
         for (start, length), (following, _) in itertools.pairwise(times):
             assert start - length <= following
-    free = [e["args"][""] for e in events if e["name"] == "blocks free"]
+    free = [e["args"]["count"] for e in events if e["name"] == "blocks free"]
     assert len(free) == trace.num_steps
     state, expected = State(), []
     for event in trace.events:
