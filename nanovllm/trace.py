@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # A line of the printed table; sentences stand under the last five columns.
 ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
 INDENT = " " * 24
-HEADINGS = "step|free|cached|shared|request|computes|slots|block table|token".split("|")
+HEAD = "step free cached shared request  computes          slots          block table       token"
 # Why the first of the waiting sequences was not admitted.
 WHY = {
     "budget": "the token budget is spent",
@@ -431,7 +431,7 @@ class Trace:
             f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
             *["2: 'x' is a token that step 2 computed"] * (self._engine.max_in_flight > 0),
             "",
-            ROW.format(*HEADINGS),
+            HEAD,
         ]
         for group in self.steps():
             step, rows, notes = [""] * 4, dict[int, list[str]](), list[str]()
@@ -476,7 +476,7 @@ def last_words(text: str, width: int) -> str:
 def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
     """Return the table's cells for `count` tokens of a sequence: computes, slots, block table."""
     seq, end = state.seqs[number], start + count
-    kind = "prompt" if start >= seq.lost else "recompute"
+    kind = "prompt" if start >= seq.lost else "again"
     what = f"{kind} {start}-{end - 1}" if number not in state.decodes else f"decode {start}"
     ranges: list[list[int]] = []
     for position in range(start, end):

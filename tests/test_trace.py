@@ -163,7 +163,7 @@ def test_the_table(embedded_run: Trace) -> None:
     checked = 0
     for line in lines[lines.index(head) + 1 :]:
         computes = line[at["computes"] : at["slots"]].split()
-        if len(computes) != 2 or computes[0] not in ("prompt", "decode", "recompute"):
+        if len(computes) != 2 or computes[0] not in ("prompt", "decode", "again"):
             continue
         table = line[at["block table"] : at["token"]].split()
         first, last = map(int, (computes[1].split("-") * 2)[:2])
