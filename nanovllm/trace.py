@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import POLICIES, InFlightStep
+from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import StepPlan
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 # A line of the printed table; sentences stand under the last five columns.
 ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
 INDENT = " " * 24
-# The rules in words: the policy's, and why the first of the waiting sequences was not admitted.
-RULES = {"fcfs": "first come, first served", "sjf": "fewest uncached prompt tokens, with ageing"}
+HEAD = "step free cached shared request  computes          slots          block table       token"
+# Why the first of the waiting sequences was not admitted.
 WHY = {
     "budget": "the token budget is spent",
     "preempted": "a step that preempts admits nothing",
@@ -46,17 +46,6 @@ WHY = {
     "in flight": "a token of the first is in flight",
     "blocks": "there are too few blocks for the first and one more for each running sequence",
 }
-HEADINGS = (
-    "step",
-    "free",
-    "cached",
-    "shared",
-    "request",
-    "computes",
-    "slots",
-    "block table",
-    "token",
-)
 
 
 class Event(TypedDict, total=False):
@@ -158,7 +147,7 @@ class Trace:
         self._engine = engine = llm if isinstance(llm, LLMEngine) else llm.engine
         self._scheduler = scheduler = engine.scheduler
         self._blocks = scheduler.blocks
-        self._policy = next(n for n, key in POLICIES.items() if key is scheduler.policy_key)
+        self._policy = str(getattr(scheduler.policy_key, "__name__", "")).replace("_", " ")
         self.options: dict[str, int | str] = {
             "num_blocks": self._blocks.num_blocks,
             "block_size": self._blocks.block_size,
@@ -304,6 +293,7 @@ class Trace:
         return event
 
     def _add(self, event: Event) -> None:
+        """Append an event and note what the next one is compared with."""
         live = [*self._preemptions, *islice(self._numbers, len(self._state.seqs), None)]
         self.events.append(event)
         self._state.apply(event)
@@ -413,15 +403,15 @@ class Trace:
         for event in self.events:
             state.apply(event)
             if "plan" in event:
-                begin, end, now = event["time"]
+                (begin, end), now = event["time"][:2], event["time"][-1]
                 args = {"chunks": event["chunks"], "decodes": state.decodes}
                 add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
                 launches.append(now)
                 free, cached, _ = state.pool(self._blocks.num_blocks)
-                add("C", "sequences running", end, args={"": len(state.running)})
-                add("C", "sequences waiting", end, args={"": len(state.waiting)})
-                add("C", "blocks free", end, args={"": free})
-                add("C", "blocks cached", end, args={"": cached})
+                add("C", "sequences running", end, args={"count": len(state.running)})
+                add("C", "sequences waiting", end, args={"count": len(state.waiting)})
+                add("C", "blocks free", end, args={"count": free})
+                add("C", "blocks cached", end, args={"count": cached})
             elif "commit" in event:
                 step, (read, now) = event["commit"], event["time"]
                 launch, tid = launches[step], 2 - step % 2 if is_async else 1
@@ -435,13 +425,13 @@ class Trace:
     def __str__(self) -> str:
         o, state, texts, size = self.options, State(), self.texts(), self._blocks.block_size
         lines = [
-            f"{self.num_steps} steps of {len(self._state.seqs)} requests, policy {o['policy']}, "
+            f"{self.num_steps} steps of {len(self._state.seqs)} requests, {o['policy']}, "
             f"{o['num_blocks']} blocks of {size} tokens",
             f"at most {o['max_num_batched_tokens']} tokens and {o['max_num_seqs']} sequences in a step",
             f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
             *["2: 'x' is a token that step 2 computed"] * (self._engine.max_in_flight > 0),
             "",
-            ROW.format(*HEADINGS),
+            HEAD,
         ]
         for group in self.steps():
             step, rows, notes = [""] * 4, dict[int, list[str]](), list[str]()
@@ -486,7 +476,7 @@ def last_words(text: str, width: int) -> str:
 def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
     """Return the table's cells for `count` tokens of a sequence: computes, slots, block table."""
     seq, end = state.seqs[number], start + count
-    kind = "prompt" if start >= seq.lost else "recompute"
+    kind = "prompt" if start >= seq.lost else "again"
     what = f"{kind} {start}-{end - 1}" if number not in state.decodes else f"decode {start}"
     ranges: list[list[int]] = []
     for position in range(start, end):
@@ -509,7 +499,7 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     admitted: dict[str, list[str]] = {}
     for i in event.get("joins", ()):
         is_head = state.seqs[i].lost or state.seqs[i].parent >= 0
-        rule = "preempted sequences and forks come first" if is_head else RULES[policy]
+        rule = "preempted sequences and forks come first" if is_head else policy
         admitted.setdefault(rule, []).append(names[i])
     for rule, admitted_names in admitted.items():
         yield f"Admission: {', '.join(admitted_names)} from the head of the queue ({rule})."
@@ -528,9 +518,9 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
             yield f"Token budget: {names[i]} computes {count} of the {left} tokens that are left."
     if copies := event.get("copies"):
         pairs = ", ".join(f"{source} to {target}" for source, target in copies)
-        yield f"Copy-on-write: block {pairs}, because a block to write is shared or cached."
+        yield f"Copy-on-write: block {pairs}, because the block to write is shared or cached."
     if evicted := event.get("evicted"):
-        yield f"Eviction: no block was free, so {block_list(evicted)} left the prefix cache (least recently used)."
+        yield f"Eviction: no block was free, so the prefix cache lost {block_list(evicted)}."
     if "why" in event:
         waiting = ", ".join(state.seqs[i].name for i in state.waiting)
         yield f"Waiting: {waiting}, because {WHY[event['why']]}."

@@ -163,7 +163,7 @@ def test_the_table(embedded_run: Trace) -> None:
     checked = 0
     for line in lines[lines.index(head) + 1 :]:
         computes = line[at["computes"] : at["slots"]].split()
-        if len(computes) != 2 or computes[0] not in ("prompt", "decode", "recompute"):
+        if len(computes) != 2 or computes[0] not in ("prompt", "decode", "again"):
             continue
         table = line[at["block table"] : at["token"]].split()
         first, last = map(int, (computes[1].split("-") * 2)[:2])
@@ -224,7 +224,7 @@ def test_the_chrome_trace(llm: LLM, tmp_path: Path) -> None:
         times = sorted((e["ts"], -e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == tid)
         for (start, length), (following, _) in itertools.pairwise(times):
             assert start - length <= following
-    free = [e["args"][""] for e in events if e["name"] == "blocks free"]
+    free = [e["args"]["count"] for e in events if e["name"] == "blocks free"]
     assert len(free) == trace.num_steps
     state, expected = State(), []
     for event in trace.events:
