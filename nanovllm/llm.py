@@ -131,6 +131,7 @@ class LLM:
         with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
             while pending:
                 self.engine.advance()
+                raise_error(pending)
                 pending = [request for request in pending if request.output is None]
                 check_interrupt()
                 now = time.monotonic()
@@ -167,6 +168,7 @@ class LLM:
                     with self.engine.lock:
                         new = request.read_stream(i)
                     yield from new
+                raise_error(requests)
                 if all(request.stream_ended for request in requests):
                     return
                 self.engine.advance()
@@ -260,6 +262,13 @@ def takes_parts(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -
     except Exception:  # A template that takes strings only may fail in any way.
         return False
     return "probe text" in shown and "probe name" not in shown
+
+
+def raise_error(requests: list[Request]) -> None:
+    """Raise what a logits processor of these requests raised."""
+    for request in requests:
+        if request.error is not None:
+            raise request.error
 
 
 def make_engine(model: str, config: EngineConfig) -> LLMEngine:

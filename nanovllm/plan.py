@@ -99,6 +99,8 @@ class StepOutput:
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     # Index of the chunk -> the log-probabilities of each of its `logprob_targets`.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # Index among the sampled tokens -> what a logits processor raised. The token is -1.
+    errors: dict[int, Exception] = field(default_factory=dict)
 
 
 class Runner(Protocol):

@@ -4,6 +4,7 @@ It owns the requests: their text, log-probabilities, stop strings and metrics. I
 stop string ends a sequence, and builds a RequestOutput when all samples of a request have finished.
 """
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("nanovllm")
 
 
 @dataclass(slots=True)
@@ -53,6 +56,7 @@ class Request:
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
     tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
     output: RequestOutput | None = None  # when it has ended
+    error: Exception | None = None  # what a logits processor raised, which ended it
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
 
     def read_stream(self, request_index: int) -> list[StreamOutput]:
@@ -184,6 +188,17 @@ class OutputProcessor:
         self.num_output_tokens += len(progressed)
         if step.plan.chunks:
             self._note_first_tokens(progressed)
+        for i, error in output.errors.items():
+            request = self.requests.get(step.sampling[i].request_id)
+            if request is not None:
+                request.error = error
+                if not request.held:
+                    # `step` returns the result with finish_reason "error".
+                    logger.error(
+                        "a logits processor of request %s failed",
+                        request.request_id,
+                        exc_info=error,
+                    )
         self._add_logprobs(step, output)
         if not self.watched:
             return []

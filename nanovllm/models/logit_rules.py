@@ -132,6 +132,7 @@ class RulesBatch:
         self.state, device, vocab_size = state, state.logits.device, state.logits.shape[1]
         self.rows = [row.row for _, row in rows]
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
+        self.errors: dict[int, Exception] = {}  # of the last `apply`, by index of the row's logits
 
         def send(values: Any, dtype: Any = np.int64) -> Tensor:
             return to_device(np.array(values, dtype), device)
@@ -184,8 +185,13 @@ class RulesBatch:
             x = flat[where]
             scaled = torch.where(x > 0, x / self.repetition, x * self.repetition)
             flat[where] = scaled - (self.frequency * counts + self.presence * (counts > 0))
+        self.errors = {}
         for i, row in self.host_rules:
-            row.apply(logits[i])
+            try:
+                row.apply(logits[i])
+            except Exception as error:  # of a logits processor: it ends its own request only
+                self.errors[i] = error
+                logits[i].fill_(HIDDEN)
         return logits
 
     def append(self, positions: Tensor, tokens: Tensor) -> None:

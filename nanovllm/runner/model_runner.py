@@ -190,6 +190,7 @@ class ModelRunner:
             return output
         if rules.changes_logits:
             rules.append(sampling.positions, tokens)
+            output.errors = rules.errors
         if rules.reported:
             at = rules.reported_index
             if len(at) < len(tokens):

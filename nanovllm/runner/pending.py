@@ -35,13 +35,14 @@ class PendingOutput:
     # (index among the sampled tokens, number of log-probabilities), and what token_logprobs returns
     reported: list[tuple[int, int]] = field(default_factory=list)
     logprobs: Callable[[], list[list[float]]] = list
+    errors: dict[int, Exception] = field(default_factory=dict)  # as in StepOutput
     # (index of the chunk, targets, number of log-probabilities, the same in parts)
     prompts: list[tuple[int, list[int], int, list[Callable[[], list[list[float]]]]]] = field(
         default_factory=list
     )
 
     def wait(self) -> StepOutput:
-        output = StepOutput(token_ids := self.token_ids())
+        output = StepOutput(token_ids := self.token_ids(), errors=self.errors)
         for (i, k), packed in zip(self.reported, self.logprobs(), strict=True):
             output.logprobs[i] = unpack_logprobs(packed, token_ids[i], k)
         for i, targets, k, parts in self.prompts:
