@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig, EngineOptions
@@ -204,15 +205,22 @@ class LLM:
         for conversation in conversations:
             if not conversation:
                 raise ValueError("the conversation is empty; give at least one message")
-            text = tokenizer.apply_chat_template(
-                plain_messages(conversation, tokenizer, chat_template),
-                tokenize=False,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
+            plain = plain_messages(conversation, tokenizer, chat_template)
+            try:
+                text = tokenizer.apply_chat_template(
+                    plain,
+                    tokenize=False,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    **(chat_template_kwargs or {}),
+                )
+            except TemplateError as error:
+                raise ValueError(
+                    f"the chat template cannot render these messages ({error}); change them, or "
+                    "pass another template with chat_template=..."
+                ) from error
             ids = self.engine.inputs.encode(cast(str, text), add_special_tokens=False)
             prompts.append({"prompt": cast(str, text), "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)

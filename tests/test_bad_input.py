@@ -138,7 +138,7 @@ PROMPTS = [
     (np.array([1.0]), TypeError, "must be an int, not 1.0"),
     (np.array([[1], [2]]) > 1, TypeError, r"prompts\[0\]: .*must be an int, not False"),
     (torch.ones(2, 3), TypeError, "must be an int, not 1.0"),
-    (torch.ones(1, 2, 2, dtype=torch.int64), TypeError, r"must be an int, not \[1, 1\]"),
+    (torch.ones(1, 2, 2, dtype=torch.int64), ValueError, r"one dimension, .* not \(1, 2, 2\)"),
     (np.array([], dtype=int), ValueError, "empty"),
     (np.int64(5), TypeError, "prompts"),
     ({"input_ids": [1], "pixel_values": 0}, ValueError, "remove pixel_values"),
@@ -558,3 +558,13 @@ def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.undo()
     with pytest.raises(ValueError, match="not a valid hub id"):
         LLM("what is/this?")
+
+
+def test_a_broken_chat_template_and_token_ids_of_three_dimensions(embedded: LLM) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    for template in ("{% if %}", "{{ raise_exception('no such role') }}"):
+        with pytest.raises(ValueError, match="the chat template cannot render.*chat_template="):
+            embedded.chat(chat, chat_template=template, use_tqdm=False)
+    for ids in (np.zeros((1, 1, 3), int), torch.zeros(2, 2, 3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"token ids have one dimension.*\(\d, \d, 3\)"):
+            embedded.generate(ids, use_tqdm=False)

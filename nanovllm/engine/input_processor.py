@@ -171,6 +171,10 @@ def plain_ids(prompt: Any) -> Any:
 
     An attention mask removes padding. Several rows give a list of lists.
     """
+    if getattr(prompt, "ndim", 0) > 2:
+        raise ValueError(
+            f"token ids have one dimension, or two for several prompts, not {tuple(prompt.shape)}"
+        )
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
         return prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not prompt.keys() <= ENCODING_KEYS:
