@@ -230,7 +230,7 @@ def plain_messages(
     conversation: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 ) -> list[Message]:
     """Check the messages. Join content parts unless the chat template takes them as they are."""
-    messages = []
+    messages, joins = [], None  # whether parts are joined: known once a message has parts
     for message in conversation:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
@@ -238,8 +238,9 @@ def plain_messages(
         if isinstance(content, list | tuple):
             texts = [part_text(part) for part in content]
             parts = [{"type": "text", "text": text} for text in texts]
-            joined = not takes_parts(tokenizer, chat_template)
-            message = message | {"content": "\n".join(texts) if joined else parts}
+            if joins is None:
+                joins = not takes_parts(tokenizer, chat_template)
+            message = message | {"content": "\n".join(texts) if joins else parts}
         elif not isinstance(content, str) and message["role"] in ("system", "user"):
             raise TypeError(
                 f"the content of a message must be a string or a list of parts, not {content!r}"

@@ -191,6 +191,22 @@ def test_sample_with_filters(dtype: torch.dtype, scale: float, size: int) -> Non
     assert torch.equal(found[::4], logits.float().argmax(dim=-1)[::4])
 
 
+def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is applied in plain torch, with the others and in their order; see docs/contributing.md."""
+
+    def keep_even(logits: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
+        odd = torch.arange(logits.shape[1]) % 2 == 1
+        return logits.masked_fill(odd & (on > 0)[:, None], sampler.HIDDEN)
+
+    monkeypatch.setitem(sampler.FILTER_FUNCTIONS, "even", keep_even)
+    batch = sampling(60, torch.tensor([0.5, 1.0]).repeat(30))
+    batch.filters = {"top_k": torch.full((60,), 9), "even": torch.tensor([1.0, 0.0, 1.0] * 20)}
+    logits = torch.randn(60, 3000)
+    found, wanted = cpu_sampler.sample(logits, batch), sampler.sample(logits, batch)
+    assert torch.equal(found, wanted)
+    assert (found[batch.filters["even"] > 0] % 2 == 0).all()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_sample_says_that_there_is_no_token(value: float) -> None:
     """-1 for a row of NaN or -inf; otherwise a token of the vocabulary, whatever the logits are."""

@@ -175,9 +175,10 @@ def exp(x):
 
 
 @njit(**NO_NAN)
-def maximum(x):
-    """The maximum of x [n], n >= 1, in 16 lanes: LLVM does not vectorize a plain loop."""
-    lanes, whole = np.full(16, x[0]), len(x) // 16 * 16
+def maximum_in(x, lanes):
+    """The maximum of x [n], n >= 1, in `lanes` [16]: LLVM does not vectorize a plain loop."""
+    lanes[:] = x[0]
+    whole = len(x) // 16 * 16
     for i in range(0, whole, 16):
         for c in range(16):
             lanes[c] = max(lanes[c], x[i + c])
@@ -187,6 +188,11 @@ def maximum(x):
     for i in range(whole, len(x)):
         top = max(top, x[i])
     return top
+
+
+@njit(**NO_NAN)
+def maximum(x):
+    return maximum_in(x, np.empty(16, x.dtype))
 
 
 @njit(**COMPILED)

@@ -13,11 +13,14 @@ from numba import get_num_threads, njit, prange
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
-from nanovllm.cpu.kernels import BFLOAT16, COMPILED, NO_NAN, array, exp, maximum, to_float32
+from nanovllm.cpu.kernels import BFLOAT16, COMPILED, array, exp, maximum, maximum_in, to_float32
 from nanovllm.models import logit_rules
+from nanovllm.models.sampler import FILTER_FUNCTIONS, filtered_logits
 from nanovllm.plan import FILTERS
 
 f32 = np.float32
+# The filters of `_draw`. With any other, models/sampler.py applies all of them.
+IN_KERNEL = ("top_k", "top_p", "min_p")
 # Tokens of a chunk and of a group; a chunk is a whole number of groups.
 CHUNK, GROUP = 1024, 256
 GROUPS = CHUNK // GROUP
@@ -31,12 +34,18 @@ MAX_LOGPROBS = 64
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits [R, V] in float32 or bfloat16 -> token ids [R] int64."""
+    temperature, values = batch.temperature, batch.filters
+    if not values.keys() <= set(IN_KERNEL) and not batch.all_greedy:
+        logits = filtered_logits(logits, batch, FILTER_FUNCTIONS)
+        # The filtered logits have been divided by the temperature.
+        temperature, values = (temperature > 0).float(), {}
     logits, tokens = logits.contiguous(), np.empty(len(logits), np.int64)
-    numbers = (x.numpy() for x in (batch.temperature, batch.seeds, batch.positions))
-    values = batch.filters
+    numbers = (x.numpy() for x in (temperature, batch.seeds, batch.positions))
     top_k, top_p, min_p = (
-        (values[name].numpy() if name in values else np.full(len(logits), off)).astype(np.float32)
-        for name, off in FILTERS.items()
+        values[name].numpy().astype(np.float32)
+        if name in values
+        else np.full(len(logits), FILTERS[name], np.float32)
+        for name in IN_KERNEL
     )
     filters = np.stack((top_k, top_p, min_p))
     is_bf16 = logits.dtype is torch.bfloat16
@@ -81,25 +90,11 @@ def _uniform(seed, position):
     return np.float64(z >> np.uint64(11)) * 2.0**-53
 
 
-@njit(**NO_NAN)
+@njit(**COMPILED)
 def _group_maxima(wide, lanes, maxima):
-    """Set maxima [GROUPS] to the maximum of each group of a chunk; those past its end do not change.
-
-    As cpu/kernels.py's `maximum`, in the memory of `lanes` [16].
-    """
+    """Set maxima [GROUPS] to the maximum of each group of a chunk; those past its end do not change."""
     for group in range((len(wide) + GROUP - 1) // GROUP):
-        part = wide[group * GROUP : (group + 1) * GROUP]
-        lanes[:] = part[0]
-        whole = len(part) // 16 * 16
-        for i in range(0, whole, 16):
-            for c in range(16):
-                lanes[c] = max(lanes[c], part[i + c])
-        top = lanes[0]
-        for c in range(1, 16):
-            top = max(top, lanes[c])
-        for i in range(whole, len(part)):
-            top = max(top, part[i])
-        maxima[group] = top
+        maxima[group] = maximum_in(wide[group * GROUP : (group + 1) * GROUP], lanes)
 
 
 @njit(**COMPILED)

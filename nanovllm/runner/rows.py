@@ -195,7 +195,7 @@ class Rows:
 
     def with_rules(self, rows: list[int]) -> RulesBatch | None:
         """The rules of `rows`, if any of them has rules."""
-        if not any(row in self.rules for row in rows):
+        if not self.rules or self.rules.keys().isdisjoint(rows):
             return None
         if self.rules_batch is None or self.rules_batch[0] != rows:
             ruled = [(i, self.rules[row]) for i, row in enumerate(rows) if row in self.rules]
