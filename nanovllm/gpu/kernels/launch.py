@@ -40,11 +40,11 @@ def launch(
             key.append(dtype := x.dtype)
             aligned = aligned and (dtype in INTEGERS or x.data_ptr() % 16 == 0)
     known = tuple(key)
-    compiled = _compiled.get(known)
+    _, compiled = _compiled.get(known, (kernel, None))
     if compiled is not None and aligned:
         compiled[grid](*args, *values)
         return
     compiled = kernel[grid](*args, *values, **options, **COMPILE_OPTIONS)
     if aligned:
-        # It is None in Triton's interpreter.
-        _compiled[known] = compiled
+        # The kernel is kept, so that no other gets its id. In Triton's interpreter `compiled` is None.
+        _compiled[known] = kernel, compiled
