@@ -404,6 +404,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, tuple]]
 
     It returns {kernel: (what Triton specializes on, options)} of the launches.
     """
+    # Triton imports this module when it first binds a tensor, and the import fails unless Triton is
+    # still in the mode in which it was imported.
+    importlib.import_module("triton.experimental.gluon")
     monkeypatch.delenv("TRITON_INTERPRET")
     backend = make_backend(GPUTarget("cuda", 90, 32))
     caught = {}
