@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.demo.lessons import LESSONS, OFF_TOPIC, SELF, SMALL_TALK
 from nanovllm.demo.phrasings import EXPLAIN, IMPERATIVE, QUESTION, UNSEEN, UNSEEN_EXPLAIN
+from nanovllm.demo.topics import OFF_TOPIC, SELF, SMALL_TALK, TOPICS
 
 MAX_NUMBER = 99
 MAX_COUNT = 64  # longest run of `count`: three tokens a number stay under max_new_tokens
@@ -234,8 +234,8 @@ def table_answer(n: int) -> str:
 
 def explain(rng: random.Random) -> Sample:
     """One idea of the engine, asked by one of its names."""
-    lesson = rng.choice(LESSONS)
-    name = rng.choice(lesson.names)
+    topic = rng.choice(TOPICS)
+    name = rng.choice(topic.names)
     text = rng.choice(EXPLAIN).format(x=name)
     before = (
         rng.choice(("", "", "", "please "))
@@ -249,9 +249,7 @@ def explain(rng: random.Random) -> Sample:
             ("?", ".", "") if not text.startswith(("what", "how", "why")) else ("?", "?", "")
         )
     )
-    return Sample(
-        "explain", text if rng.random() < 0.4 else text[0].upper() + text[1:], lesson.text
-    )
+    return Sample("explain", text if rng.random() < 0.4 else text[0].upper() + text[1:], topic.text)
 
 
 def talk(rng: random.Random) -> Sample:
@@ -260,8 +258,8 @@ def talk(rng: random.Random) -> Sample:
     if kind < 0.4:
         question, answer = rng.choice(SELF.names), SELF.text
     elif kind < 0.6:
-        lesson = rng.choice(SMALL_TALK)
-        question, answer = rng.choice(lesson.names), lesson.text
+        topic = rng.choice(SMALL_TALK)
+        question, answer = rng.choice(topic.names), topic.text
     else:
         question, answer = rng.choice(OFF_TOPIC.names), OFF_TOPIC.text
     question += rng.choice(
@@ -275,9 +273,9 @@ def talk(rng: random.Random) -> Sample:
 
 
 def _known_words() -> list[str]:
-    """Every word of the phrasings and lessons: one token each, so its spelling must be learned."""
-    lessons = [*LESSONS, *SMALL_TALK, SELF, OFF_TOPIC]
-    texts = [text for lesson in lessons for text in (*lesson.names, lesson.text)]
+    """Every word of the phrasings and topics: one token each, so its spelling must be learned."""
+    topics = [*TOPICS, *SMALL_TALK, SELF, OFF_TOPIC]
+    texts = [text for topic in topics for text in (*topic.names, topic.text)]
     for phrasings in (*IMPERATIVE.values(), *QUESTION.values(), EXPLAIN):
         texts += phrasings
     words = {w.lower() for w in re.findall(r"[A-Za-z]+", " ".join(texts))}
@@ -320,7 +318,7 @@ def draw(rng: random.Random) -> Sample:
 
 
 def corpus(rng: random.Random, number: int = 20_000) -> Iterator[str]:
-    """Text for training the tokenizer: all phrasings and lessons, with no instance filled in."""
+    """Text for training the tokenizer: all phrasings and topics, with no instance filled in."""
     blank = dict.fromkeys(("a", "b", "n", "w", "items"), "0")
     for _ in range(number):
         yield _phrase(rng, rng.choice(list(IMPERATIVE)), **blank)
@@ -342,8 +340,8 @@ def graded_samples(task: str, number: int = 200, seed: int = 1) -> list[Sample]:
         return [Sample(task, text.format(n=n), table_answer(n)) for n, text in pairs]
     if task == "explain":
         return [
-            Sample(task, text.format(x=lesson.names[0]), lesson.text)
-            for lesson in LESSONS
+            Sample(task, text.format(x=topic.names[0]), topic.text)
+            for topic in TOPICS
             for text in UNSEEN_EXPLAIN
         ]
     if task == "talk":
