@@ -1,0 +1,92 @@
+"""Lessons and exercises about how an LLM engine works, run on the engine itself.
+
+python -m nanovllm.lessons                   lists the lessons and runs the ladder: one rung a lesson
+python -m nanovllm.lessons 3                 runs lesson 3
+python -m nanovllm.lessons 3 --answers       shows the answers to its questions
+python -m nanovllm.lessons 3 --answers 8 1   compares yours with them
+python -m nanovllm.lessons break             lists the faults of scheduler and block manager
+python -m nanovllm.lessons break 7           shows what one does: which invariant broke?
+python -m nanovllm.lessons build policy      writes a task and a stub; also: eviction, filter
+"""
+
+import argparse
+import ast
+import contextlib
+import importlib
+import io
+import logging
+from pathlib import Path
+from types import ModuleType
+
+from nanovllm.lessons import break_it, build_it, ladder
+from nanovllm.lessons.lesson import show_answers, show_questions
+
+LESSONS = (
+    "lesson1_no_cache",
+    "lesson2_kv_cache",
+    "lesson3_blocks",
+    "lesson4_batching",
+    "lesson5_prefix_sharing",
+    "lesson6_scheduling",
+    "lesson7_paged_attention",
+    "lesson8_overlap",
+)
+NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
+
+
+def load(number: str) -> ModuleType:
+    return importlib.import_module(f"nanovllm.lessons.{LESSONS[int(number) - 1]}")
+
+
+def title(number: str) -> str:
+    """The first line of the lesson's docstring."""
+    source = Path(__file__).with_name(f"{LESSONS[int(number) - 1]}.py").read_text()
+    return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
+
+
+def run_lesson(number: str, answers: list[str] | None) -> None:
+    """Run a lesson. With `answers` only its questions are printed, and compared with these."""
+    lesson, command = load(number), f"python -m nanovllm.lessons {number} --answers"
+    if answers is None:
+        print(f"{lesson.__doc__}")
+        show_questions(lesson.run(), command)
+        return
+    with contextlib.redirect_stdout(io.StringIO()):
+        questions = lesson.run()
+    show_answers(questions, answers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm.lessons",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument("what", nargs="?", choices=[*NUMBERS, "break", "build"])
+    what.metavar = "1 to 8, break or build"
+    parser.add_argument("which", nargs="?", help="the number of a fault, or the name of a task")
+    parser.add_argument(
+        "--answers", nargs="*", metavar="YOURS", help="show the answers, or compare yours with them"
+    )
+    args = parser.parse_args()
+    logging.getLogger("nanovllm").setLevel(logging.WARNING)  # no line for each LLM that is made
+    try:
+        if args.what in NUMBERS and args.which is None:
+            run_lesson(args.what, args.answers)
+        elif args.what == "break":
+            break_it.run(args.which, args.answers)
+        elif args.what == "build" and args.answers is None:
+            build_it.write(args.which)
+        elif args.what is None and args.answers is None:
+            for number in NUMBERS:
+                print(title(number))
+            ladder.run()
+        else:
+            extra = "--answers" if args.which is None else repr(args.which)
+            raise ValueError(f"{args.what or 'the ladder'} takes no {extra}")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

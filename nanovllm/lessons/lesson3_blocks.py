@@ -1,0 +1,112 @@
+"""Lesson 3: blocks, block tables, slots.
+
+The KV cache has one place, a slot, for the keys and values of one token. Nobody knows how long an
+answer will be, so a contiguous piece of the cache for each request must be as long as the longest
+answer. A paged cache is cut into blocks of a few slots, and a sequence takes one when it needs it.
+Its block table says which block holds which of its tokens. Paging is from PagedAttention (Kwon et al.
+2023, arXiv:2309.06180).
+"""
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence
+from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
+from nanovllm.plan import Chunk, Join, RowSampling, StepPlan
+from nanovllm.runner.rows import Rows
+
+GREEDY = RowSampling(temperature=0, seed=0)
+PROMPT = "What is 12 + 30?\n"
+
+
+def slots_of_a_sequence(llm: LLM) -> list[int]:
+    """Give a sequence blocks, print where its tokens are, and return the slots."""
+    tokenizer = llm.get_tokenizer()
+    ids: list[int] = tokenizer.encode(PROMPT)
+    blocks = BlockManager(num_blocks=8, block_size=4)
+    other = Sequence("other", 0, [1, 2], 2, 8, frozenset(), GREEDY)
+    seq = Sequence("this", 1, ids, len(ids), 32, frozenset(), GREEDY)
+    # Blocks are appended when they are needed, so those of two sequences alternate.
+    for _ in range(blocks.num_needed(seq, len(ids))):
+        blocks.append_block(seq)
+        blocks.append_block(other)
+    table, size = seq.block_table, blocks.block_size
+    slots = [table[p // size] * size + p % size for p in range(len(ids))]
+
+    print(f"block_table = {table}; that of another sequence = {other.block_table}\n")
+    rows = [
+        (repr(tokenizer.decode([token])), p, f"{p // size}", table[p // size], p % size, slots[p])
+        for p, token in enumerate(ids)
+    ]
+    show_table(("token", "position", "position // 4", "block", "position % 4", "slot"), rows)
+    return slots
+
+
+def answer_with(llm: LLM, block_table: list[int], num_tokens: int) -> str:
+    """Run the model on plans that are written by hand, as the scheduler would write them."""
+    ids = llm.get_tokenizer().encode(PROMPT)
+    runner, row = llm.engine.runner, 0
+    first = StepPlan(
+        joins=[Join(row, block_table, GREEDY)],
+        chunks=[Chunk(row, 0, ids, sample=True)],
+        num_tokens=len(ids),
+    )
+    output = runner.run(first)().token_ids
+    for _ in range(num_tokens - 1):
+        output += runner.run(StepPlan(decode_rows=[row], num_tokens=1))().token_ids
+    return str(llm.get_tokenizer().decode(output))
+
+
+def most_running(llm: LLM, num_requests: int) -> tuple[int, int]:
+    """Run requests in the engine's loop -> the largest number that ran at once, and the steps."""
+    engine, most, steps = llm.engine, 0, 0
+    for i in range(num_requests):
+        engine.add_request(f"What is 12 + {i}?\n", SamplingParams(temperature=0, max_tokens=48))
+    while engine.has_unfinished_requests():
+        engine.step()
+        most, steps = max(most, len(engine.scheduler.running)), steps + 1
+    return most, steps
+
+
+def run() -> list[Question]:
+    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=16)
+    say("A sequence takes a block of 4 slots from the BlockManager when its last one is full.")
+    slots = slots_of_a_sequence(llm)
+    say("""Attention reads keys and values through the block table, so the order of the blocks in
+        memory does not matter. The same prompt in two places of the cache, by plans that are written
+        by hand:""")
+    tables = ([1, 2, 3, 4, 5, 6], [13, 2, 7, 16, 1, 9])
+    answers = [answer_with(llm, table, 10) for table in tables]
+    show_table(("block table", "answer"), zip(map(str, tables), map(repr, answers), strict=True))
+    assert answers[0] == answers[1]
+
+    say("""What is gained: 1,024 slots, cut into blocks of 16, or into 4 blocks of 256, which is what
+        contiguous memory of 256 tokens for each request is. 24 requests, each of about 20 tokens:""")
+    rows = []
+    for size in (256, 16):
+        options = dict(num_kvcache_blocks=1024 // size, max_model_len=256)
+        small = make_llm(kvcache_block_size=size, enable_prefix_caching=False, **options)
+        most, steps = most_running(small, 24)
+        rows.append((f"{1024 // size} blocks of {size}", most, steps))
+    show_table(("cache", "requests at once", "steps"), rows)
+    say("""With 4 blocks only 2 requests run at once, because admission leaves one block available for
+        each running sequence (Scheduler.reserve).""")
+    show_source(
+        link(BlockManager.append_block),
+        link(Rows._forward_batch, "slot_mapping"),
+        link(BlockManager._take_block),
+    )
+    return [
+        Question(
+            f"Blocks have 4 slots. A sequence has the block table {tables[1]}. Which slot has the "
+            "token at position 9?",
+            str(tables[1][9 // 4] * 4 + 9 % 4),
+            "Position 9 is in logical block 9 // 4 = 2, which is physical block 7, at offset "
+            "9 % 4 = 1: slot 7 * 4 + 1.",
+        ),
+        Question(
+            f"The prompt above has {len(slots)} tokens. How many slots of its blocks are unused?",
+            str(-len(slots) % 4),
+            "A sequence wastes less than one block, whatever its length: that is the reason for "
+            "small blocks. Large ones make block tables short and reads contiguous.",
+        ),
+    ]
