@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import json
 import textwrap
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.scheduler import InFlightStep
+from nanovllm.engine.observer import Observer
+from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import StepPlan
 
@@ -136,6 +137,18 @@ class State:
         return num_blocks - len(owners) - cached, cached, shared
 
 
+class Observable(Protocol):
+    """What a Trace needs of an engine. LLMEngine has it, and so have the histories of lessons/."""
+
+    scheduler: Scheduler
+    tokenizer: Any
+    max_in_flight: int
+    observer: Observer | None
+
+    @property
+    def lock(self) -> threading.RLock: ...
+
+
 class Trace:
     """Records the steps of `llm`, an LLM or its LLMEngine, while its `with` block runs.
 
@@ -143,8 +156,9 @@ class Trace:
     `with` block. It can be printed and saved at any time, also after an error.
     """
 
-    def __init__(self, llm: LLM | LLMEngine) -> None:
-        self._engine = engine = llm if isinstance(llm, LLMEngine) else llm.engine
+    def __init__(self, llm: LLM | Observable) -> None:
+        engine: Observable = getattr(llm, "engine", llm)  # type: ignore[arg-type]
+        self._engine = engine
         self._scheduler = scheduler = engine.scheduler
         self._blocks = scheduler.blocks
         self._policy = str(getattr(scheduler.policy_key, "__name__", "")).replace("_", " ")
@@ -478,8 +492,9 @@ def describe_work(state: State, number: int, start: int, count: int, size: int) 
     seq, end = state.seqs[number], start + count
     kind = "prompt" if start >= seq.lost else "again"
     what = f"{kind} {start}-{end - 1}" if number not in state.decodes else f"decode {start}"
+    # A faulty scheduler may plan positions that have no block; see lessons/break_it.py.
     ranges: list[list[int]] = []
-    for position in range(start, end):
+    for position in range(start, min(end, len(seq.table) * size)):
         slot = seq.table[position // size] * size + position % size
         if ranges and ranges[-1][1] == slot - 1:
             ranges[-1][1] = slot

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import ALPHABET, OracleRunner, answer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm import llm as llm_module
+from nanovllm.lessons.oracle import ALPHABET, OracleRunner, answer
 from nanovllm.plan import StepOutput
 
 CONFIG = {

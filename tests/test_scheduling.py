@@ -4,11 +4,11 @@ import itertools
 import random
 
 import pytest
-from oracle import OracleRunner, answer, make_samples
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import AGING, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.lessons.oracle import OracleRunner, answer, make_samples
 from nanovllm.plan import StepPlan
 
 

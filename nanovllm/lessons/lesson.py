@@ -77,7 +77,7 @@ def show_questions(questions: list[Question], command: str) -> None:
     for i, question in enumerate(questions, 1):
         print(textwrap.fill(f"{i}. {question.text}", WIDTH, subsequent_indent="   "))
     yours = " ".join("..." for _ in questions)
-    print(f"\n`{command} {yours}` compares your answers; without any it shows them.")
+    print(f"\nCompare your answers, or see them without yours:\n  {command} {yours}")
 
 
 def show_answers(questions: list[Question], answers: list[str]) -> None:

@@ -2,13 +2,15 @@
 
 A fault names a function, a pattern in it and what replaces the one place that matches. In a pattern a
 single capital letter matches any expression, so that renamed variables and other line breaks do not
-matter. `apply` returns the module with the fault. No torch, no conftest.
+matter. `apply` returns the module with the fault. Every fault is caught by the tests of
+tests/test_control_plane.py. No torch.
 """
 
 import ast
 import inspect
+import re
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.engine import block_manager, scheduler
 
@@ -83,17 +85,13 @@ MUTANTS = {
 }
 
 
-def is_wildcard(node: object) -> bool:
-    return isinstance(node, ast.Name) and len(node.id) == 1 and node.id.isupper()
-
-
-def matches(pattern: object, node: object, found: dict[str, ast.expr]) -> bool:
+def matches(pattern: object, node: object, found: dict[str, Any]) -> bool:
     """Whether the nodes are equal but for wildcards, whose expressions are put into `found`."""
-    if is_wildcard(pattern) and isinstance(node, ast.expr):
-        found[pattern.id] = node
-        return True
-    if isinstance(pattern, list):
-        same = isinstance(node, list) and len(pattern) == len(node)
+    if isinstance(pattern, ast.Name) and re.fullmatch("[A-Z]", pattern.id):
+        found[pattern.id] = node  # a wildcard
+        return isinstance(node, ast.expr)
+    if isinstance(pattern, list) and isinstance(node, list):
+        same = len(pattern) == len(node)
         return same and all(matches(p, n, found) for p, n in zip(pattern, node, strict=True))
     if isinstance(pattern, ast.expr_context):
         return True
@@ -108,21 +106,20 @@ class Replace(ast.NodeTransformer):
     def __init__(self, pattern: ast.AST, replacement: ast.AST) -> None:
         self.pattern, self.replacement, self.count = pattern, replacement, 0
 
-    def visit(self, node: ast.AST) -> ast.AST:
-        found: dict[str, ast.expr] = {}
+    def visit(self, node: ast.AST) -> Any:
+        found: dict[str, Any] = {}
         if not matches(self.pattern, node, found):
             return self.generic_visit(node)
         self.count += 1
 
         class Fill(ast.NodeTransformer):
-            def visit_Name(self, name: ast.Name) -> ast.expr:
+            def visit_Name(self, name: ast.Name) -> Any:
                 return found.get(name.id, name)
 
         return ast.copy_location(Fill().visit(self.replacement), node)
 
 
 def statement(source: str) -> ast.AST:
-    """The statement of a line, or the expression if it is one that stands inside a statement."""
     return ast.parse(source).body[0]
 
 

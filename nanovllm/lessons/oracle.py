@@ -1,0 +1,435 @@
+"""A model whose answers show one wrong slot, and random histories of the control plane run on it.
+
+`OracleRunner` takes the runner's place. Its "KV" is the pair (token, position) that is written to
+each slot, and its next token is a hash of all pairs that a row reads through its block table.
+`answer` computes the same tokens without an engine. A history is a scheduler with random actions,
+and `INVARIANTS` are what must hold after each of them. No torch.
+"""
+
+import random
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Sequence_
+from types import ModuleType
+from typing import NamedTuple
+
+from xxhash import xxh64_intdigest
+
+from nanovllm.engine import block_manager, scheduler
+from nanovllm.engine.observer import Observer
+from nanovllm.engine.scheduler import InFlightStep
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.plan import RowSampling, StepPlan
+
+ALPHABET = 3  # small, so that the blocks of different sequences meet
+
+INVARIANTS = {
+    "answers": "Every request ends with the tokens that the model's definition gives.",
+    "context": "Through its block table a sequence finds the KV of its own tokens.",
+    "slots": "A step writes a slot at most once and never one of the null block, and reads only "
+    "what was written.",
+    "owners": "The reference count of a block is the number of block tables that contain it.",
+    "partition": "Each block is in exactly one of three states: owned, evictable, free.",
+    "index": "The prefix index names the cached blocks and no others.",
+    "cached": "A cached block holds the tokens that the prefix index says.",
+    "budget": "A step computes at most the token budget, of at most max_num_seqs sequences, each "
+    "once.",
+    "oldest": "The oldest sequence is never preempted, and a step that preempts admits nothing.",
+    "progress": "All requests end after a bounded number of steps, whatever happened before.",
+    "returned": "When all requests have ended, all blocks are available and all rows are free.",
+    "no error": "The scheduler and the block manager raise no exception.",
+}
+
+
+class InvariantError(AssertionError):
+    """An invariant does not hold. `name` is its key in INVARIANTS."""
+
+    def __init__(self, name: str, detail: str = "") -> None:
+        super().__init__(f"{name}: {detail or INVARIANTS[name]}")
+        self.name = name
+
+
+def require(holds: bool, name: str, detail: str = "") -> None:
+    if not holds:
+        raise InvariantError(name, detail)
+
+
+def next_token(pairs: list[tuple[int, int]], seed: int) -> int:
+    return xxh64_intdigest(repr(pairs).encode(), seed % 2**64) % ALPHABET
+
+
+def answer(prompt: list[int], max_length: int, stops: frozenset[int], seed: int) -> list[int]:
+    """What a sequence must say, by the definition of the model."""
+    ids = list(prompt)
+    while len(ids) < max_length:
+        ids.append(next_token([(t, i) for i, t in enumerate(ids)], seed))
+        if ids[-1] in stops:
+            break
+    return ids[len(prompt) :]
+
+
+def make_samples(
+    prompt: list[int],
+    max_length: int,
+    arrival: int = 0,
+    seeds: Sequence_[int] = (0,),
+    stops: frozenset[int] = frozenset(),
+) -> list[Sequence]:
+    """The samples of one request, one for each seed; the first computes the prompt."""
+    samples = [
+        Sequence(
+            request_id=str(arrival),
+            arrival=arrival,
+            token_ids=list(prompt),
+            num_prompt=len(prompt),
+            max_length=max_length,
+            stop_token_ids=stops,
+            sampling=RowSampling(1.0, seed=seed),
+            index=index,
+        )
+        for index, seed in enumerate(seeds)
+    ]
+    samples[0].forks = samples[1:]
+    for fork in samples[1:]:
+        fork.parent = samples[0]
+    return samples
+
+
+class OracleRunner:
+    def __init__(self, num_blocks: int, block_size: int, num_rows: int) -> None:
+        self.size = block_size
+        self.memory: list[tuple[int, int] | None] = [None] * ((num_blocks + 1) * block_size)
+        self.tables: list[dict[int, int]] = [{} for _ in range(num_rows)]
+        self.positions = [0] * num_rows
+        self.seeds = [0] * num_rows
+        self.last = [0] * num_rows
+
+    def run(self, plan: StepPlan) -> list[int]:
+        size, memory = self.size, self.memory
+        for join in plan.joins:
+            self.tables[join.row] = dict(enumerate(join.block_table))
+            self.seeds[join.row] = join.sampling.seed
+        for row, index, block in plan.new_blocks:
+            self.tables[row][index] = block
+        copied = [memory[a * size : (a + 1) * size] for a, _ in plan.block_copies]
+        for (_, b), content in zip(plan.block_copies, copied, strict=True):
+            memory[b * size : (b + 1) * size] = content
+
+        work = [(c.row, c.start, c.token_ids, c.sample) for c in plan.chunks]
+        work += [(row, self.positions[row], [self.last[row]], True) for row in plan.decode_rows]
+        require(len({row for row, *_ in work}) == len(work), "budget", "a row is twice in a step")
+        num_tokens = sum(len(ids) for _, _, ids, _ in work)
+        require(num_tokens == plan.num_tokens, "budget", "the plan counts its tokens wrongly")
+        written: set[int] = set()
+        for row, start, ids, _ in work:
+            for position, token in enumerate(ids, start):
+                slot = self.slot(row, position)
+                require(slot >= size, "slots", "a slot of the null block was written")
+                require(slot not in written, "slots", f"slot {slot} was written twice in a step")
+                written.add(slot)
+                memory[slot] = (token, position)
+            self.positions[row] = start + len(ids)
+        drawn = []
+        for row, _, _, sample in work:
+            if sample:
+                self.last[row] = next_token(list(self.context(row)), self.seeds[row])
+                drawn.append(self.last[row])
+        return drawn
+
+    def context(self, row: int) -> Iterator[tuple[int, int]]:
+        """What the row reads through its block table."""
+        for position in range(self.positions[row]):
+            pair = self.memory[self.slot(row, position)]
+            if pair is None:
+                raise InvariantError("slots", f"position {position} was read and never written")
+            yield pair
+
+    def slot(self, row: int, position: int) -> int:
+        return self.tables[row][position // self.size] * self.size + position % self.size
+
+
+class Action(NamedTuple):
+    name: str  # a method of History, and a key of ACTIONS
+    seed: int  # of the action's random numbers, so that it does not depend on earlier actions
+
+
+# Name -> how often it is drawn.
+ACTIONS = {"step": 60, "add": 25, "abort": 4, "abandon": 2, "reset": 1}
+
+
+class History:
+    """One scheduler with its runner, and every check that holds after every action.
+
+    A Trace can observe it, as it observes an LLMEngine.
+    """
+
+    tokenizer = None
+
+    def __init__(
+        self,
+        seed: int,
+        schedulers: ModuleType = scheduler,
+        managers: ModuleType = block_manager,
+        hash_bits: int | None = None,
+    ) -> None:
+        """The modules may contain a fault. Few bits make hashes collide; None draws 3 or 64."""
+        self.rng = rng = random.Random(seed)
+        bits = rng.choice((3, 64)) if hash_bits is None else hash_bits
+        self.size = rng.choice((1, 2, 3, 4))
+        self.num_blocks = rng.randint(6, 24)
+        self.budget = rng.choice((1, 2, 3, 5, 8, 64))
+        self.max_num_seqs = rng.choice((1, 2, 3, 6))
+        self.max_in_flight = rng.choice((0, 0, 1))
+        self.blocks = managers.BlockManager(self.num_blocks, self.size, rng.random() < 0.85)
+        if bits < 64:
+            full, mask = self.blocks._hash, (1 << bits) - 1
+            self.blocks._hash = lambda parent, tokens: full(parent, tokens) & mask
+        policy = rng.choice(("fcfs", "sjf"))
+        self.scheduler = schedulers.Scheduler(self.blocks, self.max_num_seqs, self.budget, policy)
+        self.runner = OracleRunner(self.num_blocks, self.size, self.max_num_seqs)
+        self.pending: deque[tuple[InFlightStep, list[int]]] = deque()
+        self.seqs: list[Sequence] = []
+        self.arrivals = 0
+        self.steps = 0
+        self.lock = threading.RLock()
+        self.observer: Observer | None = None
+
+    # ---- actions ----
+
+    def do(self, action: Action) -> None:
+        """Do it, and check every invariant. Raises InvariantError."""
+        self.rng.seed(action.seed)
+        getattr(self, action.name)()
+        self.check()
+
+    def add(self) -> None:
+        rng, room = self.rng, self.num_blocks * self.size
+        longest = rng.randint(2, min(room + 1, 28))
+        num_prompt = rng.randint(1, longest - 1)
+        prompt = [rng.randrange(ALPHABET) for _ in range(num_prompt)]
+        if self.seqs and rng.random() < 0.5:  # begin as an earlier one did, its answer included
+            old = rng.choice(self.seqs).token_ids
+            prompt = (old[: rng.randint(1, len(old))] + prompt)[:num_prompt]
+        stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.2 else ())
+        count = rng.choice((1, 1, 1, 2, 4))
+        seeds = [rng.randrange(4) for _ in range(count)]
+        samples = make_samples(prompt, longest, self.arrivals, seeds, stops)
+        self.arrivals += 1
+        self.seqs += samples
+        self.scheduler.add(samples[0])
+
+    def abort(self) -> None:
+        if self.seqs:
+            seq = self.rng.choice(self.seqs)
+            for sample in [s for s in self.seqs if s.arrival == seq.arrival]:
+                self.scheduler.abort(sample)
+
+    def abandon(self) -> None:
+        """A step failed. What it wrote cannot be relied on, so it is made unreadable."""
+        if self.observer is not None:
+            self.observer.begin()
+        step = self.scheduler.schedule()
+        if self.observer is not None:
+            self.observer.scheduled(step)
+        for plan in (step.plan for step in self.scheduler.in_flight):
+            for _, target in plan.block_copies:
+                self.spoil(range(target * self.size, (target + 1) * self.size))
+            for join in plan.joins:
+                self.runner.tables[join.row] = dict(enumerate(join.block_table))
+            for row, index, block in plan.new_blocks:
+                self.runner.tables[row][index] = block
+            for c in plan.chunks:
+                self.spoil(self.runner.slot(c.row, c.start + i) for i in range(len(c.token_ids)))
+        self.pending.clear()
+        self.scheduler.abandon()
+        if self.observer is not None:
+            self.observer.abandoned(RuntimeError("a step failed on purpose"))
+
+    def spoil(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            self.runner.memory[slot] = None
+
+    def reset(self) -> None:
+        self.blocks.reset_prefix_cache()
+
+    def step(self) -> None:
+        before = self.scheduler.preemptions
+        oldest = self.scheduler.running[0] if self.scheduler.running else None
+        if self.observer is not None:
+            self.observer.begin()
+        step = self.scheduler.schedule()
+        if self.observer is not None:
+            self.observer.scheduled(step)
+        if step is not None:
+            plan = step.plan
+            require(plan.num_tokens <= self.budget, "budget")
+            require(len(self.scheduler.running) <= self.max_num_seqs, "budget")
+            if self.scheduler.preemptions > before:
+                require(not plan.joins, "oldest", "a step that preempted admitted a sequence")
+                kept = oldest is not None and oldest.status is Status.RUNNING
+                require(kept, "oldest", "the oldest sequence was preempted")
+            self.pending.append((step, self.runner.run(plan)))
+        while len(self.pending) > (self.max_in_flight if step is not None else 0):
+            step_, tokens = self.pending.popleft()
+            if self.observer is not None:
+                self.observer.begin()
+            progressed = self.scheduler.commit(step_, tokens)
+            if self.observer is not None:
+                self.observer.committed(step_, progressed)
+        self.steps += 1
+
+    def drain(self) -> None:
+        """Run to the end; everything must finish in a bounded number of steps, and rightly."""
+        bound = self.steps + 50 + sum(3 * s.max_length for s in self.seqs) * 2
+        while self.scheduler.has_work():
+            self.step()
+            self.check()
+            require(self.steps < bound, "progress")
+        for seq in self.seqs:
+            require(
+                seq.status is Status.FINISHED, "progress", f"request {seq.request_id} never ran"
+            )
+            prompt, stops = seq.token_ids[: seq.num_prompt], seq.stop_token_ids
+            want = answer(prompt, seq.max_length, stops, seq.sampling.seed)
+            if seq.finish_reason == "abort":
+                want = want[: len(seq.output_ids)]
+            found = f"request {seq.request_id} has the tokens {seq.output_ids} and not {want}"
+            require(seq.output_ids == want, "answers", found)
+        require(self.blocks.num_available == self.num_blocks, "returned", "blocks are missing")
+        rows = sorted(self.scheduler._free_rows)
+        require(rows == list(range(self.max_num_seqs)), "returned", f"the free rows are {rows}")
+
+    # ---- what always holds ----
+
+    def check(self) -> None:
+        blocks, running = self.blocks.blocks, self.scheduler.running
+        require(len({s.row for s in running}) == len(running) <= self.max_num_seqs, "budget")
+        owners = [0] * len(blocks)
+        for seq in running:
+            require(seq.status is Status.RUNNING, "progress", "a sequence runs and is not running")
+            for index in seq.block_table:
+                owners[index] += 1
+        counts = [b.ref_count for b in blocks]
+        if counts != owners:
+            wrong = [i for i in range(len(owners)) if counts[i] != owners[i]]
+            raise InvariantError(
+                "owners",
+                f"block {wrong[0]} is in {owners[wrong[0]]} block tables, and its reference count "
+                f"is {counts[wrong[0]]}",
+            )
+        free, evictable = self.blocks.free, self.blocks.evictable
+        owned = [i for i, n in enumerate(owners) if n]
+        require(
+            sorted([*free, *evictable, *owned]) == list(range(1, self.num_blocks + 1)), "partition"
+        )
+        require(all(blocks[i].identity for i in evictable), "partition", "evictable and not cached")
+        require(not any(blocks[i].identity for i in free), "partition", "free and cached")
+        cached = {b.hash: b.index for b in blocks if b.identity}
+        require(cached == self.blocks.index, "index")
+        for index in cached.values():
+            self.check_cached(index)
+        for seq in self.seqs:
+            runs = seq.status is Status.RUNNING
+            require(
+                runs or not seq.block_table, "owners", "a sequence that does not run owns blocks"
+            )
+            if runs:
+                self.check_context(seq)
+
+    def check_context(self, seq: Sequence) -> None:
+        for position in range(min(seq.num_computed, len(seq.token_ids))):
+            slot = seq.block_table[position // self.size] * self.size + position % self.size
+            have, want = self.runner.memory[slot], (seq.token_ids[position], position)
+            if have != want:
+                name = f"slot {slot} of request {seq.request_id}"
+                raise InvariantError(
+                    "context", f"{name} holds (token, position) {have} and not {want}"
+                )
+
+    def check_cached(self, index: int) -> None:
+        """A cached block holds the tokens that the index says."""
+        block, content = self.blocks.blocks[index], self.runner.memory
+        pairs = content[index * self.size : (index + 1) * self.size]
+        named = memoryview(block.token_ids).cast("I").tolist()
+        held = [p[0] if p else None for p in pairs]
+        if held != named:
+            raise InvariantError("cached", f"block {index} holds {held}, the index says {named}")
+
+
+def random_actions(seed: int, number: int = 40) -> list[Action]:
+    rng = random.Random(seed)
+    names = rng.choices(list(ACTIONS), list(ACTIONS.values()), k=number)
+    return [Action(name, rng.getrandbits(32)) for name in names]
+
+
+def replay(history: History, actions: Iterable[Action]) -> None:
+    """Do the actions, then run to the end. Raises InvariantError at the first thing wrong."""
+    try:
+        for action in actions:
+            history.do(action)
+        history.drain()
+    except InvariantError:
+        raise
+    except Exception as error:
+        raise InvariantError("no error", repr(error)) from error
+
+
+def run_history(
+    seed: int,
+    actions: int = 40,
+    schedulers: ModuleType = scheduler,
+    managers: ModuleType = block_manager,
+) -> History:
+    """One random history, from its seed alone; raises AssertionError at the first thing wrong."""
+    history = History(seed, schedulers, managers)
+    try:
+        replay(history, random_actions(seed, actions))
+    except InvariantError as error:
+        raise AssertionError(f"run_history({seed}) fails: {error}") from error
+    return history
+
+
+# ---- what no history reaches: faults that only a scripted test shows ----
+
+
+def plain_sequence(token_ids: list[int]) -> Sequence:
+    return make_samples(token_ids, 99)[0]
+
+
+def check_cached_tail(managers: ModuleType = block_manager) -> None:
+    """A fork whose parent is gone owns its last block alone, but others can still find the parent's
+    tokens there. No history does this: a fork writes while its parent runs. A beam search would.
+    """
+    blocks = managers.BlockManager(4, 4)
+    parent = plain_sequence([1, 2, 3, 4])
+    blocks.append_block(parent)
+    parent.num_computed = 4
+    blocks.cache_full_blocks(parent)
+    child = plain_sequence([1, 2])
+    blocks.fork(parent, child, 2)
+    blocks.release(parent)
+    shared = child.block_table[0]
+    copied = blocks.copy_on_write(child) == (shared, child.block_table[0])
+    found = blocks.match(plain_sequence([1, 2, 3, 4, 5])) == [shared]
+    require(copied and shared in blocks.evictable and found, "cached", "it is written in place")
+
+
+def check_late_copy(schedulers: ModuleType = scheduler) -> None:
+    """A running sequence copies a block that another shares, and the runner is told which it writes.
+    No history does this either: the samples of a request copy as soon as they are admitted.
+    """
+    blocks, runner = block_manager.BlockManager(9, 4), OracleRunner(9, 4, 2)
+    planner = schedulers.Scheduler(blocks, 2, 99)
+    seq, other = plain_sequence([1, 2, 0, 1, 2, 0]), plain_sequence([1, 2, 0, 1, 2])
+    seq.max_length = 9
+    planner.add(seq)
+    for _ in range(3):
+        step = planner.schedule()
+        planner.commit(step, runner.run(step.plan))
+        if not other.block_table:
+            blocks.fork(seq, other, 5)
+            shared = other.block_table[1]
+    told = runner.tables[0][1] != shared
+    right = seq.output_ids == answer([1, 2, 0, 1, 2, 0], 9, frozenset(), 0)
+    require(told and right, "context", "the runner writes into the shared block")

@@ -1,0 +1,82 @@
+"""Exercises that break the engine: every fault has a short history that shows it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nanovllm.engine import block_manager
+from nanovllm.lessons import break_it
+from nanovllm.lessons.mutants import MUTANTS, apply
+from nanovllm.lessons.oracle import INVARIANTS, random_actions
+
+FEW = (1, 14, 16)
+EXERCISES = range(1, len(MUTANTS) + 1)
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(i, marks=() if i in FEW else pytest.mark.slow) for i in EXERCISES]
+)
+def test_exercise_asks(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """It shows what happens, and does not say what broke."""
+    name = list(MUTANTS)[number - 1]
+    break_it.run(str(number), None)
+    asked = capsys.readouterr().out
+    assert "Which of these did not hold?" in asked
+    assert "step free cached" in asked or "def check_" in asked
+    assert "InvariantError" not in asked
+    assert name not in " ".join(asked.split())
+    assert max(map(len, asked.splitlines())) <= 101
+
+
+@pytest.mark.parametrize("number", FEW)
+def test_exercise_answers(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    name = list(MUTANTS)[number - 1]
+    mutant = MUTANTS[name]
+    break_it.run(str(number), [])
+    assert name in " ".join(capsys.readouterr().out.split())
+    break_it.run(str(number), ["0", mutant.function])
+    said = capsys.readouterr().out
+    assert said.count("is not right") == said.count(f"{mutant.function} is right") == 1
+
+
+def test_shorter_histories_fail_too() -> None:
+    """A shortened history still fails, is not longer, and its Trace changes nothing."""
+    mutant = MUTANTS["a reference is not counted"]
+    modules = {"managers": apply(mutant)}
+    attempts = [break_it.Attempt(modules, s, tuple(random_actions(s))) for s in range(20)]
+    failing = [attempt for attempt in attempts if attempt.failure() is not None]
+    assert failing
+    for attempt in failing[:2]:
+        length, short = break_it.shorten(attempt)
+        assert length <= attempt.failure()
+        assert len(short.actions) < len(attempt.actions)
+        trace, error = short.trace()
+        assert error.name in INVARIANTS
+        assert short.failure() == length
+        assert trace.num_steps <= length[0] + 1
+    with pytest.raises(ValueError, match="does not fail"):
+        break_it.Attempt({"managers": block_manager}, 0, ()).trace()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["break", "99"], "a number from 1 to 24, not '99'"),
+        (["break", "one"], "not 'one'"),
+        (["break", "1", "--answers", "1"], "2 answers are needed"),
+        (["9"], "invalid choice: '9'"),
+        (["3", "4"], "takes no '4'"),
+        (["--answers"], "takes no --answers"),
+    ],
+)
+def test_command_refuses(args: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm.lessons", *args],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
