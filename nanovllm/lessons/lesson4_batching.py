@@ -1,11 +1,11 @@
 """Lesson 4: continuous batching.
 
-A decode step has a fixed cost: it reads all weights, whether it computes one token or many. An engine
-therefore computes the next token of several requests, its batch, in one step. A static batch runs
-until the last of its requests has finished, and the rows of those that finished earlier are idle.
-With continuous batching, a waiting request takes a row as soon as it is free. The decision is made
-anew in every step, which is why the paper calls it iteration-level scheduling (Orca, Yu et al.,
-OSDI 2022).
+A decode step has a fixed cost: it reads all weights, whether it computes one token or many. An
+engine therefore computes the next token of several requests, its batch, in one step. A static
+batch runs until the last of its requests has finished, and the rows of those that finished earlier
+are idle. With continuous batching, a waiting request takes a row as soon as it is free. The
+decision is made anew in every step, which is why the paper calls it iteration-level scheduling
+(Orca, Yu et al., OSDI 2022).
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def generate(llm: LLM, lengths: Sequence[int], group_size: int) -> list[list[int
 
 
 def timeline(llm: LLM, lengths: Sequence[int], group_size: int) -> list[str]:
-    """Return a line for each request, a column for each step: P its prompt, D a decode, . nothing."""
+    """A line for each request, a column for each step: P is its prompt, D a decode."""
     state, columns = State(), list[dict[int, str]]()
     with Trace(llm) as trace:
         generate(llm, lengths, group_size)
@@ -91,8 +91,8 @@ def run() -> list[Question]:
     weights = runner.model_config.num_weights * runner.dtype.itemsize / 2**20
     say(f"""Why a batch helps: a decode step reads {weights:.0f} MiB of weights and makes the same
         calls of torch for the linear layers of 1 row and of 16 rows. Only attention does its own
-        work for each row. With so few weights the calls cost more time than reading the weights; with
-        billions of weights it is the other way round.""")
+        work for each row. With so few weights the calls cost more time than reading the weights;
+        with billions of weights it is the other way round.""")
     times = {num_rows: decode_seconds(llm, num_rows) for num_rows in (1, 4, 16)}
     show_table(
         ("rows", "ms a step", "ms a token", "tokens/s", "gain"),
@@ -108,8 +108,8 @@ def run() -> list[Question]:
         ],
     )
 
-    say(f"""Eight requests and {ROWS} rows. P is a step that computes the prompt and samples the first
-        token, D is a decode, and n output tokens take n steps.""")
+    say(f"""Eight requests and {ROWS} rows. P is a step that computes the prompt and samples the
+        first token, D is a decode, and n output tokens take n steps.""")
     llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
     ways = (("static batches", ROWS), ("continuous batching", len(LENGTHS)))
     rows, tokens = [], []
@@ -120,8 +120,9 @@ def run() -> list[Question]:
         tokens.append(output)
         rows.append((name, *count(lines), f"{sum(LENGTHS) / seconds:.0f}"))
     assert tokens[0] == tokens[1]
-    say("""Both compute the same tokens. A static batch takes as many steps as its longest request. With
-        continuous batching request 4 computes its prompt in the step after requests 0 and 3 end.""")
+    say("""Both compute the same tokens. A static batch takes as many steps as its longest request.
+        With continuous batching request 4 computes its prompt in the step after requests 0 and 3
+        end.""")
     show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
     show_source(
         link(Scheduler.schedule, "self.max_num_seqs"),
@@ -137,8 +138,8 @@ def run() -> list[Question]:
             f"Eight requests of 5 output tokens each, and {ROWS} rows. How many steps does "
             "continuous batching save, compared with static batches?",
             str(saved),
-            "All rows of a group become free in the same step, so no row is ever idle. The gain comes "
-            "from output lengths that differ, which is what real requests have.",
+            "All rows of a group become free in the same step, so no row is ever idle. Continuous "
+            "batching gains where output lengths differ, as those of real requests do.",
         ),
         Question(
             "A ninth request with one output token is added behind the eight. In which step of "

@@ -1,10 +1,11 @@
 """Lesson 5: prefix sharing and copy-on-write.
 
-The keys and values of a token depend on this token and those before it, and on nothing after it. Two
-prompts that begin with the same tokens have the same KV there, so both block tables can contain the
-same blocks. The prefix cache finds such blocks by a hash. The samples of one prompt (n > 1) share
-blocks too, and one that writes into a shared block copies it first. Sharing and copy-on-write are
-from PagedAttention (Kwon et al. 2023, arXiv:2309.06180); finding blocks by a hash is from vLLM.
+The keys and values of a token depend on this token and those before it, and on nothing after it.
+Two prompts that begin with the same tokens have the same KV there, so both block tables can
+contain the same blocks. The prefix cache finds such blocks by a hash. The samples of one prompt
+(n=2) share blocks too, and one that writes into a shared block copies it first. Sharing and
+copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180); finding blocks by a
+hash is from vLLM.
 """
 
 from nanovllm import LLM, RequestOutput, SamplingParams, Trace
@@ -60,7 +61,7 @@ def hash_chains(llm: LLM) -> list[tuple[str, str, str]]:
 
 
 def run_examples(llm: LLM) -> tuple[list[RequestOutput], float]:
-    """Run eight prompts that begin with EXAMPLES, from an empty cache. Returns outputs and seconds."""
+    """Run eight prompts that begin with EXAMPLES, from an empty cache -> outputs and seconds."""
     llm.reset_prefix_cache()
     prompts = [f"{EXAMPLES}What is 12 + {i}?\n" for i in range(8)]
     params = SamplingParams(temperature=0, max_tokens=8)
@@ -108,41 +109,43 @@ def run() -> list[Question]:
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
     a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
     same = next(i for i in range(len(b)) if a[i] != b[i])
-    say(
-        f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. The first step:"""
-    )
+    say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. Their first
+        step:""")
     counts = share_blocks(llm)
     show_table(("block", "ref_count"), counts.items())
     say(f"""A and B share one block, and both own it: its reference count is 2. B computes the other
-        {same - 4} of the same tokens itself, because only full blocks are shared. A block that is not full
-        will be written by its owner, with tokens that the other does not have.""")
-    say("""A hash is computed from the block's tokens and the hash of the block before it. Equal hashes
-        mean equal prefixes, so the same tokens after another beginning have another hash:""")
+        {same - 4} of the same tokens itself, because only full blocks are shared. A block that is
+        not full will be written by its owner, with tokens that the other does not have.""")
+    say("""A hash is computed from the block's tokens and the hash of the block before it. Equal
+        hashes mean equal prefixes, so the same tokens after another beginning have another
+        hash:""")
     show_table(("prompt", "tokens of a block", "hash"), hash_chains(llm))
 
     llm.reset_prefix_cache()
     runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
-    say("""Finished requests leave their full blocks in the cache. The prompts are run twice. At least
-        one token of a prompt is computed, because its logits give the first output token. The prompt
-        of 8 tokens therefore takes only one block from the cache:""")
+    say("""Finished requests leave their full blocks in the cache. The prompts are run twice. At
+        least one token of a prompt is computed, because its logits give the first output token. The
+        prompt of 8 tokens therefore takes only one block from the cache:""")
     names, lengths = ("A", "B", "the first 8 tokens of A"), (len(a), len(b), 8)
     table = zip(names, lengths, *runs, strict=True)
     show_table(("prompt", "tokens", "cached in run 1", "in run 2"), table)
 
-    say("""What is gained: eight prompts with the same long beginning arrive together at an empty cache.
-        One of them computes the beginning, the others share it in the same step.""")
+    say("""What is gained: eight prompts with the same long beginning arrive together at an empty
+        cache. One of them computes the beginning, the others share it in the same step.""")
     head = ("prefix caching", "tokens computed", "mean ms to the first token", "ms in all")
     show_table(head, [(on, n, f"{first:.0f}", f"{ms:.0f}") for on, n, first, ms in compare()])
 
-    say("""Two samples of A. Sample 0.1 is forked when sample 0.0 has its first token, and shares the
-        blocks of the prompt. The last of them is not full, and both samples write into it. It is copied before
-        the second one does:""")
+    say("""Two samples of A. Sample 0.1 is forked when sample 0.0 has its first token, and shares
+        the blocks of the prompt. It computes the last prompt token again, and samples another first
+        token from the logits. The last block is not full, and both samples will write into it, so
+        the engine copies it for one of them first:""")
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
     print(trace_samples(llm, 2)[0], end="\n\n")
-    say("""Cached blocks without an owner are kept until no block is free. Then the least recently used
-        one is evicted. A pool of 6 blocks runs A, C, A again, and D, which needs 3 blocks; 2 are free.
-        The last block of C is evicted. The beginning of C stays, because a sequence releases its
-        last block first. Tokens of each prompt that the next request would find in the cache:""")
+    say("""Cached blocks without an owner are kept until no block is free. Then the least recently
+        used one is evicted. A pool of 6 blocks runs A, C, A again, and D, which needs 3 blocks; 2
+        are free. The last block of C is evicted. The beginning of C stays, because a sequence
+        releases its last block first. Tokens of each prompt that the next request would find in the
+        cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
     show_source(
         link(BlockManager.hash_blocks, "parent = self._hash"),
@@ -162,9 +165,9 @@ def run() -> list[Question]:
             "hash of every later block depends on it, although their tokens are equal.",
         ),
         Question(
-            "A of the trace above is sampled with n=4 instead of 2. How many blocks are copied?",
+            "Prompt A is sampled with n=4 instead of n=2. How many blocks are copied?",
             str(trace_samples(llm, 4)[1]),
-            "Four samples own the block that is not full. Each needs its own, and one of them can "
-            "keep the original.",
+            "Four samples share the block that is not full. Each writes into it and needs its own. "
+            "One of them keeps the original.",
         ),
     ]

@@ -1,11 +1,11 @@
 """Lesson 6: scheduling: FCFS, SJF, chunked prompts, preemption.
 
-The scheduler decides in every step which sequences compute which tokens. A policy orders the requests
-that wait: first come first served (FCFS), or the shortest prompt first (SJF). A token budget limits
-the tokens of a step, so that a long prompt is computed in chunks beside the decodes of other requests
-(Sarathi-Serve, Agrawal et al., OSDI 2024, arXiv:2403.02310). If no block is free, the sequence that
-was admitted last is preempted: it loses its blocks and computes its tokens again later, as in vLLM
-(Kwon et al. 2023, arXiv:2309.06180).
+The scheduler decides in every step which sequences compute which tokens. A policy orders the
+requests that wait: first come first served (FCFS), or the shortest prompt first (SJF). A token
+budget limits the tokens of a step, so that a long prompt is computed in chunks beside the decodes
+of other requests (Sarathi-Serve, Agrawal et al., OSDI 2024, arXiv:2403.02310). If no block is
+free, the sequence that was admitted last is preempted: it loses its blocks and computes its tokens
+again later, as in vLLM (Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from statistics import mean, median
@@ -128,30 +128,31 @@ def show_preemption() -> None:
     runs = [preempt(*pool) for pool in pools]
     trace = runs[1][0]
     step = next(event["plan"] for event in trace.events if "preempted" in event)
-    say(f"""Preemption: two requests in a pool of 8 blocks. In step {step} request 0 needs another block
-        and none is free. Request 1 was admitted last, so it loses its blocks and returns to the head
-        of the queue with its tokens. It resumes when request 0 has finished:""")
+    say(f"""Preemption: two requests in a pool of 8 blocks. In step {step} request 0 needs another
+        block and none is free. Request 1 was admitted last, so it loses its blocks and returns to
+        the head of the queue with its tokens. It resumes when request 0 has finished:""")
     print(trace, end="\n\n")
-    say("""The tokens are the same as in a large pool. With prefix caching, the blocks that request 1
-        lost stay in the cache until they are evicted, so that fewer tokens are computed again:""")
+    say("""The tokens are the same as in a large pool. With prefix caching, the blocks that request
+        1 lost stay in the cache until they are evicted, so that fewer tokens are computed
+        again:""")
     assert runs[0][1] == runs[1][1] == runs[2][1]
     head = ("blocks", "prefix caching", "steps", "tokens computed again")
     show_table(head, [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(pools, runs, strict=True)])
 
 
 def run() -> list[Question]:
-    say(f"""A prompt of {LENGTHS[0]} tokens arrives just before {len(LENGTHS) - 1} short ones, and a step
-        has at most {BUDGET} tokens. FCFS admits the long prompt first, and it uses the budget of the
-        first steps. SJF admits the smallest key first: the number of uncached prompt tokens + {AGING} *
-        the number of the request. The second term is aging: a request that arrives much later has a
-        larger key, however short it is, so that the long prompt does not wait forever. The steps in
-        which each request is admitted and gets its first token:""")
+    say(f"""A prompt of {LENGTHS[0]} tokens arrives just before {len(LENGTHS) - 1} short ones, and a
+        step has at most {BUDGET} tokens. FCFS admits the long prompt first, and it uses the budget
+        of the first steps. SJF admits the smallest key first: the number of uncached prompt tokens
+        + {AGING} * the number of the request. The second term is aging: a request that arrives much
+        later has a larger key, however short it is, so that the long prompt does not wait forever.
+        The steps in which each request is admitted and gets its first token:""")
     show_policies()
-    say(f"""Chunked prompts: {DECODING} requests decode, and a prompt of {LONG} tokens arrives. Running
-        sequences get their tokens first, and the prompt takes what the budget leaves. With a large
-        budget it is computed in one step, and the other requests wait for their next token as long
-        as this step takes. With a small one the longest step is short, but the long prompt itself
-        waits longer for its first token:""")
+    say(f"""Chunked prompts: {DECODING} requests decode, and a prompt of {LONG} tokens arrives.
+        Running sequences get their tokens first, and the prompt takes what the budget leaves. With
+        a large budget it is computed in one step, and the other requests wait for their next token
+        as long as this step takes. With a small one the longest step is short, but the long prompt
+        itself waits longer for its first token:""")
     show_chunks()
     show_preemption()
     show_source(
@@ -164,16 +165,16 @@ def run() -> list[Question]:
     llm = make_llm(**OPTIONS, max_num_batched_tokens=BUDGET)
     return [
         Question(
-            "Under SJF a prompt of 100 tokens (request 0) arrives just before ten prompts of 9 tokens "
-            "(requests 1 to 10). How many of these are admitted before it?",
+            "Under SJF a prompt of 100 tokens (request 0) arrives just before ten prompts of 9 "
+            "tokens (requests 1 to 10). How many of these are admitted before it?",
             str(list(admitted).index(0)),
             f"Request i has the key 9 + {AGING} * i, which is less than 100 up to i = 5.",
         ),
         Question(
-            f"{DECODING} requests decode, the token budget is {BUDGET}, and a prompt of {LONG} tokens "
-            "arrives. How many steps does this prompt take?",
+            f"{DECODING} requests decode, the token budget is {BUDGET}, and a prompt of {LONG} "
+            "tokens arrives. How many steps does this prompt take?",
             str(len(chunk_steps(llm))),
             f"Each step first computes {DECODING} decodes, which leaves {BUDGET - DECODING} tokens "
-            f"for the prompt: {LONG} / {BUDGET - DECODING} = {LONG / (BUDGET - DECODING):.1f}, rounded up.",
+            f"for the prompt: {LONG} / {BUDGET - DECODING}, rounded up.",
         ),
     ]
