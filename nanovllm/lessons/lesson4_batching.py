@@ -1,0 +1,151 @@
+"""Lesson 4: continuous batching.
+
+A decode step has a fixed cost: it reads all weights, whether it computes one token or many. An
+engine therefore computes the next token of several requests, its batch, in one step. A static
+batch runs until the last of its requests has finished, and the rows of those that finished earlier
+are idle. With continuous batching, a waiting request takes a row as soon as it is free. The
+decision is made anew in every step, which is why the paper calls it iteration-level scheduling
+(Orca, Yu et al., OSDI 2022).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from nanovllm import LLM, SamplingParams, Trace
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table, timed
+from nanovllm.plan import Chunk, Join, RowSampling, StepPlan
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.trace import State
+
+GREEDY = RowSampling(temperature=0, seed=0)
+ROWS = 4  # max_num_seqs
+# Plain torch, so that the figures do not depend on whether kernels are compiled.
+OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64, enable_prefix_caching=False)
+LENGTHS = (2, 9, 3, 2, 8, 2, 3, 3)  # output tokens of the requests
+
+
+def decode_seconds(llm: LLM, num_rows: int) -> float:
+    """Return how long a decode step of `num_rows` rows takes. The plans are written by hand."""
+    runner, ids = llm.engine.runner, llm.get_tokenizer().encode("What is 12 + 30?\n")
+    rows = range(num_rows)
+    prompts = StepPlan(
+        joins=[Join(row, [4 * row + i for i in range(1, 5)], GREEDY) for row in rows],
+        chunks=[Chunk(row, 0, ids, sample=True) for row in rows],
+        num_tokens=num_rows * len(ids),
+    )
+    runner.run(prompts)()
+    decode = StepPlan(decode_rows=list(rows), num_tokens=num_rows)
+    runner.run(decode)()  # the first decode prepares buffers
+    return timed(lambda: runner.run(decode)(), repeats=21)[1]
+
+
+def generate(llm: LLM, lengths: Sequence[int], group_size: int) -> list[list[int]]:
+    """Run requests with these numbers of output tokens, `group_size` at a time -> their tokens.
+
+    The next group is added when the whole group before it has finished.
+    """
+    tokens = []
+    for start in range(0, len(lengths), group_size):
+        group = range(start, min(start + group_size, len(lengths)))
+        params = [
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=lengths[i]) for i in group
+        ]
+        outputs = llm.generate([f"What is 12 + {i}?\n" for i in group], params, use_tqdm=False)
+        tokens += [output.outputs[0].token_ids for output in outputs]
+    return tokens
+
+
+def timeline(llm: LLM, lengths: Sequence[int], group_size: int) -> list[str]:
+    """A line for each request, a column for each step: P is its prompt, D a decode."""
+    state, columns = State(), list[dict[int, str]]()
+    with Trace(llm) as trace:
+        generate(llm, lengths, group_size)
+    for event in trace.events:
+        state.apply(event)
+        if "plan" in event:
+            columns.append({seq: "P" for seq, *_ in event["chunks"]})
+            columns[-1] |= dict.fromkeys(state.decodes, "D")
+    return ["".join(column.get(i, ".") for column in columns) for i in range(len(lengths))]
+
+
+def count(lines: list[str]) -> tuple[int, int]:
+    """Return the steps of a timeline, and the idle row-steps: rows that computed nothing."""
+    steps = len(lines[0])
+    return steps, ROWS * steps - sum(len(line) - line.count(".") for line in lines)
+
+
+def show_timeline(name: str, lines: list[str]) -> None:
+    steps = range(len(lines[0]))
+    print(name)
+    for i, line in enumerate(lines):
+        print(f"  request {i}  {line}  {LENGTHS[i]} tokens")
+    in_use = "".join(str(sum(line[step] != "." for line in lines)) for step in steps)
+    print(f"  rows used  {in_use}  of {ROWS}\n")
+
+
+def run() -> list[Question]:
+    llm = make_llm(**OPTIONS, max_num_seqs=16)
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    weights = runner.model_config.num_weights * runner.dtype.itemsize / 2**20
+    say(f"""Why a batch helps: a decode step reads {weights:.0f} MiB of weights and makes the same
+        calls of torch for the linear layers of 1 row and of 16 rows. Only attention does its own
+        work for each row. With so few weights the calls cost more time than reading the weights;
+        with billions of weights it is the other way round.""")
+    times = {num_rows: decode_seconds(llm, num_rows) for num_rows in (1, 4, 16)}
+    show_table(
+        ("rows", "ms a step", "ms a token", "tokens/s", "gain"),
+        [
+            (
+                n,
+                f"{s * 1e3:.1f}",
+                f"{s * 1e3 / n:.2f}",
+                f"{n / s:.0f}",
+                f"{n * times[1] / s:.1f}x",
+            )
+            for n, s in times.items()
+        ],
+    )
+
+    say(f"""Eight requests and {ROWS} rows. P is a step that computes the prompt and samples the
+        first token, D is a decode, and n output tokens take n steps.""")
+    llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
+    ways = (("static batches", ROWS), ("continuous batching", len(LENGTHS)))
+    rows, tokens = [], []
+    for name, group_size in ways:
+        lines = timeline(llm, LENGTHS, group_size)
+        show_timeline(name, lines)
+        output, seconds = timed(partial(generate, llm, LENGTHS, group_size))
+        tokens.append(output)
+        rows.append((name, *count(lines), f"{sum(LENGTHS) / seconds:.0f}"))
+    assert tokens[0] == tokens[1]
+    say("""Both compute the same tokens. A static batch takes as many steps as its longest request.
+        With continuous batching request 4 computes its prompt in the step after requests 0 and 3
+        end.""")
+    show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
+    show_source(
+        link(Scheduler.schedule, "self.max_num_seqs"),
+        link(Scheduler._leave, "self._free_rows.append"),
+        link(ModelRunner.run, "self.rows.build(plan)"),
+    )
+
+    equal = [5] * 8
+    saved = count(timeline(llm, equal, ROWS))[0] - count(timeline(llm, equal, 8))[0]
+    ninth = timeline(llm, (*LENGTHS, 1), 9)[-1]
+    return [
+        Question(
+            f"Eight requests of 5 output tokens each, and {ROWS} rows. How many steps does "
+            "continuous batching save, compared with static batches?",
+            str(saved),
+            "All rows of a group become free in the same step, so no row is ever idle. Continuous "
+            "batching gains where output lengths differ, as those of real requests do.",
+        ),
+        Question(
+            "A ninth request with one output token is added behind the eight. In which step of "
+            "continuous batching is it computed? (The first step is 1.)",
+            str(ninth.index("P") + 1),
+            "Requests 4 to 7 take the first four rows that become free. The next row to become "
+            "free is that of request 6. The total number of steps does not change.",
+        ),
+    ]

@@ -1,0 +1,173 @@
+"""Lesson 5: prefix sharing and copy-on-write.
+
+The keys and values of a token depend on this token and those before it, and on nothing after it.
+Two prompts that begin with the same tokens have the same KV there, so both block tables can
+contain the same blocks. The prefix cache finds such blocks by a hash. The samples of one prompt
+(n=2) share blocks too, and one that writes into a shared block copies it first. Sharing and
+copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180); finding blocks by a
+hash is from vLLM.
+"""
+
+from nanovllm import LLM, RequestOutput, SamplingParams, Trace
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table, timed
+from nanovllm.plan import RowSampling
+
+A, B, C = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n"
+EXAMPLES = "".join(f"{a} + 30 = {a + 30}\n" for a in range(10, 50))  # more than 256 tokens
+
+
+def new_sequence(ids: list[int]) -> Sequence:
+    return Sequence("", 0, ids, len(ids), 1024, frozenset(), RowSampling(temperature=0, seed=0))
+
+
+def run_prompts(llm: LLM, prompts: list[list[int]]) -> list[int]:
+    """Run prompts in one batch -> how many tokens of each were in the prefix cache."""
+    params = SamplingParams(temperature=0, max_tokens=1)
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    return [out.num_cached_tokens for out in llm.generate(inputs, params, use_tqdm=False)]
+
+
+def share_blocks(llm: LLM) -> dict[int, int]:
+    """Run a step of two prompts, print its trace, and return the reference counts of the blocks."""
+    engine, blocks = llm.engine, llm.engine.scheduler.blocks.blocks
+    with Trace(llm) as trace:
+        for name, prompt in zip("AB", (A, B), strict=True):
+            engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2), name)
+        engine.step()
+    print(trace, end="\n\n")
+    tables = [seq.block_table for seq in engine.scheduler.running]
+    while engine.has_unfinished_requests():
+        counts = {i: blocks[i].ref_count for i in sorted({*tables[0], *tables[1]})}
+        engine.step()
+    return counts
+
+
+def hash_chains(llm: LLM) -> list[tuple[str, str, str]]:
+    """Return the blocks of three prompts: name, tokens, hash."""
+    tokenizer, rows = llm.get_tokenizer(), []
+    a, b = tokenizer.encode(A), tokenizer.encode(B)
+    other = tokenizer.encode("Sort") + a[1:]
+    for name, ids in (("A", a), ("B", b), ("A with another first token", other)):
+        seq = new_sequence(ids)
+        llm.engine.scheduler.blocks.hash_blocks(seq)
+        hashes = [f"{number:016x}" for number in seq.block_hashes]
+        for i in range(0, len(ids), 4):
+            texts = [tokenizer.decode([token]) for token in ids[i : i + 4]]
+            rows.append((name, str(texts), hashes[i // 4] if i + 4 <= len(ids) else "not full"))
+    return rows
+
+
+def run_examples(llm: LLM) -> tuple[list[RequestOutput], float]:
+    """Run eight prompts that begin with EXAMPLES, from an empty cache -> outputs and seconds."""
+    llm.reset_prefix_cache()
+    prompts = [f"{EXAMPLES}What is 12 + {i}?\n" for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=8)
+    return timed(lambda: llm.generate(prompts, params, use_tqdm=False), repeats=1)
+
+
+def compare() -> list[tuple[bool, int, float, float]]:
+    """Return: prefix caching, prompt tokens computed, mean ms to the first token, ms in all."""
+    rows, tokens = [], []
+    for caching in (False, True):
+        llm = make_llm(
+            attention_backend="sdpa", num_kvcache_blocks=256, enable_prefix_caching=caching
+        )
+        runs = [run_examples(llm) for _ in range(4)][1:]  # the first prepares buffers
+        outputs, seconds = sorted(runs, key=lambda run: run[1])[1]  # the median
+        computed = sum(len(out.prompt_token_ids) - out.num_cached_tokens for out in outputs)
+        waits = [(o.metrics.first_token_time or 0) - o.metrics.arrival_time for o in outputs]
+        rows.append((caching, computed, sum(waits) / len(waits) * 1e3, seconds * 1e3))
+        tokens.append([out.outputs[0].token_ids for out in outputs])
+    assert tokens[0] == tokens[1]
+    return rows
+
+
+def trace_samples(llm: LLM, n: int) -> tuple[Trace, int]:
+    """Sample A `n` times -> the trace, and how many blocks were copied."""
+    with Trace(llm) as trace:
+        llm.generate(A, SamplingParams(n=n, temperature=4, seed=1, max_tokens=3), use_tqdm=False)
+    return trace, sum(len(event.get("copies", ())) for event in trace.events)
+
+
+def evict() -> list[tuple[str, int, int, int]]:
+    """Run prompts in a pool of 6 blocks. Returns how many tokens of each are cached after each."""
+    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=6)
+    ids = {"A": llm.get_tokenizer().encode(A), "C": llm.get_tokenizer().encode(C)}
+    ids["D"] = llm.get_tokenizer().encode("Spell garden\n")
+    blocks, rows = llm.engine.scheduler.blocks, []
+    for name in "ACAD":
+        run_prompts(llm, [ids[name]])
+        a, c, d = (4 * len(blocks.match(new_sequence(ids[n]))) for n in "ACD")
+        rows.append((name, a, c, d))
+    return rows
+
+
+def run() -> list[Question]:
+    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
+    a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
+    same = next(i for i in range(len(b)) if a[i] != b[i])
+    say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. Their first
+        step:""")
+    counts = share_blocks(llm)
+    show_table(("block", "ref_count"), counts.items())
+    say(f"""A and B share one block, and both own it: its reference count is 2. B computes the other
+        {same - 4} of the same tokens itself, because only full blocks are shared. A block that is
+        not full will be written by its owner, with tokens that the other does not have.""")
+    say("""A hash is computed from the block's tokens and the hash of the block before it. Equal
+        hashes mean equal prefixes, so the same tokens after another beginning have another
+        hash:""")
+    show_table(("prompt", "tokens of a block", "hash"), hash_chains(llm))
+
+    llm.reset_prefix_cache()
+    runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
+    say("""Finished requests leave their full blocks in the cache. The prompts are run twice. At
+        least one token of a prompt is computed, because its logits give the first output token. The
+        prompt of 8 tokens therefore takes only one block from the cache:""")
+    names, lengths = ("A", "B", "the first 8 tokens of A"), (len(a), len(b), 8)
+    table = zip(names, lengths, *runs, strict=True)
+    show_table(("prompt", "tokens", "cached in run 1", "in run 2"), table)
+
+    say("""What is gained: eight prompts with the same long beginning arrive together at an empty
+        cache. One of them computes the beginning, the others share it in the same step.""")
+    head = ("prefix caching", "tokens computed", "mean ms to the first token", "ms in all")
+    show_table(head, [(on, n, f"{first:.0f}", f"{ms:.0f}") for on, n, first, ms in compare()])
+
+    say("""Two samples of A. Sample 0.1 is forked when sample 0.0 has its first token, and shares
+        the blocks of the prompt. It computes the last prompt token again, and samples another first
+        token from the logits. The last block is not full, and both samples will write into it, so
+        the engine copies it for one of them first:""")
+    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
+    print(trace_samples(llm, 2)[0], end="\n\n")
+    say("""Cached blocks without an owner are kept until no block is free. Then the least recently
+        used one is evicted. A pool of 6 blocks runs A, C, A again, and D, which needs 3 blocks; 2
+        are free. The last block of C is evicted. The beginning of C stays, because a sequence
+        releases its last block first. Tokens of each prompt that the next request would find in the
+        cache:""")
+    show_table(("after", "of A", "of C", "of D"), evict())
+    show_source(
+        link(BlockManager.hash_blocks, "parent = self._hash"),
+        link(BlockManager.match, "len(seq.token_ids) - 1"),
+        link(Scheduler._admit, "blocks.fork"),
+        link(BlockManager.copy_on_write),
+        link(BlockManager._take_block, "popitem"),
+    )
+    default = make_llm(kvcache_block_size=16, num_kvcache_blocks=64)
+    first, second = [5] * 300, [5] * 100 + [6] + [5] * 199
+    return [
+        Question(
+            "Blocks have 16 slots. Two prompts of 300 tokens differ only in the token at position "
+            "100, counted from 0. How many tokens of the second are found in the cache?",
+            str(run_prompts(default, [first, second])[1]),
+            "Blocks 0 to 5 end at position 95. Block 6 contains the token that differs, and the "
+            "hash of every later block depends on it, although their tokens are equal.",
+        ),
+        Question(
+            "Prompt A is sampled with n=4 instead of n=2. How many blocks are copied?",
+            str(trace_samples(llm, 4)[1]),
+            "Four samples share the block that is not full. Each writes into it and needs its own. "
+            "One of them keeps the original.",
+        ),
+    ]

@@ -1,0 +1,180 @@
+"""Lesson 6: scheduling: FCFS, SJF, chunked prompts, preemption.
+
+The scheduler decides in every step which sequences compute which tokens. A policy orders the
+requests that wait: first come first served (FCFS), or the shortest prompt first (SJF). A token
+budget limits the tokens of a step, so that a long prompt is computed in chunks beside the decodes
+of other requests (Sarathi-Serve, Agrawal et al., OSDI 2024, arXiv:2403.02310). If no block is
+free, the sequence that was admitted last is preempted: it loses its blocks and computes its tokens
+again later, as in vLLM (Kwon et al. 2023, arXiv:2309.06180).
+"""
+
+from statistics import mean, median
+
+from nanovllm import LLM, SamplingParams, Trace
+from nanovllm.engine.scheduler import AGING, Scheduler, shortest_job_first
+from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
+from nanovllm.trace import State
+
+# Plain torch, so that the figures do not depend on whether kernels are compiled.
+OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=256, enable_prefix_caching=False)
+LENGTHS = [150, *[9] * 12]  # of the prompts: a long one, and short ones behind it
+BUDGET = 32  # tokens of a step
+LONG = 600  # tokens of the prompt that is computed in chunks
+DECODING = 4  # requests that decode when a long prompt arrives
+
+
+def prompt(num_tokens: int) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [5 + i % 100 for i in range(num_tokens)]}
+
+
+def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """Run prompts of these lengths, which arrive in this order.
+
+    Returns the step that admits each request, in the order of admission, and the step of its first
+    token.
+    """
+    llm = make_llm(**OPTIONS, scheduling_policy=policy, max_num_batched_tokens=BUDGET)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=2)
+    with Trace(llm) as trace:
+        llm.generate([prompt(length) for length in lengths], params, use_tqdm=False)
+    admitted, first, state = dict[int, int](), dict[int, int](), State()
+    for event in trace.events:
+        state.apply(event)
+        for seq in event.get("joins", ()):
+            admitted[seq] = event["plan"]
+        if "commit" in event:
+            for seq in state.of:
+                first.setdefault(seq, event["commit"])
+    return admitted, first
+
+
+def chunk_steps(llm: LLM) -> list[tuple[int, float]]:
+    """Let a prompt of LONG tokens arrive while other requests decode.
+
+    Returns the tokens and the milliseconds of each step until the first token of that prompt.
+    """
+    engine, state, steps = llm.engine, State(), list[tuple[int, float]]()
+    for _ in range(DECODING):
+        params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64)
+        engine.add_request(prompt(9), params)
+    engine.step()
+    engine.step()
+    with Trace(llm) as trace:
+        one = SamplingParams(temperature=0, max_tokens=1)
+        engine.add_request(prompt(LONG), one)
+        while not engine.step():  # returns the requests that have finished
+            pass
+    llm.shutdown()  # aborts the others
+    for event in trace.events:
+        state.apply(event)
+        if "plan" in event:
+            begin = event["time"][0]
+            tokens = sum(count for *_, count in event["chunks"]) + len(state.decodes)
+        elif "commit" in event:
+            steps.append((tokens, (event["time"][1] - begin) / 1e3))
+    return steps
+
+
+def preempt(num_blocks: int, enable_prefix_caching: bool) -> tuple[Trace, list[list[int]], int]:
+    """Run two requests -> the trace, their tokens, and how many tokens were computed again."""
+    llm = make_llm(
+        kvcache_block_size=4,
+        num_kvcache_blocks=num_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=9)
+    with Trace(llm) as trace:
+        outputs = llm.generate(["What is 12 + 30?\n", "Sort 42, 7, 99\n"], params, use_tqdm=False)
+    tokens = [out.outputs[0].token_ids for out in outputs]
+    return trace, tokens, int(llm.stats()["recomputed_tokens"])
+
+
+def show_policies() -> None:
+    fcfs, sjf = run_policy("fcfs", LENGTHS), run_policy("sjf", LENGTHS)
+    keys = [length + AGING * i for i, length in enumerate(LENGTHS)]
+    assert list(sjf[0]) == sorted(fcfs[0], key=lambda request: keys[request])
+    rows: list[tuple[object, ...]] = [
+        (i, length, *(steps[i] for steps in fcfs), keys[i], *(steps[i] for steps in sjf))
+        for i, length in enumerate(LENGTHS)
+    ]
+    means = [f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf)]
+    rows.append(("mean", "", "", means[0], "", "", means[1]))
+    head = (
+        "request",
+        "tokens",
+        "FCFS: admitted",
+        "first token",
+        "SJF: key",
+        "admitted",
+        "first token",
+    )
+    show_table(head, rows)
+
+
+def show_chunks() -> None:
+    rows = []
+    for budget in (1024, 64):
+        llm = make_llm(**OPTIONS, max_num_batched_tokens=budget)
+        runs = [chunk_steps(llm) for _ in range(4)][1:]  # the first prepares buffers
+        longest = median(max(ms for _, ms in steps) for steps in runs)
+        total = median(sum(ms for _, ms in steps) for steps in runs)
+        tokens = " ".join(str(tokens) for tokens, _ in runs[0])
+        rows.append((budget, tokens, f"{longest:.1f}", f"{total:.0f}"))
+    show_table(("budget", "tokens of each step", "longest step, ms", "first token, ms"), rows)
+
+
+def show_preemption() -> None:
+    pools = ((32, True), (8, True), (8, False))
+    runs = [preempt(*pool) for pool in pools]
+    trace = runs[1][0]
+    step = next(event["plan"] for event in trace.events if "preempted" in event)
+    say(f"""Preemption: two requests in a pool of 8 blocks. In step {step} request 0 needs another
+        block and none is free. Request 1 was admitted last, so it loses its blocks and returns to
+        the head of the queue with its tokens. It resumes when request 0 has finished:""")
+    print(trace, end="\n\n")
+    say("""The tokens are the same as in a large pool. With prefix caching, the blocks that request
+        1 lost stay in the cache until they are evicted, so that fewer tokens are computed
+        again:""")
+    assert runs[0][1] == runs[1][1] == runs[2][1]
+    head = ("blocks", "prefix caching", "steps", "tokens computed again")
+    show_table(head, [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(pools, runs, strict=True)])
+
+
+def run() -> list[Question]:
+    say(f"""A prompt of {LENGTHS[0]} tokens arrives just before {len(LENGTHS) - 1} short ones, and a
+        step has at most {BUDGET} tokens. FCFS admits the long prompt first, and it uses the budget
+        of the first steps. SJF admits the smallest key first: the number of uncached prompt tokens
+        + {AGING} * the number of the request. The second term is aging: a request that arrives much
+        later has a larger key, however short it is, so that the long prompt does not wait forever.
+        The steps in which each request is admitted and gets its first token:""")
+    show_policies()
+    say(f"""Chunked prompts: {DECODING} requests decode, and a prompt of {LONG} tokens arrives.
+        Running sequences get their tokens first, and the prompt takes what the budget leaves. With
+        a large budget it is computed in one step, and the other requests wait for their next token
+        as long as this step takes. With a small one the longest step is short, but the long prompt
+        itself waits longer for its first token:""")
+    show_chunks()
+    show_preemption()
+    show_source(
+        link(shortest_job_first, "AGING * seq.arrival"),
+        link(Scheduler.schedule, "tokens = min("),
+        link(Scheduler._make_room, "self._preempt"),
+        link(Scheduler._preempt),
+    )
+    admitted, _ = run_policy("sjf", [100, *[9] * 10])
+    llm = make_llm(**OPTIONS, max_num_batched_tokens=BUDGET)
+    return [
+        Question(
+            "Under SJF a prompt of 100 tokens (request 0) arrives just before ten prompts of 9 "
+            "tokens (requests 1 to 10). How many of these are admitted before it?",
+            str(list(admitted).index(0)),
+            f"Request i has the key 9 + {AGING} * i, which is less than 100 up to i = 5.",
+        ),
+        Question(
+            f"{DECODING} requests decode, the token budget is {BUDGET}, and a prompt of {LONG} "
+            "tokens arrives. How many steps does this prompt take?",
+            str(len(chunk_steps(llm))),
+            f"Each step first computes {DECODING} decodes, which leaves {BUDGET - DECODING} tokens "
+            f"for the prompt: {LONG} / {BUDGET - DECODING}, rounded up.",
+        ),
+    ]
