@@ -1,1 +1,250 @@
-def run() -> None: ...
+"""The ladder: the same requests on every rung, from no cache to the engine's defaults.
+
+Each rung adds one idea, and `climb` checks that it gives the same tokens as the rung before.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.scheduler import InFlightStep
+from nanovllm.engine.sequence import Sequence
+from nanovllm.lessons import lesson1_no_cache, lesson2_kv_cache
+from nanovllm.lessons.lesson import make_llm, say, show_table
+from nanovllm.lessons.lesson1_no_cache import Way
+from nanovllm.outputs import RequestOutput
+
+NUM_REQUESTS = 16
+ROWS = 8  # requests that run at once on rungs 4 to 8
+BUDGET = 32  # tokens of a step on rungs 6 to 8
+LENGTHS = (4, 8, 12, 36)  # output tokens; a static batch waits for its longest
+# Every request begins with this conversation.
+BEGINNING = [
+    ("system", "You are a helpful assistant."),
+    ("user", "What is 12 + 30?"),
+    ("assistant", "12 + 30 = 42"),
+]
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    num_output: int
+
+
+class Run(NamedTuple):
+    """What one run of all requests took."""
+
+    tokens: list[list[int]]  # the output of each request
+    steps: int
+    computed: int  # tokens
+    slots: int  # the most slots of the KV cache that were reserved in a step
+    first_token: float  # seconds from the start to a request's first token, the mean
+    longest_step: float  # seconds
+    seconds: float
+
+
+def make_requests(llm: LLM, number: int) -> list[Request]:
+    """Requests to count. Their answers are longer than LENGTHS, so each ends at its length."""
+    beginning = [{"role": role, "content": content} for role, content in BEGINNING]
+    tokenizer, requests = llm.get_tokenizer(), []
+    for i in range(1, number + 1):
+        chat = [*beginning, {"role": "user", "content": f"Count from {i} to {i + 30}."}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        requests.append(Request(tokenizer.encode(text), LENGTHS[i % len(LENGTHS)]))
+    return requests
+
+
+def by_hand(llm: LLM, requests: list[Request], way: Way, reserved: int) -> Run:
+    """One request after the other, by plans that are written by hand.
+
+    reserved: for how many requests of the greatest length slots are reserved.
+    """
+    start = last = time.monotonic()
+    tokens: list[list[int]] = []
+    first_tokens, steps = [], []
+    for prompt, num_output in requests:
+        tokens.append([])
+        for token, computed in way(llm, prompt, num_output):
+            now = time.monotonic()
+            if not tokens[-1]:
+                first_tokens.append(now - start)
+            tokens[-1].append(token)
+            steps.append((computed, now - last))
+            last = now
+    computed, longest = sum(c for c, _ in steps), max(seconds for _, seconds in steps)
+    mean = sum(first_tokens) / len(requests)
+    slots = reserved * llm.engine.inputs.max_model_len
+    return Run(tokens, len(steps), computed, slots, mean, longest, last - start)
+
+
+@dataclass
+class Counters:
+    """An Observer of the engine's steps; see nanovllm/engine/observer.py."""
+
+    llm: LLM
+    steps: int = 0
+    computed: int = 0
+    blocks: int = 0
+
+    def begin(self) -> None: ...
+
+    def scheduled(self, step: InFlightStep | None) -> None:
+        if step is not None:
+            self.steps += 1
+            self.computed += step.plan.num_tokens
+            self.blocks = max(self.blocks, int(self.llm.stats()["blocks_in_use"]))
+
+    def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None: ...
+
+    def abandoned(self, error: BaseException) -> None: ...
+
+
+def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
+    """Add `group` requests, run the engine until all have finished, and add the next group."""
+    engine = llm.engine
+    engine.reset_prefix_cache()
+    engine.observer = counters = Counters(llm)
+    outputs: dict[str, RequestOutput] = {}
+    ids: list[str] = []
+    start, longest = time.monotonic(), 0.0
+    for i in range(0, len(requests), group):
+        for prompt, num_output in requests[i : i + group]:
+            params = SamplingParams(temperature=0, max_tokens=num_output)
+            ids.append(engine.add_request(prompt, params))
+        while engine.has_unfinished_requests():
+            before = time.monotonic()
+            outputs |= {output.request_id: output for output in engine.step()}
+            longest = max(longest, time.monotonic() - before)
+    seconds = time.monotonic() - start
+    engine.observer = None
+    tokens = [outputs[i].outputs[0].token_ids for i in ids]
+    firsts = [outputs[i].metrics.first_token_time or 0.0 for i in ids]
+    mean = sum(first - start for first in firsts) / len(ids)
+    slots = counters.blocks * engine.scheduler.blocks.block_size
+    return Run(tokens, counters.steps, counters.computed, slots, mean, longest, seconds)
+
+
+class Rung(NamedTuple):
+    lesson: int
+    adds: str
+    options: dict[str, Any]  # of the LLM, in addition to those of make_llm
+    run: Callable[[LLM, list[Request]], Run]
+
+
+PLAIN = dict(attention_backend="sdpa", enable_prefix_caching=False, max_num_seqs=ROWS)
+SHARING = PLAIN | {"enable_prefix_caching": True}
+CHUNKS = SHARING | {"max_num_batched_tokens": BUDGET}
+KERNELS = CHUNKS | {"attention_backend": "numba"}
+ASYNC = KERNELS | {"async_scheduling": True}
+no_cache = partial(by_hand, way=lesson1_no_cache.generate, reserved=0)
+kv_cache = partial(by_hand, way=lesson2_kv_cache.generate, reserved=1)
+one_by_one = partial(by_engine, group=1)
+static = partial(by_engine, group=ROWS)
+continuous = partial(by_engine, group=sys.maxsize)
+
+RUNGS = [
+    Rung(1, "no cache", PLAIN, no_cache),
+    Rung(2, "a KV cache", PLAIN, kv_cache),
+    Rung(3, "blocks", PLAIN, one_by_one),
+    Rung(4, f"static batches of {ROWS}", PLAIN, static),
+    Rung(4, "continuous batching", PLAIN, continuous),
+    Rung(5, "prefix sharing", SHARING, continuous),
+    Rung(6, f"a token budget of {BUDGET}", CHUNKS, continuous),
+    Rung(7, "kernels (Numba)", KERNELS, continuous),
+    Rung(8, "async scheduling", ASYNC, continuous),
+    Rung(8, "the defaults of LLM()", {}, continuous),
+]
+
+
+def has_numba() -> bool:
+    """Whether the CPU's kernels can run. They are compiled on the first call, in 20 to 40 s."""
+    try:
+        from nanovllm.cpu.compile import compile_now
+    except ImportError:
+        return False
+    compile_now(torch.float32)
+    return True
+
+
+def climb(
+    rungs: list[Rung], number: int, repeats: int, warm_up: bool = True
+) -> list[tuple[Rung, Run]]:
+    """Run `number` requests on each rung `repeats` times -> each rung and its median run.
+
+    Raises AssertionError if the tokens of a rung are not those of the first.
+    """
+    results: list[tuple[Rung, Run]] = []
+    for rung in rungs:
+        llm = make_llm(**rung.options)
+        requests = make_requests(llm, number)
+        if warm_up:
+            rung.run(llm, requests[:ROWS])
+        runs = sorted((rung.run(llm, requests) for _ in range(repeats)), key=lambda r: r.seconds)
+        results.append((rung, runs[repeats // 2]))
+        assert runs[-1].tokens == results[0][1].tokens, f"{rung.adds} changes the tokens"
+    return results
+
+
+def show(results: list[tuple[Rung, Run]]) -> None:
+    """Print the table. The gain is that over the rung before."""
+    rows, before = [], 0.0
+    for rung, run in results:
+        rate = sum(map(len, run.tokens)) / run.seconds
+        rows.append(
+            (
+                f"{rung.lesson} {rung.adds}",
+                f"{rate:,.0f}",
+                f"{rate / before:.2f}" if before else "",
+                run.steps,
+                f"{run.computed:,}",
+                f"{run.slots:,}",
+                f"{1e3 * run.first_token:,.0f}",
+                f"{1e3 * run.longest_step:,.0f}",
+            )
+        )
+        before = rate
+    names = ("lesson", "tokens/s", "gain", "steps", "computed", "slots", "first (ms)", "step (ms)")
+    show_table(names, rows)
+
+
+def run() -> None:
+    say(f"""
+        The ladder: {NUM_REQUESTS} requests, which begin with the same conversation and have
+        {min(LENGTHS)} to {max(LENGTHS)} output tokens. Every rung adds one idea to the one before, and
+        gives the same tokens, in float32. The last rung is LLM() as it is. Timings are from the
+        median of 3 runs after a short one to warm up.
+
+        gain: tokens per second divided by those of the rung before. computed: tokens that the model
+        computed, in so many steps. slots: the most slots of the KV cache that were reserved at a
+        time. first: mean time from the start until a request has its first token. step: the longest
+        step, which is how long a running request may wait for a token.""")
+    rungs = RUNGS
+    if not has_numba():
+        say("Numba is missing, so rung 7 is left out and rung 8 runs in plain torch.")
+        plain = {"attention_backend": "sdpa"}
+        rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 7]
+    results = climb(rungs, NUM_REQUESTS, repeats=3)
+    show(results)
+    by_name = {rung.adds: run for rung, run in results}
+    cache, blocks = by_name["a KV cache"], by_name["blocks"]
+    shared, chunks = by_name["prefix sharing"], by_name[f"a token budget of {BUDGET}"]
+    say(f"""
+        Lessons 2, 4, 5 and 7 are about speed: fewer tokens are computed, more tokens are computed
+        for each read of the weights, or the same is computed in fewer operations. Blocks are about
+        memory: one request reserves {blocks.slots:,} slots at most, not {cache.slots:,}, so more
+        requests fit. A small token budget is about waiting: a step with many prompt tokens is cut
+        into chunks, so that running requests get their next token earlier, in a few more steps. The
+        longest step took {1e3 * shared.longest_step:.0f} ms without it and
+        {1e3 * chunks.longest_step:.0f} ms with it.
+
+        Async scheduling gains nothing on a CPU, which does not compute while the host plans; on a GPU
+        it hides the host's work. The layers in one call need a CPU with AMX and bfloat16, so they are
+        not in this table: in bfloat16 rungs may differ in near-ties. Lesson 8 measures both. The
+        defaults run all {NUM_REQUESTS} requests at once, with a budget of 8,192 tokens. Gains depend on
+        the machine and on what else it does; a gain of less than 1 is a loss.""")

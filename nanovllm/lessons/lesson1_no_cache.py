@@ -1,0 +1,124 @@
+"""Lesson 1: generate without a cache.
+
+A language model reads a text and computes one probability for each token of its vocabulary: how
+likely it is that this token comes next. To generate is to run the model, choose a token, append it
+to the text, and run the model again. This lesson runs it over the whole text for each new token, as
+the transformer is defined (Vaswani et al. 2017, arXiv:1706.03762), and counts what that costs.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table, timed
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.sampler import sample
+from nanovllm.plan import Chunk, Join, RowSampling, StepPlan
+from nanovllm.runner.model_runner import ModelRunner
+
+# A way to generate: (llm, prompt, number of output tokens) -> each token, and how many tokens the
+# model computed for it.
+Way: TypeAlias = Callable[[LLM, list[int], int], Iterator[tuple[int, int]]]
+GREEDY = RowSampling(temperature=0, seed=0)  # always the most likely token
+PROMPT = "What is 12 + 30?\n"
+LENGTHS = (20, 40, 80, 160)
+
+
+def block_table(llm: LLM) -> list[int]:
+    """Memory for the longest text that the model can read. Lesson 3 explains its blocks."""
+    size = llm.engine.scheduler.blocks.block_size
+    return list(range(1, 1 - (-llm.engine.inputs.max_model_len // size)))
+
+
+def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
+    """Generate without a cache.
+
+    A StepPlan is what the scheduler sends to the runner. This one begins at position 0 each time,
+    so the runner reads nothing that an earlier step has stored.
+    """
+    ids, table = list(prompt), block_table(llm)
+    for _ in range(num_output):
+        plan = StepPlan(
+            joins=[Join(0, table, GREEDY)],
+            chunks=[Chunk(0, 0, list(ids), sample=True)],
+            num_tokens=len(ids),
+        )
+        [token] = llm.engine.runner.run(plan)().token_ids
+        ids.append(token)
+        yield token, plan.num_tokens
+
+
+def show_steps(llm: LLM, text: str, num_steps: int) -> list[float]:
+    """Print the most likely next tokens in each step. Returns the sums of all probabilities."""
+    params = SamplingParams(temperature=0, max_tokens=num_steps, logprobs=-1)
+    output = llm.generate(text, params, use_tqdm=False)[0].outputs[0]
+    rows, sums, read = [], [], text
+    for token, entry in zip(output.token_ids, output.logprobs or [], strict=True):
+        ranked = sorted(entry.values(), key=lambda candidate: candidate.rank)
+        best = [f"{c.decoded_token!r} {math.exp(c.logprob):.3f}" for c in ranked[:3]]
+        rows.append((repr(read), *best))
+        sums.append(sum(math.exp(c.logprob) for c in ranked))
+        read += entry[token].decoded_token or ""
+    show_table(("the model reads", "most likely", "second", "third"), rows)
+    return sums
+
+
+def measure(way: Way, llm: LLM, prompt: list[int], length: int) -> tuple[list[int], int, float]:
+    """Generate `length` tokens -> (tokens, tokens computed, seconds)."""
+    steps, seconds = timed(lambda: list(way(llm, prompt, length)), repeats=1)
+    return [token for token, _ in steps], sum(computed for _, computed in steps), seconds
+
+
+def run() -> list[Question]:
+    llm = make_llm(attention_backend="sdpa")
+    vocab_size = llm.engine.inputs.vocab_size
+    say(f"""One step of the embedded model gives {vocab_size:,} probabilities, one for each token of its
+        vocabulary. Greedy sampling takes the most likely token. It is part of the text that the next
+        step reads:""")
+    sums = show_steps(llm, "Prefix", 5)
+    print("Sum of all probabilities in each step:", *(f"{s:.3f}" for s in sums), end="\n\n")
+    assert all(abs(total - 1) < 1e-3 for total in sums)
+    say("The same loop with plans that are written by hand. Each step computes the whole text:")
+
+    prompt = llm.get_tokenizer().encode(PROMPT)
+    steps = list(generate(llm, prompt, 10))
+    rows = [(repr(llm.get_tokenizer().decode([token])), n) for token, n in steps]
+    show_table(("next token", "tokens computed"), rows)
+    want = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
+    assert [token for token, _ in steps] == want[0].outputs[0].token_ids
+
+    say(f"""A prompt of p = {len(prompt)} tokens and an output of n tokens compute
+        p + (p + 1) + ... + (p + n - 1) = n * p + n * (n - 1) / 2 tokens. That grows with the square
+        of n. Measured:""")
+    table, counts = [], []
+    for n in LENGTHS:
+        _, computed, seconds = measure(generate, llm, prompt, n)
+        assert computed == n * len(prompt) + n * (n - 1) // 2
+        table.append((n, f"{computed:,}", f"{seconds:.2f}", f"{1e3 * seconds / n:.1f}"))
+        counts.append(computed)
+    show_table(("output tokens", "tokens computed", "seconds", "ms per output token"), table)
+    say("""A step has a fixed cost, whatever it computes, so that short texts hide the growth. The last
+        column shows it: each token of a longer output takes more time. Lesson 2 computes each token
+        once.""")
+    show_source(link(ModelRunner.run), link(Qwen3.forward), link(Qwen3.logits), link(sample))
+
+    *_, (_, last) = generate(llm, prompt, 100)
+    ratio = counts[-1] / counts[-2]
+    return [
+        Question(
+            "An output is much longer than its prompt. Another output is twice as long. How many "
+            "times as many tokens does the model compute for it? Round to a whole number.",
+            f"{ratio:.0f}",
+            "The number grows with the square of the length. From "
+            f"{LENGTHS[-2]} to {LENGTHS[-1]} output tokens it is {ratio:.2f} times as many; the "
+            "rest is due to the prompt.",
+        ),
+        Question(
+            f"The prompt has {len(prompt)} tokens and the output 100. How many tokens does the last "
+            "step compute?",
+            str(last),
+            "The prompt and the 99 output tokens that were known. The token that the last step "
+            "samples is never computed.",
+        ),
+    ]

@@ -1,0 +1,137 @@
+"""Lesson 2: generate with a KV cache.
+
+Attention lets a token read the keys and values of the tokens before it, and of no later ones. The
+keys and values (KV) of a token therefore do not change when the text grows. A KV cache stores them,
+and each step computes the new token only (Pope et al. 2022, arXiv:2211.05102, describe what this
+costs and saves). The cache takes memory for each token, which is the reason for lessons 3 to 6.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from nanovllm import LLM
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.lessons import lesson1_no_cache
+from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
+from nanovllm.lessons.lesson1_no_cache import GREEDY, LENGTHS, PROMPT, block_table, measure
+from nanovllm.models.attention import PlainAttention
+from nanovllm.plan import Chunk, Join, StepPlan
+from nanovllm.runner.model_runner import ModelRunner
+
+
+def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
+    """Generate with a cache, as a `Way` of lesson 1.
+
+    The first step computes the prompt. After it, a step computes the token that row 0 sampled last
+    and reads the KV of all others in the cache.
+    """
+    plan = StepPlan(
+        joins=[Join(0, block_table(llm), GREEDY)],
+        chunks=[Chunk(0, 0, prompt, sample=True)],
+        num_tokens=len(prompt),
+    )
+    for _ in range(num_output):
+        [token] = llm.engine.runner.run(plan)().token_ids
+        yield token, plan.num_tokens
+        plan = StepPlan(decode_rows=[0], num_tokens=1)
+
+
+def key_in_texts(llm: LLM, ids: list[int], position: int, lengths: list[int]) -> torch.Tensor:
+    """The key at `position` in the last layer, first head, after each length of text [N, D]."""
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    attention, size = runner.attention, llm.engine.scheduler.blocks.block_size
+    assert isinstance(attention, PlainAttention)
+    block, offset = block_table(llm)[position // size], position % size
+    keys = []
+    for length in lengths:
+        next(lesson1_no_cache.generate(llm, ids[:length], 1))
+        keys.append(attention.cache[-1, 0, block, 0, offset].clone())
+    return torch.stack(keys)
+
+
+def compare(llm: LLM, prompt: list[int], lengths: tuple[int, ...]) -> None:
+    """Print both ways side by side."""
+    rows = []
+    for n in lengths:
+        want, without, slow = measure(lesson1_no_cache.generate, llm, prompt, n)
+        tokens, computed, fast = measure(generate, llm, prompt, n)
+        assert tokens == want
+        rows.append(
+            (n, f"{without:,}", computed, f"{slow:.2f}", f"{fast:.2f}", f"{slow / fast:.1f}")
+        )
+    head = ("output tokens", "computed without", "with", "seconds without", "with", "times faster")
+    show_table(head, rows)
+
+
+def qwen3_bytes(kv_heads: int) -> int:
+    """The bytes of a token's KV in Qwen3-0.6B's shape: 28 layers, heads of 128, in bfloat16."""
+    return 2 * 28 * kv_heads * 128 * 2
+
+
+def run() -> list[Question]:
+    llm = make_llm(attention_backend="sdpa")
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    prompt = llm.get_tokenizer().encode(PROMPT)
+
+    say("""The key of the third token in the last layer, its first 4 numbers, when the model reads the
+        first 3, 6 and 10 tokens of the prompt:""")
+    keys = key_in_texts(llm, prompt, 2, [3, 6, 10])
+    rows = [
+        (n, *(f"{x:.4f}" for x in k[:4])) for n, k in zip((3, 6, 10), keys.tolist(), strict=True)
+    ]
+    show_table(("tokens read", "1", "2", "3", "4"), rows)
+    assert torch.allclose(keys, keys[:1], atol=1e-4)
+    say("""It depends on the tokens up to its own only, so it can be kept. Without a cache each step
+        computes it again. Both ways give the same tokens:""")
+    compare(llm, prompt, LENGTHS[1:])
+    say("""The number of computed tokens was a square of the output's length, and is now the length of
+        the prompt and the output, less one: the token that was sampled last is never computed.""")
+
+    say("""The price is memory, a key and a value for each layer and KV head:
+        2 * layers * KV heads * head size * bytes of a number.""")
+    c = runner.model_config
+    shapes = [
+        ("embedded model, float32", f"2 * {c.num_layers} * {c.num_kv_heads} * {c.head_dim} * 4"),
+        ("Qwen3-0.6B, bfloat16", "2 * 28 * 8 * 128 * 2"),
+    ]
+    rows = [
+        (*shape, f"{size:,}", f"{1000 * size / 1e6:.1f} MB")
+        for shape, size in zip(shapes, (runner.block_bytes(1), qwen3_bytes(8)), strict=True)
+    ]
+    show_table(("model", "arithmetic", "bytes a token", "1,000 tokens"), rows)
+    slots = len(block_table(llm)) * llm.engine.scheduler.blocks.block_size
+    say(f"""The length of an answer is not known in advance. This lesson therefore reserved a slot for
+        each of the {slots:,} positions that the model can read, and used few of them. Lesson 3 takes
+        memory only when a sequence needs it.""")
+    say("""A step that computes a prompt is often called prefill, and a step that computes one token of
+        each sequence is called decode. A prefill computes many tokens for each read of the weights, a
+        decode computes few. The engine has no such phases: a sequence has known tokens and computed
+        tokens, and a step computes some of the difference. The loop above is the special case in
+        which the difference is first the prompt and then one token.""")
+    show_source(
+        link(PlainAttention.store),
+        link(PlainAttention.attend_gathered, "read_blocks"),
+        link(Scheduler.schedule, "decode_rows.append"),
+        link(ModelRunner.block_bytes),
+    )
+    length = 60
+    _, computed, _ = measure(generate, llm, prompt, length)
+    return [
+        Question(
+            f"The prompt has {len(prompt)} tokens, the output {length}. How many tokens does the "
+            "model compute with a KV cache?",
+            str(computed),
+            f"{len(prompt)} of the prompt and {length - 1} of the output: nothing reads the KV of "
+            "the last token, so it is not computed.",
+        ),
+        Question(
+            "Qwen3-0.6B has 16 query heads, and two of them share a KV head. How many bytes would a "
+            "token take in the cache if each query head had a KV head of its own?",
+            str(qwen3_bytes(16)),
+            "Twice as many. Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) shares "
+            "KV heads to make the cache smaller.",
+        ),
+    ]

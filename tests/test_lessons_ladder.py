@@ -1,0 +1,121 @@
+"""Lessons 1 and 2 and the ladder: their tables say what the steps computed."""
+
+import re
+from os.path import commonprefix
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.lessons import ladder, lesson1_no_cache, lesson2_kv_cache
+from nanovllm.lessons.lesson1_no_cache import PROMPT
+
+NUM_OUTPUT = 12  # more than the answer has: both ways go on after the end-of-sequence token
+
+
+def numbers(printed: str, title: str) -> list[list[float]]:
+    """The rows of numbers below the line of a table that begins with `title`."""
+    table = printed[printed.index(f"\n{title}") :].strip().split("\n\n")[0]
+    rows = [re.split(r"\s{2,}", line.replace(",", "")) for line in table.splitlines()[1:]]
+    return [[float(cell) for cell in row] for row in rows]
+
+
+def test_both_ways_give_the_engines_tokens(embedded: LLM) -> None:
+    prompt = embedded.get_tokenizer().encode(PROMPT)
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+    want = embedded.generate(PROMPT, params, use_tqdm=False)[0]["token_ids"]
+    without = list(lesson1_no_cache.generate(embedded, prompt, NUM_OUTPUT))
+    cached = list(lesson2_kv_cache.generate(embedded, prompt, NUM_OUTPUT))
+    assert [token for token, _ in without] == [token for token, _ in cached] == want
+    assert [n for _, n in without] == [len(prompt) + i for i in range(NUM_OUTPUT)]
+    assert [n for _, n in cached] == [len(prompt)] + [1] * (NUM_OUTPUT - 1)
+
+
+@pytest.mark.slow
+def test_lesson_1(capsys: pytest.CaptureFixture[str]) -> None:
+    questions = lesson1_no_cache.run()
+    printed = capsys.readouterr().out
+    rows = numbers(printed, "output tokens")
+    assert [row[:2] for row in rows] == [[20, 390], [40, 1180], [80, 3960], [160, 14320]]
+    assert rows[-1][2] > 4 * rows[0][2]  # the time grows too: 37 times as many tokens
+    assert max(map(len, printed.splitlines())) <= 100
+    assert [q.answer for q in questions] == ["4", "109"]
+
+
+@pytest.mark.slow
+def test_lesson_2(capsys: pytest.CaptureFixture[str]) -> None:
+    questions = lesson2_kv_cache.run()
+    printed = capsys.readouterr().out
+    rows = numbers(printed, "output tokens")
+    assert [row[:3] for row in rows] == [[40, 1180, 49], [80, 3960, 89], [160, 14320, 169]]
+    assert rows[-1][-1] > 1  # faster
+    keys = numbers(printed, "tokens read")
+    assert len(keys) == 3
+    for row in keys[1:]:
+        assert row[1:] == pytest.approx(keys[0][1:], abs=2e-4)
+    # The embedded model: 5 layers, 2 KV heads of 64, 4 bytes. Qwen3-0.6B: see the lesson.
+    assert "5,120" in printed
+    assert "114,688" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    assert [q.answer for q in questions] == ["69", "229376"]
+    assert "69" not in printed.split()
+
+
+@pytest.mark.slow
+def test_ladder(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    number, plain = 12, {"attention_backend": "sdpa"}
+    rungs = ladder.RUNGS
+    if not ladder.has_numba():
+        rungs = [rung._replace(options=rung.options | plain) for rung in rungs]
+    results = ladder.climb(rungs, number, repeats=1, warm_up=False)
+    ladder.show(results)
+    runs = {rung.adds: run for rung, run in results}
+    requests = ladder.make_requests(embedded, number)
+    lengths = [r.num_output for r in requests]
+    prompts = [len(r.prompt) for r in requests]
+
+    # All tokens are the engine's.
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in lengths]
+    outputs = embedded.generate([r.prompt for r in requests], params, use_tqdm=False)
+    want = [out["token_ids"] for out in outputs]
+    assert [len(ids) for ids in want] == lengths
+    assert all(run.tokens == want for run in runs.values())
+
+    # What each rung computes, and in how many steps.
+    pairs = list(zip(prompts, lengths, strict=True))
+    assert runs["no cache"].computed == sum(n * p + n * (n - 1) // 2 for p, n in pairs)
+    once = sum(p + n - 1 for p, n in pairs)
+    batches = [lengths[i : i + ladder.ROWS] for i in range(0, number, ladder.ROWS)]
+    static, continuous = runs["static batches of 8"], runs["continuous batching"]
+    for name in ("a KV cache", "blocks"):
+        assert (runs[name].computed, runs[name].steps) == (once, sum(lengths))
+    assert (static.computed, static.steps) == (once, sum(map(max, batches)))
+    assert continuous.computed == once
+    assert sum(lengths) / ladder.ROWS <= continuous.steps < static.steps
+    size = embedded.engine.scheduler.blocks.block_size
+    prefix = len(commonprefix([r.prompt for r in requests])) // size * size  # noqa: RUF071
+    assert prefix >= 4 * size
+    shared, chunks = runs["prefix sharing"], runs[f"a token budget of {ladder.BUDGET}"]
+    assert shared.computed == chunks.computed == once - (number - 1) * prefix
+    assert chunks.steps > shared.steps
+    assert runs["the defaults of LLM()"].steps == max(lengths)
+
+    # The memory that each reserves.
+    assert runs["no cache"].slots == 0
+    assert runs["a KV cache"].slots == 1024
+    longest = max(p + n - 1 for p, n in pairs)
+    assert runs["blocks"].slots == -(-longest // size) * size
+    assert shared.slots == chunks.slots < static.slots <= ladder.ROWS * runs["blocks"].slots
+
+    # The order in which first tokens come, and the table.
+    assert continuous.first_token < runs["blocks"].first_token
+    printed = capsys.readouterr().out
+    lines = [line.split("  ")[0] for line in printed.strip().splitlines()[1:]]
+    assert lines == [f"{rung.lesson} {rung.adds}" for rung in rungs]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_a_rung_that_changes_tokens_is_refused() -> None:
+    first, *_ = ladder.RUNGS
+    wrong = first._replace(run=lambda llm, requests: first.run(llm, requests[::-1]))
+    with pytest.raises(AssertionError, match="no cache changes the tokens"):
+        ladder.climb([first, wrong], number=2, repeats=1, warm_up=False)
