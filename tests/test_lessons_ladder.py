@@ -4,9 +4,11 @@ import re
 from os.path import commonprefix
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.lessons import ladder, lesson1_no_cache, lesson2_kv_cache
+from nanovllm.lessons.lesson import make_llm
 from nanovllm.lessons.lesson1_no_cache import PROMPT
 
 NUM_OUTPUT = 12  # more than the answer has: both ways go on after the end-of-sequence token
@@ -23,11 +25,21 @@ def test_both_ways_give_the_engines_tokens(embedded: LLM) -> None:
     prompt = embedded.get_tokenizer().encode(PROMPT)
     params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
     want = embedded.generate(PROMPT, params, use_tqdm=False)[0]["token_ids"]
-    without = list(lesson1_no_cache.generate(embedded, prompt, NUM_OUTPUT))
     cached = list(lesson2_kv_cache.generate(embedded, prompt, NUM_OUTPUT))
+    without = list(lesson1_no_cache.generate(embedded, prompt, NUM_OUTPUT))
     assert [token for token, _ in without] == [token for token, _ in cached] == want
     assert [n for _, n in without] == [len(prompt) + i for i in range(NUM_OUTPUT)]
     assert [n for _, n in cached] == [len(prompt)] + [1] * (NUM_OUTPUT - 1)
+
+
+def test_a_key_depends_on_the_tokens_up_to_its_own() -> None:
+    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    keys = lesson2_kv_cache.key_in_texts(llm, [20, 21, 22, 23, 24], 2, [3, 5])
+    later = lesson2_kv_cache.key_in_texts(llm, [20, 21, 22, 30, 31], 2, [5])
+    earlier = lesson2_kv_cache.key_in_texts(llm, [20, 30, 22, 23, 24], 2, [5])
+    assert torch.allclose(keys[0], keys[1], atol=1e-4)
+    assert torch.allclose(keys[0], later[0], atol=1e-4)
+    assert not torch.allclose(keys[0], earlier[0], atol=1e-2)
 
 
 @pytest.mark.slow
