@@ -205,14 +205,16 @@ class BlockManager:
         seq.block_table.append(self._take_block())
         return seq.block_table[-1]
 
+    def choose_victim(self) -> int:
+        """The evictable block that `_take_block` evicts next: the least recently used one."""
+        return next(iter(self.evictable))
+
     def _take_block(self) -> int:
-        """Return a block for one owner: a free one, else the least recently used evictable one."""
-        if self.free:
-            index = self.free.pop()
-        else:
-            index, _ = self.evictable.popitem(last=False)
-            self._uncache(self.blocks[index])
+        """Return a block for one owner: a free one, which may have to be evicted first."""
+        if not self.free:
+            self._uncache(self.blocks[self.choose_victim()])
             self.evictions += 1
+        index = self.free.pop()
         self.blocks[index].ref_count = 1
         return index
 

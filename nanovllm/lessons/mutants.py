@@ -28,7 +28,10 @@ MUTANTS = {
     "a reference is not counted": Mutant(BLOCKS, "share", "A.ref_count += 1", "pass"),
     "a shared block stays evictable": Mutant(BLOCKS, "share", "del A[B]", "pass"),
     "a stale hash is kept when a block is reused": Mutant(
-        BLOCKS, "_take_block", "self._uncache(A)", "pass"
+        BLOCKS,
+        "_take_block",
+        "self._uncache(A)",
+        "self.free.append(self.evictable.popitem(last=False)[0])",
     ),
     "the parent is not checked": Mutant(BLOCKS, "_lookup", "A.parent == B and C", "C"),
     "the tokens are not compared": Mutant(BLOCKS, "_lookup", "A and B.token_ids == C", "A"),

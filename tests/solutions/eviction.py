@@ -1,0 +1,24 @@
+"""A solution of `python -m nanovllm.lessons build eviction`."""
+
+from typing import Any
+
+from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.sequence import Sequence
+
+
+class FewestHits(BlockManager):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.hits = [0] * len(self.blocks)
+
+    def share(self, seq: Sequence, matched: list[int]) -> None:
+        super().share(seq, matched)
+        for index in matched:
+            self.hits[index] += 1
+
+    def _uncache(self, block: Block) -> None:
+        super()._uncache(block)
+        self.hits[block.index] = 0
+
+    def choose_victim(self) -> int:
+        return min(self.evictable, key=self.hits.__getitem__)

@@ -1,0 +1,9 @@
+"""A solution of `python -m nanovllm.lessons build policy`."""
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import AGING
+from nanovllm.engine.sequence import Sequence
+
+
+def longest_output_first(seq: Sequence, blocks: BlockManager) -> int:
+    return AGING * seq.arrival - (seq.max_length - seq.num_prompt)
