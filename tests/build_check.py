@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from oracle import History, OracleRunner, answer, make_samples, run_history
+
+from nanovllm.lessons.oracle import History, OracleRunner, answer, make_samples, run_history
 
 __all__ = ["OracleRunner", "answer", "check_history", "expect", "load", "make_samples"]
 

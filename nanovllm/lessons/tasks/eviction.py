@@ -1,32 +1,33 @@
 """An eviction rule: the block with the fewest prefix hits first.
 
 The task. When no block is free, the block manager evicts the least recently used block that no
-sequence owns. One long scan of new prompts then evicts everything, also a system prompt that half of
-the requests begin with. Write the rule "least frequently used": evict the block with the fewest hits.
+sequence owns. One long scan of new prompts then evicts everything, including a system prompt that
+half of the requests begin with. Write the rule "least frequently used": evict the block with the
+fewest hits.
 
-A hit is one sequence that takes a cached block for its beginning, in BlockManager.share. Example: a
-block with the system prompt was computed by one request and shared by three others, so it has 3
-hits. Two blocks of a document that one request computed have 0 hits. Both are evicted before it, and
-of the two the one that was used less recently.
+A hit is one sequence that takes a cached block for its beginning, in BlockManager.share. Example:
+a block with the system prompt was computed by one request and shared by three others, so it has 3
+hits. Two blocks of a document that one request computed have 0 hits. Both are evicted before it,
+and of the two the one that was used less recently.
 
 What must stay true:
   - choose_victim returns a block of self.evictable, and changes nothing.
   - Among blocks with equally many hits, the least recently used one is evicted first.
-  - Hits belong to the content of a block. A block that is evicted and filled anew starts at 0. Hits
-    stay when sequences take the block and when they release it.
+  - Hits belong to the content of a block. A block that is evicted and filled anew starts at 0. A
+    block keeps its hits when sequences take it and when they release it.
   - Every request gets the same tokens as with the engine's own rule.
 
-Where it goes. BlockManager.choose_victim in nanovllm/engine/block_manager.py is the one place where the
-victim is chosen. Your class overrides it, and whatever else it needs to count hits. For good, both
-would be edits of that file.
+Where it goes. BlockManager.choose_victim in nanovllm/engine/block_manager.py is the one place
+where the victim is chosen. Your class overrides it, and whatever else it needs to count hits. For
+good, both would be edits of that file.
 
 How to check it, in a clone of the repository (-x stops at the first check that fails):
   SOLUTION=eviction.py pytest -x tests/build_eviction.py
 
-Hints: self.evictable iterates over block indices, the least recently used first, and min() returns the
-first of equal ones. Block.identity is a new number each time a block is cached, and is never used
-again. This search costs O(evictable blocks) for each eviction, which is enough for the task, but the
-engine's own rule is O(1). Which data structure makes yours O(1)?
+Hints: self.evictable iterates over block indices, the least recently used first, and min() returns
+the first of equal ones. Block.identity is a new number each time a block is cached, and is never
+used again. This search costs O(evictable blocks) for each eviction, which is enough for the task,
+but the engine's own rule is O(1). Which data structure makes yours O(1)?
 """
 
 from nanovllm.engine.block_manager import BlockManager

@@ -1,13 +1,13 @@
 """A sampling filter: typical_p, which keeps the tokens of typical surprise.
 
-The task. The surprise of a token with probability q is -log q. Its mean over the distribution is the
-entropy H. Locally typical sampling (Meister et al. 2022, arXiv:2202.00666) orders the tokens by
-|surprise - H|, the smallest first, and keeps the fewest tokens whose probabilities sum to p. Unlike
-top_p, it can hide the most likely token.
+The task. The surprise of a token with probability q is -log q. Its mean over the distribution is
+the entropy H. Locally typical sampling (Meister et al. 2022, arXiv:2202.00666) orders the tokens
+by |surprise - H|, the smallest first, and keeps the fewest tokens whose probabilities sum to p or
+more. Unlike top_p, it can hide the most likely token.
 
 Example: probabilities 0.5, 0.2, 0.2, 0.1 have the surprises 0.69, 1.61, 1.61, 2.30 and the entropy
-1.22. The distances are 0.53, 0.39, 0.39, 1.08. For p = 0.3 the two tokens of 0.2 are kept, whose sum
-is 0.4, and the most likely token is hidden. For p = 0.6 three are kept, whose sum is 0.9.
+1.22. The distances are 0.53, 0.39, 0.39, 1.08. For p = 0.3 the two tokens of 0.2 are kept, whose
+sum is 0.4, and the most likely token is hidden. For p = 0.6 three are kept, whose sum is 0.9.
 
 What must stay true:
   - Tokens with the same distance as the last one that is kept are kept too.
@@ -16,21 +16,22 @@ What must stay true:
     earlier filter has hidden it, stays -inf, and does not disturb the others.
   - Each row has its own p. The result of a row does not depend on the other rows.
 
-Where it goes. See FilterFunction and FILTER_FUNCTIONS in nanovllm/models/sampler.py, where keep_top_p is
-similar, and FILTERS in nanovllm/plan.py. docs/contributing.md says how a filter is added for good. The
-check below does the same for the time of one test: it generates with SamplingParams(typical_p=...).
+Where it goes. See FilterFunction and FILTER_FUNCTIONS in nanovllm/models/sampler.py, where
+keep_top_p is similar, and FILTERS in nanovllm/plan.py. docs/contributing.md says how a filter is
+added for good. The check below does the same for the time of one test: it generates with
+SamplingParams(typical_p=...).
 
 How to check it, in a clone of the repository (-x stops at the first check that fails):
   SOLUTION=filter.py pytest -x tests/build_filter.py
 
-Hints: 0 * log 0 is NaN in torch, and one NaN makes the entropy NaN; Tensor.nansum leaves NaN out. Work
-in the sorted order to find the distance of the last token that is kept, and compare all distances
-with it. A token is kept if the sum of all tokens before it is less than p.
+Hints: 0 * log 0 is NaN in torch, and one NaN makes the entropy NaN; Tensor.nansum leaves NaN out.
+Work in the sorted order to find the distance of the last token that is kept, and compare all
+distances with it. A token is kept if the sum of all tokens before it is less than p.
 """
 
 from torch import Tensor
 
 
 def keep_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
-    """Hide the tokens of atypical surprise: logits [R, V] float32, typical_p [R] float32 -> [R, V]."""
+    """Hide tokens of atypical surprise: logits [R, V], typical_p [R], both float32 -> [R, V]."""
     raise NotImplementedError("keep_typical_p is to be written; see the top of this file")

@@ -1,16 +1,16 @@
 """A scheduling policy: the request with the longest output first, aged.
 
 The task. Write a policy that admits first the request that may generate the most tokens. This is
-the rule "longest processing time first" (Graham 1969), and it is useful where all requests are known
-and only the total time counts, as in offline inference. Suppose that 2 sequences run at a time, and
-that five requests may generate 40, 40, 40, 40 and 160 tokens. In the order of arrival, the long one
-starts when the others are finished: 80 steps, then 160 more in which half of the rows are unused. If
-it starts first, the short ones run beside it, and everything takes 160 steps.
+the rule "longest processing time first" (Graham 1969), and it is useful where all requests are
+known and only the total time counts, as in offline inference. Suppose that 2 sequences run at a
+time, and that five requests may generate 40, 40, 40, 40 and 160 tokens. In the order of arrival,
+the long one starts when the others are finished: 80 steps, then 160 more in which half of the rows
+are unused. If it starts first, the short ones run beside it, and everything takes 160 steps.
 
-In a stream of requests, a short one must not wait forever. A request therefore counts as AGING = 16
-tokens longer for each request that arrives after it. Example: requests 0, 1 and 2, in this order of
-arrival, may generate 8, 40 and 24 tokens. Request 0 counts as 8 + 2 * 16 = 40 beside request 2, and
-as 8 + 16 = 24 beside request 1. The order is 1, 0, 2.
+In a stream of requests, a short one must not wait forever. A request therefore counts as AGING =
+16 tokens longer for each request that arrives after it. Example: requests 0, 1 and 2, in this
+order of arrival, may generate 8, 40 and 24 tokens. Request 0 counts as 8 + 2 * 16 = 40 beside
+request 2, and as 8 + 16 = 24 beside request 1. The order is 1, 0, 2.
 
 What must stay true:
   - A request that arrives d requests later is admitted earlier only if it is more than 16 * d
@@ -19,16 +19,17 @@ What must stay true:
     when a request is queued, so it must not need what is unknown then. It changes nothing.
   - Every request gets the same tokens as under any other policy.
 
-Where it goes. A policy is a key: the scheduler admits the waiting sequence with the smallest one. See
-PolicyKey and POLICIES in nanovllm/engine/scheduler.py, and the two policies there. docs/contributing.md
-says how one is added for good.
+Where it goes. A policy is a key: the scheduler admits the waiting sequence with the smallest one.
+See PolicyKey and POLICIES in nanovllm/engine/scheduler.py, and the two policies there.
+docs/contributing.md says how one is added for good.
 
 How to check it, in a clone of the repository (-x stops at the first check that fails):
   SOLUTION=policy.py pytest -x tests/build_policy.py
 
-Hints: nanovllm/engine/sequence.py has the fields of a sequence. The largest number of output tokens is
-not one of them, but it follows from two. "Longest first" and "smallest key first" have opposite signs.
-The arguments of two keys are never seen together, so aging must be a term of each key.
+Hints: nanovllm/engine/sequence.py has the fields of a sequence. The largest number of output
+tokens is not one of them, but it follows from two. "Longest first" and "smallest key first" have
+opposite signs. The arguments of two keys are never seen together, so aging must be a term of each
+key.
 """
 
 from nanovllm.engine.block_manager import BlockManager
