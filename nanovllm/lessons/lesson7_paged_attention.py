@@ -1,0 +1,238 @@
+"""Lesson 7: paged attention, tile by tile.
+
+Attention needs the scores of all keys before it can divide by the sum of the softmax. An online
+softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) needs only a tile of keys at a time. It keeps
+a running maximum m, a sum l and a weighted sum of values, and rescales both sums when m rises.
+FlashAttention (Dao et al. 2022, arXiv:2205.14135) therefore never stores all scores. A tile can be
+gathered through a block table, which is paged attention (Kwon et al. 2023, arXiv:2309.06180), and
+several programs can share one context, which is flash decoding (Dao et al. 2023).
+"""
+
+import importlib
+import os
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.batch import ForwardBatch
+from nanovllm.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
+from nanovllm.lessons.lesson import Question, link, say, show_source, show_table, timed
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.backend import Attention
+from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
+from nanovllm.models.config import ModelConfig
+from nanovllm.plan import Chunk, Join, RowSampling, StepPlan
+from nanovllm.runner.backends import pick_backend
+from nanovllm.runner.rows import Rows
+from nanovllm.runner.threads import ThreadLimit
+
+if not torch.cuda.is_available():  # Triton reads this when the kernels are imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+CPU, GREEDY = torch.device("cpu"), RowSampling(temperature=0, seed=0)
+BLOCK, TILE, SPLIT = 16, 128, 256  # slots of a block, keys of a tile, keys of a split
+CONTEXT = 600  # tokens of the sequence that is attended to tile by tile
+CONTEXTS = [40, 64, 120, 250, 333, 480, 700, 901]  # those of a decode step that is timed
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys: what an online softmax keeps of them."""
+
+    m: Tensor  # [] the largest score
+    total: Tensor  # [] l in the papers: the sum of exp(score - m)
+    acc: Tensor  # [D] the sum of exp(score - m) * value
+
+
+def attend_plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of one query q [D] over k and v [L, D]: all scores, softmax, weighted sum."""
+    scores = k @ q / len(q) ** 0.5
+    return torch.softmax(scores, 0) @ v
+
+
+def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[Partial, list[list[str]]]:
+    """The same, tile by tile, before the division by l. Also returns a table of what it did."""
+    m, total, acc, rows = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(len(q)), []
+    for k, v in tiles:
+        scores = k @ q / len(q) ** 0.5
+        new_m = torch.maximum(m, scores.max())
+        weights = torch.exp(scores - new_m)
+        factor = torch.exp(m - new_m)
+        total = total * factor + weights.sum()
+        acc = acc * factor + weights @ v
+        m = new_m
+        numbers = (scores.max(), m, factor, total, *acc[:2])
+        rows.append([str(len(k)), *(f"{x:.3f}" for x in numbers)])
+    return Partial(m, total, acc), rows
+
+
+def merge(parts: list[Partial]) -> Tensor:
+    """Attention over the keys of all parts, by the same rescaling: to the largest m of all."""
+    m, total, acc = (torch.stack(values) for values in zip(*parts, strict=True))
+    factors = torch.exp(m - m.max())
+    return factors @ acc / (factors @ total)
+
+
+def paged_tiles(kv: Tensor, block_table: Tensor, start: int, end: int) -> Iterator[Tensor]:
+    """The tiles of the positions [start, end). kv [2, blocks, B, D]: one KV head of a layer."""
+    for first in range(start, end, TILE):
+        position = torch.arange(first, min(first + TILE, end))
+        yield kv[:, block_table[position // BLOCK], position % BLOCK]  # [2, TILE, D]
+
+
+def make_steps(contexts: list[int]) -> tuple[ForwardBatch, ForwardBatch]:
+    """A step that computes all tokens of some sequences but the last, and the decode after it.
+
+    The runner's Rows build both. The blocks of a sequence are anywhere in the cache.
+    """
+    torch.manual_seed(0)
+    counts = [-(-context // BLOCK) for context in contexts]
+    tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
+    rows = Rows(len(contexts), max(counts), BLOCK, 1, CPU)
+    rows.apply(StepPlan([Join(i, table.tolist(), GREEDY) for i, table in enumerate(tables)]))
+    prompts = [Chunk(i, 0, [0] * (context - 1), sample=True) for i, context in enumerate(contexts)]
+    prefill = rows.build(StepPlan(chunks=prompts)).forward
+    return prefill, rows.build(StepPlan(decode_rows=list(range(len(contexts))))).forward
+
+
+def triton_kernels() -> Any:
+    """The module of the engine's attention kernels, or None without Triton."""
+    try:
+        return importlib.import_module("nanovllm.gpu.kernels.attention")
+    except ImportError:
+        return None
+
+
+def attend_by_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, most_splits: int) -> Tensor:
+    """The engine's kernel, on a GPU or in Triton's interpreter."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = [x.to(device) for x in (q, *kv, step.context_lens, step.block_tables)]
+    out = torch.empty_like(tensors[0])
+    tile = Tile(num_rows=16, num_keys=TILE, num_warps=4, num_stages=1)
+    triton_kernels().attend_decode(*tensors, tile, most_splits, out)
+    return out.cpu()
+
+
+def time_decode(config: ModelConfig) -> list[tuple[str, ...]]:
+    """Time a decode step's attention, in all layers: in plain torch and in the CPU's kernels."""
+    _, step = make_steps(CONTEXTS)
+    heads, layers, num, guard = config.num_heads, config.num_layers, len(CONTEXTS), ThreadLimit()
+    qkv = torch.randn(num, heads + 2 * config.num_kv_heads, config.head_dim)
+    fastest: Any = pick_backend("auto", CPU, torch.float32, config.num_weights).attention
+
+    def attend(attention: Attention, x: Tensor) -> Tensor:
+        with torch.inference_mode(), guard():
+            attention.prepare(step)
+            return torch.stack([attention.attend(layer, x, step) for layer in range(layers)])
+
+    rows: list[tuple[str, ...]] = []
+    outputs = []
+    for make in dict.fromkeys((PlainAttention, fastest)):
+        attention = make(config, int(step.block_tables.max()) + 1, BLOCK, torch.float32, CPU)
+        attention.cache.copy_(torch.arange(attention.cache.numel()).sin().view_as(attention.cache))
+        # NumbaAttention takes q, k and v side by side, as its fused kernel leaves them.
+        x = qkv[:, :heads] if make is PlainAttention else qkv
+        output, seconds = timed(partial(attend, attention, x), 10)
+        outputs.append(output)
+        rows.append((make.__name__, f"{seconds * 1e3:.2f}", f"{num / seconds:,.0f}"))
+    torch.testing.assert_close(outputs[-1], outputs[0])
+    return rows
+
+
+def run() -> list[Question]:
+    config = ModelConfig.from_file(config_file(find_checkpoint(EMBEDDED)))
+    heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+    prefill, step = make_steps([CONTEXT])
+    q, k, v = (torch.randn(n, h, dim) for n, h in ((1, heads), *[(CONTEXT, kv_heads)] * 2))
+    k *= torch.linspace(0.3, 1.5, CONTEXT)[:, None, None]  # Later scores are larger, so m rises.
+    first_q, first_k, first_v = q[0, 0], k[:, 0], v[:, 0]  # of the first head
+
+    say(f"""One query attends to a context of {CONTEXT} random keys, with the sizes of the embedded
+        model. First in tiles of {TILE} keys. When m rises, l and acc are multiplied by the factor
+        exp(old m - new m):""")
+    tiles = zip(torch.split(first_k, TILE), torch.split(first_v, TILE), strict=True)
+    whole, rows = attend_tiles(first_q, tiles)
+    show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
+    wanted = attend_plain(first_q, first_k, first_v)
+    torch.testing.assert_close(whole.acc / whole.total, wanted)
+    print(f"acc / l begins with        {(whole.acc / whole.total)[:3].tolist()}")
+    print(f"all scores at once give it {wanted[:3].tolist()}\n")
+
+    attention = PlainAttention(config, CONTEXT // BLOCK + 2, BLOCK, torch.float32, CPU)
+    attention.cache.fill_(torch.nan)  # What is not stored must not be read.
+    attention.store(0, k[:-1], v[:-1], prefill)
+    attention.store(0, k[-1:], v[-1:], step)
+    kv, table = attention.cache[0], step.block_tables[0].long()
+    paged, _ = attend_tiles(first_q, paged_tiles(kv[:, :, 0], table, 0, CONTEXT))
+    torch.testing.assert_close(tuple(paged), tuple(whole))
+    say(f"""Then from the cache of PlainAttention, [layers, 2, blocks, K, B, D] =
+        {list(attention.cache.shape)}, through the block table {table[:6].tolist()} and so on. A
+        tile gathers the slots of its positions. The loop over the tiles is the same function, and
+        m, l and acc are the same. All slots that were not stored contain NaN, and none of them is read.
+        """)
+
+    ends = [(start, min(start + SPLIT, CONTEXT)) for start in range(0, CONTEXT, SPLIT)]
+    splits = [attend_tiles(first_q, paged_tiles(kv[:, :, 0], table, *pair)) for pair in ends]
+    torch.testing.assert_close(merge([split for split, _ in splits]), wanted)
+    say("""On a GPU one program would compute this alone while others are idle. Instead, several
+        programs compute a split of the context each. Then their l and acc are rescaled to the
+        largest m of all and added:""")
+    names = [f"{start} to {end - 1}" for start, end in ends]
+    factors = [f"{torch.exp(split.m - whole.m):.3f}" for split, _ in splits]
+    results = [(last[2], *last[4:]) for _, (*_, last) in splits]
+    head = ("positions", "m", "l", "acc[0]", "acc[1]", "factor of the merge")
+    table_rows = zip(names, results, factors, strict=True)
+    show_table(head, [(name, *result, factor) for name, result, factor in table_rows])
+
+    attention.prepare(step)
+    expected, links = attention.attend(0, q, step).view_as(q), []
+    torch.testing.assert_close(expected[0, 0], wanted)
+    if kernels := triton_kernels():
+        say("""The engine's Triton kernel does all this for all heads. Without a GPU it runs in
+            Triton's interpreter. Compared with PlainAttention:""")
+        outputs = {most: attend_by_kernel(q, kv, step, most) for most in (1, len(splits))}
+        for out in outputs.values():
+            torch.testing.assert_close(out, expected)
+        errors = [(most, f"{(out - expected).abs().max():.0e}") for most, out in outputs.items()]
+        show_table(("splits, at most", "largest difference"), errors)
+        links = [
+            link(kernels._attend_tile.fn, "correction ="),
+            link(kernels._load_blocks.fn, "tl.load"),
+            link(kernels._merge_splits.fn, "weights ="),
+        ]
+    else:
+        say("Triton is not installed (it exists for Linux only), so its kernel does not run.")
+
+    tile = prefill_tile(GpuInfo(shared_memory_kib=227), 128, torch.bfloat16)
+    scores = {tokens: 16 * tokens * tokens * 4 for tokens in (4096, 8192)}
+    say(f"""What is gained is memory. All float32 scores of a prompt of 4,096 tokens and 16 heads
+        take {scores[4096] / 2**20:,.0f} MiB. A program of the kernel for prompts keeps the scores
+        of one tile, {tile.num_rows} x {tile.num_keys} on a large GPU:
+        {tile.num_rows * tile.num_keys * 4 / 2**10:.0f} KiB for a prompt of any length.""")
+    token_bytes, longest = 2 * config.num_layers * kv_heads * dim * 4, max(CONTEXTS)
+    say(f"""Contexts are not padded to the longest, either. A decode of sequences of {CONTEXTS}
+        tokens must read {sum(CONTEXTS) * token_bytes / 2**20:.1f} MiB of keys and values; padded to
+        {longest} tokens each it would read {longest * len(CONTEXTS) * token_bytes / 2**20:.1f} MiB.
+        The attention of this step, in all layers of the embedded model on this CPU:""")
+    times = time_decode(config)
+    show_table(("class", "ms a step", "tokens/s"), times)
+    if len(times) == 1:
+        say("The CPU's kernels are missing: Numba is not installed, or is compiling them now.")
+    show_source(link(PlainAttention.read_blocks, "index_select"), *links)
+    lower = [(first_k[:TILE] - sign * first_q, first_v[:TILE]) for sign in (0, 1)]
+    return [
+        Question(
+            "All scores of a tile are lower than the running maximum. By which factor does this "
+            "tile rescale l and acc?",
+            f"{float(attend_tiles(first_q, lower)[1][1][3]):g}",
+            "m does not change, so the factor is exp(m - m) = 1: the tile only adds to both sums.",
+        ),
+        Question(
+            "How many GiB do all scores of a prompt of 8,192 tokens and 16 heads take?",
+            f"{scores[8192] / 2**30:g}",
+            "Twice as many queries times twice as many keys: four times as much as for 4,096 "
+            "tokens. The tile of a program has the same size for both.",
+        ),
+    ]

@@ -1,0 +1,110 @@
+"""Lessons 7 and 8: what they show is computed by their functions, and holds for other numbers too."""
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+from nanovllm.lessons import lesson7_paged_attention as paged
+from nanovllm.lessons import lesson8_overlap as overlap
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
+from nanovllm.models.config import ModelConfig
+
+
+def table(printed: str, head: str) -> list[list[str]]:
+    """The cells of the printed table whose first line begins with `head`."""
+    lines = printed[printed.index(f"\n{head}  ") + 1 :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
+
+
+@pytest.mark.parametrize("context", [1, 128, 129, 400, 513])
+def test_tiles_pages_splits_and_the_kernel_agree(context: int) -> None:
+    """With a wrong factor, slot or merge they would not; NaN is in all slots that were not stored."""
+    prefill, step = paged.make_steps([context, 7])
+    config = ModelConfig.from_file(config_file(find_checkpoint(EMBEDDED)))
+    shape = (context - 1 + 6, config.num_kv_heads, config.head_dim)
+    k, v = torch.randn(shape) * torch.linspace(0.1, 3, len(torch.empty(shape)))[:, None, None], None
+    v = torch.randn(shape)
+    attention = PlainAttention(config, 50, paged.BLOCK, torch.float32, paged.CPU)
+    attention.cache.fill_(torch.nan)
+    attention.store(0, k, v, prefill)
+    last_k, last_v = torch.randn(2, 2, *shape[1:])
+    attention.store(0, last_k, last_v, step)
+    q = torch.randn(2, config.num_heads, config.head_dim)
+    attention.prepare(step)
+    wanted = attention.attend(0, q, step).view_as(q)
+    keys, values = (torch.cat((a[: context - 1], b[:1])) for a, b in ((k, last_k), (v, last_v)))
+    torch.testing.assert_close(paged.attend_plain(q[0, 0], keys[:, 0], values[:, 0]), wanted[0, 0])
+
+    kv, blocks = attention.cache[0], step.block_tables[0].long()
+    for split in (paged.TILE, paged.SPLIT, context):
+        parts = []
+        for start in range(0, context, split):
+            tiles = paged.paged_tiles(kv[:, :, 0], blocks, start, min(start + split, context))
+            parts.append(paged.attend_tiles(q[0, 0], tiles)[0])
+        torch.testing.assert_close(paged.merge(parts), wanted[0, 0])
+    pytest.importorskip("triton")
+    for most_splits in (1, 3):
+        torch.testing.assert_close(paged.attend_by_kernel(q, kv, step, most_splits), wanted)
+
+
+def test_lesson_7(capsys: pytest.CaptureFixture[str]) -> None:
+    questions = paged.run()
+    printed = capsys.readouterr().out
+    tiles = [[float(cell) for cell in row] for row in table(printed, "keys")]
+    assert [row[0] for row in tiles] == [128, 128, 128, 128, 88]
+    before = -torch.inf
+    for _, largest, m, factor, *_ in tiles:
+        assert m == max(before, largest)
+        assert factor == pytest.approx(torch.exp(torch.tensor(before - m)).item(), abs=2e-3)
+        before = m
+    assert {0.0, 1.0} < {row[3] for row in tiles}  # rescaled, and not
+    assert [row[0] for row in table(printed, "positions")] == [
+        "0 to 255",
+        "256 to 511",
+        "512 to 599",
+    ]
+    assert [row[0] for row in table(printed, "class")] == ["PlainAttention", "NumbaAttention"]
+    assert "1,024 MiB" in " ".join(printed.split())
+    assert [question.answer for question in questions] == ["1", "4"]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_overlap_hides_the_host_and_drops_a_token_of_what_stops() -> None:
+    params = [SamplingParams(max_tokens=30), SamplingParams(stop_token_ids=[9])]
+    seconds = {}
+    for asynchronous in (False, True):
+        host, sampled, seconds[asynchronous] = overlap.serve(asynchronous, params)
+        n = 30
+        plans = [("plan", i) for i in range(1, n + 1)]
+        commits = [("commit", i) for i in range(1, n + 1)]
+        late = commits[-1:] if asynchronous else []
+        ahead = [plans.pop(0)] if asynchronous else []
+        pairs = zip(plans, commits, strict=False)
+        wanted = ahead + [event for pair in pairs for event in pair] + late
+        assert host.events == [f"{what} {i}" for what, i in wanted]
+        assert (host.returned, host.dropped) == (37, int(asynchronous))
+        assert sampled == host.returned + host.dropped
+    # The device alone takes 5 ms. Without overlap the host's 3 ms come first.
+    assert seconds[False] >= 0.008
+    assert seconds[True] >= 0.005
+
+
+def test_lesson_8(capsys: pytest.CaptureFixture[str]) -> None:
+    questions = overlap.run()
+    printed = capsys.readouterr().out
+    assert "plan 1, commit 1, plan 2" in printed
+    assert "plan 1, plan 2, commit 1" in printed
+    graphs = [(row[0], *map(int, row[1:])) for row in table(printed, "graph")]
+    assert [row[:2] for row in graphs] == [("no", 1), ("no", 8), ("yes", 1), ("yes", 8)]
+    for eager, replayed in zip(graphs[:2], graphs[2:], strict=True):
+        assert (eager[4], replayed[4]) == (0, 1)
+        # Five layers have at least ten operators each. With a graph one is left: the tokens' copy.
+        assert eager[2] > 50
+        assert replayed[2] == 1
+        assert replayed[3] * 5 < eager[3]
+    layers = table(printed, "layers")
+    assert [row[0] for row in layers][:2] == ["plain torch, float32", "Numba kernels, float32"]
+    assert int(layers[1][3]) * 5 < int(layers[0][3])
+    assert [question.answer for question in questions] == ["5", "8"]
+    assert max(map(len, printed.splitlines())) <= 100
