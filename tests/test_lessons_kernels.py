@@ -23,8 +23,8 @@ def test_tiles_pages_splits_and_the_kernel_agree(context: int) -> None:
     prefill, step = paged.make_steps([context, 7])
     config = ModelConfig.from_file(config_file(find_checkpoint(EMBEDDED)))
     shape = (context - 1 + 6, config.num_kv_heads, config.head_dim)
-    k, v = torch.randn(shape) * torch.linspace(0.1, 3, len(torch.empty(shape)))[:, None, None], None
-    v = torch.randn(shape)
+    growing = torch.linspace(0.1, 3, shape[0])[:, None, None]  # so that m rises
+    k, v = torch.randn(shape) * growing, torch.randn(shape)
     attention = PlainAttention(config, 50, paged.BLOCK, torch.float32, paged.CPU)
     attention.cache.fill_(torch.nan)
     attention.store(0, k, v, prefill)

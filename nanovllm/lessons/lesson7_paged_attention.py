@@ -1,8 +1,8 @@
 """Lesson 7: paged attention, tile by tile.
 
 Attention needs the scores of all keys before it can divide by the sum of the softmax. An online
-softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) needs only a tile of keys at a time. It keeps
-a running maximum m, a sum l and a weighted sum of values, and rescales both sums when m rises.
+softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) needs only a tile of keys at a time. It has a
+running maximum m, a sum l and a weighted sum of values, and rescales both sums when m rises.
 FlashAttention (Dao et al. 2022, arXiv:2205.14135) therefore never stores all scores. A tile can be
 gathered through a block table, which is paged attention (Kwon et al. 2023, arXiv:2309.06180), and
 several programs can share one context, which is flash decoding (Dao et al. 2023).
@@ -33,7 +33,8 @@ if not torch.cuda.is_available():  # Triton reads this when the kernels are impo
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 CPU, GREEDY = torch.device("cpu"), RowSampling(temperature=0, seed=0)
-BLOCK, TILE, SPLIT = 16, 128, 256  # slots of a block, keys of a tile, keys of a split
+BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
+SPLIT = 256  # keys of a split; the kernel's MIN_SPLIT_SIZE
 CONTEXT = 600  # tokens of the sequence that is attended to tile by tile
 CONTEXTS = [40, 64, 120, 250, 333, 480, 700, 901]  # those of a decode step that is timed
 
@@ -141,6 +142,64 @@ def time_decode(config: ModelConfig) -> list[tuple[str, ...]]:
     return rows
 
 
+def show_splits(q: Tensor, kv: Tensor, table: Tensor, wanted: Tensor) -> None:
+    """Attend to each split of the context alone, print what it keeps, and merge the splits."""
+    starts = range(0, CONTEXT, SPLIT)
+    ends = [min(start + SPLIT, CONTEXT) for start in starts]
+    tiles = (paged_tiles(kv, table, *pair) for pair in zip(starts, ends, strict=True))
+    parts = [attend_tiles(q, tile)[0] for tile in tiles]
+    torch.testing.assert_close(merge(parts), wanted)
+    largest, rows = max(part.m for part in parts), []
+    for start, end, part in zip(starts, ends, parts, strict=True):
+        numbers = (part.m, part.total, part.acc[0], torch.exp(part.m - largest))
+        rows.append((f"{start} to {end - 1}", *(f"{x:.3f}" for x in numbers)))
+    show_table(("positions", "m", "l", "acc[0]", "factor in the merge"), rows)
+
+
+def show_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, expected: Tensor) -> list[str]:
+    """Compare the engine's kernel with `expected` [1, H, D]. Returns links to its source."""
+    kernels = triton_kernels()
+    if kernels is None:
+        say("Triton is not installed (it exists for Linux only), so its kernel does not run.")
+        return []
+    say("""The engine's Triton kernel does all this for all heads. Without a GPU it runs in Triton's
+        interpreter. Compared with PlainAttention:""")
+    rows = []
+    for most_splits in (1, -(-CONTEXT // SPLIT)):
+        out = attend_by_kernel(q, kv, step, most_splits)
+        torch.testing.assert_close(out, expected)
+        rows.append((most_splits, f"{(out - expected).abs().max():.0e}"))
+    show_table(("splits, at most", "largest difference"), rows)
+    return [
+        link(kernels._attend_tile.fn, "correction ="),
+        link(kernels._load_blocks.fn, "tl.load"),
+        link(kernels._merge_splits.fn, "weights ="),
+    ]
+
+
+def show_memory(config: ModelConfig) -> None:
+    tile = prefill_tile(GpuInfo(shared_memory_kib=227), 128, torch.bfloat16)
+    say(f"""What is gained is memory. All float32 scores of a prompt of 4,096 tokens and 16 heads
+        take {score_bytes(4096) / 2**20:,.0f} MiB. A program of the kernel for prompts keeps the
+        scores of one tile, {tile.num_rows} x {tile.num_keys} on a large GPU:
+        {tile.num_rows * tile.num_keys * 4 / 2**10:.0f} KiB for a prompt of any length.""")
+    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+    read, padded = sum(CONTEXTS), max(CONTEXTS) * len(CONTEXTS)
+    say(f"""Contexts are not padded to the longest, either. A decode of sequences of {CONTEXTS}
+        tokens must read {read * token_bytes / 2**20:.1f} MiB of keys and values. Padded to the
+        longest it would read {padded * token_bytes / 2**20:.1f} MiB. The attention of this step, in
+        all layers of the embedded model on this CPU:""")
+    times = time_decode(config)
+    show_table(("class", "ms a step", "tokens/s"), times)
+    if len(times) == 1:
+        say("The CPU's kernels are missing: Numba is not installed, or is compiling them now.")
+
+
+def score_bytes(num_tokens: int) -> int:
+    """Of all float32 scores of a prompt in 16 heads."""
+    return 16 * num_tokens * num_tokens * 4
+
+
 def run() -> list[Question]:
     config = ModelConfig.from_file(config_file(find_checkpoint(EMBEDDED)))
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -170,57 +229,18 @@ def run() -> list[Question]:
     say(f"""Then from the cache of PlainAttention, [layers, 2, blocks, K, B, D] =
         {list(attention.cache.shape)}, through the block table {table[:6].tolist()} and so on. A
         tile gathers the slots of its positions. The loop over the tiles is the same function, and
-        m, l and acc are the same. All slots that were not stored contain NaN, and none of them is read.
-        """)
-
-    ends = [(start, min(start + SPLIT, CONTEXT)) for start in range(0, CONTEXT, SPLIT)]
-    splits = [attend_tiles(first_q, paged_tiles(kv[:, :, 0], table, *pair)) for pair in ends]
-    torch.testing.assert_close(merge([split for split, _ in splits]), wanted)
-    say("""On a GPU one program would compute this alone while others are idle. Instead, several
-        programs compute a split of the context each. Then their l and acc are rescaled to the
-        largest m of all and added:""")
-    names = [f"{start} to {end - 1}" for start, end in ends]
-    factors = [f"{torch.exp(split.m - whole.m):.3f}" for split, _ in splits]
-    results = [(last[2], *last[4:]) for _, (*_, last) in splits]
-    head = ("positions", "m", "l", "acc[0]", "acc[1]", "factor of the merge")
-    table_rows = zip(names, results, factors, strict=True)
-    show_table(head, [(name, *result, factor) for name, result, factor in table_rows])
-
+        m, l and acc are the same. All slots that were not stored contain NaN, and none is read.""")
+    say("""On a GPU one program would do this while others are idle. Instead, the context is split,
+        and a program computes each split. Then the l and acc of all splits are rescaled to the
+        largest m and added:""")
+    show_splits(first_q, kv[:, :, 0], table, wanted)
     attention.prepare(step)
-    expected, links = attention.attend(0, q, step).view_as(q), []
+    expected = attention.attend(0, q, step).view_as(q)
     torch.testing.assert_close(expected[0, 0], wanted)
-    if kernels := triton_kernels():
-        say("""The engine's Triton kernel does all this for all heads. Without a GPU it runs in
-            Triton's interpreter. Compared with PlainAttention:""")
-        outputs = {most: attend_by_kernel(q, kv, step, most) for most in (1, len(splits))}
-        for out in outputs.values():
-            torch.testing.assert_close(out, expected)
-        errors = [(most, f"{(out - expected).abs().max():.0e}") for most, out in outputs.items()]
-        show_table(("splits, at most", "largest difference"), errors)
-        links = [
-            link(kernels._attend_tile.fn, "correction ="),
-            link(kernels._load_blocks.fn, "tl.load"),
-            link(kernels._merge_splits.fn, "weights ="),
-        ]
-    else:
-        say("Triton is not installed (it exists for Linux only), so its kernel does not run.")
-
-    tile = prefill_tile(GpuInfo(shared_memory_kib=227), 128, torch.bfloat16)
-    scores = {tokens: 16 * tokens * tokens * 4 for tokens in (4096, 8192)}
-    say(f"""What is gained is memory. All float32 scores of a prompt of 4,096 tokens and 16 heads
-        take {scores[4096] / 2**20:,.0f} MiB. A program of the kernel for prompts keeps the scores
-        of one tile, {tile.num_rows} x {tile.num_keys} on a large GPU:
-        {tile.num_rows * tile.num_keys * 4 / 2**10:.0f} KiB for a prompt of any length.""")
-    token_bytes, longest = 2 * config.num_layers * kv_heads * dim * 4, max(CONTEXTS)
-    say(f"""Contexts are not padded to the longest, either. A decode of sequences of {CONTEXTS}
-        tokens must read {sum(CONTEXTS) * token_bytes / 2**20:.1f} MiB of keys and values; padded to
-        {longest} tokens each it would read {longest * len(CONTEXTS) * token_bytes / 2**20:.1f} MiB.
-        The attention of this step, in all layers of the embedded model on this CPU:""")
-    times = time_decode(config)
-    show_table(("class", "ms a step", "tokens/s"), times)
-    if len(times) == 1:
-        say("The CPU's kernels are missing: Numba is not installed, or is compiling them now.")
+    links = show_kernel(q, kv, step, expected)
+    show_memory(config)
     show_source(link(PlainAttention.read_blocks, "index_select"), *links)
+
     lower = [(first_k[:TILE] - sign * first_q, first_v[:TILE]) for sign in (0, 1)]
     return [
         Question(
@@ -231,7 +251,7 @@ def run() -> list[Question]:
         ),
         Question(
             "How many GiB do all scores of a prompt of 8,192 tokens and 16 heads take?",
-            f"{scores[8192] / 2**30:g}",
+            f"{score_bytes(8192) / 2**30:g}",
             "Twice as many queries times twice as many keys: four times as much as for 4,096 "
             "tokens. The tile of a program has the same size for both.",
         ),

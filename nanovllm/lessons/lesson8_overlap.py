@@ -170,49 +170,14 @@ def decoding(runner: ModelRunner, num: int) -> Callable[[], list[int]]:
     return lambda: runner.run(step)().token_ids
 
 
-def time_layers() -> list[tuple[str, ...]]:
-    """Time a decode step: in plain torch, in the CPU's kernels and, with AMX, in one call."""
-    rows: list[tuple[str, ...]] = []
-
-    def measure(name: str, runner: ModelRunner) -> None:
-        step = decoding(runner, 8)
-        operators, calls, _ = Counter().count(step)
-        _, seconds = timed(step, 15)
-        times = f"{seconds * 1e3:.2f}", f"{8 / seconds:,.0f}"
-        rows.append((name, *times, str(operators), str(calls)))
-
-    measure("plain torch, float32", make_runner("sdpa"))
-    runner = make_runner("auto")
-    if type(runner.attention).__name__ != "PlainAttention":
-        measure("Numba kernels, float32", runner)
-    layers = cpu_layers()
-    if layers is not None and layers.kernels.has_amx():
-        runner = make_runner("auto", "bfloat16")
-        one_call, runner.executor = runner.executor, runner.model
-        if one_call is not runner.model:
-            measure("Numba kernels, bfloat16", runner)
-            runner.executor = one_call
-            measure("all layers in one call, bfloat16", runner)
-    return rows
-
-
-def cpu_layers() -> Any:
-    """The module of the CPU's one-call layers, or None without Numba."""
-    try:
-        return importlib.import_module("nanovllm.cpu.layers")
-    except ImportError:
-        return None
-
-
-def run() -> list[Question]:
+def show_overlap(params: list[SamplingParams]) -> None:
     say(f"""First overlap. The real LLMEngine runs two requests on a device that takes
         {DEVICE_SECONDS * 1e3:g} ms for a step, while an observer makes the host take
         {HOST_SECONDS * 1e3:g} ms for each plan. One request ends at a stop token, the other at
         max_tokens.""")
-    by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
     rows = []
     for overlap in (False, True):
-        host, sampled, seconds = serve(overlap, [by_token, by_length])
+        host, sampled, seconds = serve(overlap, params)
         print(f"async_scheduling={overlap}: {', '.join(host.events[:7])} ...")
         assert sampled == host.returned + host.dropped
         times = (f"{seconds * 1e3:.1f}", f"{1 / seconds:.0f}")
@@ -225,43 +190,82 @@ def run() -> list[Question]:
         known. The scheduler knows then whether a sequence reaches max_tokens, but not that it
         sampled a stop token. That sequence is computed once more, and the token is dropped.""")
 
+
+def show_graphs() -> ModelRunner:
+    """Count what the host does for a decode step with and without graphs."""
     counter = Counter()
     runner = make_runner("sdpa", capture=counter.capture_decode)
-    sizes, tokens, counted = sorted(runner.graphs.replays), [], []
+    tokens, rows = [], []
     for graphs in (None, runner.graphs):
-        runner.graphs = graphs
+        runner.graphs = graphs  # None is what enforce_eager=True means.
         for num in (1, 8):
             step = decoding(runner, num)
             tokens.append(step())
-            counted.append(("yes" if graphs else "no", num, *counter.count(step)))
+            rows.append(("yes" if graphs else "no", num, *counter.count(step)))
     assert tokens[:2] == tokens[2:]
     say(f"""Then graphs. This is what the host does for one decode step of the embedded model on the
-        plain backend. The graphs are captured for batches of {sizes} sequences.""")
-    show_table(("graph", "sequences", "torch operators", "Python calls", "replays"), counted)
+        plain backend. Graphs are captured for {sorted(runner.graphs.replays)} sequences.""")
+    show_table(("graph", "sequences", "torch operators", "Python calls", "replays"), rows)
     say("""An operator is about one kernel launch on a GPU. With a graph, one replay takes the place
         of all operators, and the copy of the tokens to the host remains. No CPU can time what this
-        saves: here a stand-in for the graph calls the captured function again, which is not counted.
+        saves: here a stand-in for a graph calls the captured function again, which is not counted.
         (PlainAttention attends to one sequence after another, so its operators grow with the batch.
         The Triton kernel needs one launch for all sequences.)""")
+    return runner
 
+
+def show_layers() -> None:
+    """Time a decode step: in plain torch, in the CPU's kernels and, with AMX, in one call."""
+    rows = []
+
+    def measure(name: str, runner: ModelRunner) -> None:
+        step = decoding(runner, 8)
+        operators, calls, _ = Counter().count(step)
+        _, seconds = timed(step, 15)
+        rows.append((name, f"{seconds * 1e3:.2f}", f"{8 / seconds:,.0f}", operators, calls))
+
+    measure("plain torch, float32", make_runner("sdpa"))
+    runner, layers = make_runner("auto"), cpu_layers()
+    if type(runner.attention).__name__ != "PlainAttention":
+        measure("Numba kernels, float32", runner)
+    if layers is not None and layers.kernels.has_amx():
+        runner = make_runner("auto", "bfloat16")
+        one_call, runner.executor = runner.executor, runner.model
+        if one_call is not runner.model:
+            measure("Numba kernels, bfloat16", runner)
+            runner.executor = one_call
+            measure("all layers in one call, bfloat16", runner)
     say("""Last the CPU. Its kernels combine many small operators, because a call costs microseconds
         whatever it computes. A decode step of 8 sequences:""")
-    measured = time_layers()
-    show_table(("layers", "ms a step", "tokens/s", "torch operators", "Python calls"), measured)
-    if len(measured) == 1:
+    show_table(("layers", "ms a step", "tokens/s", "torch operators", "Python calls"), rows)
+    if len(rows) == 1:
         say("The CPU's kernels are missing: Numba is not installed, or is compiling them now.")
-    if len(measured) < 4:
+    if len(rows) < 4:
         say("""With AMX one call computes all layers. This processor has no AMX, or the kernels for
-            bfloat16 are not compiled yet, so nothing is timed.""")
-    layers, links = (
-        cpu_layers(),
-        [
-            link(LLMEngine._run_step, "max_in_flight"),
-            link(Scheduler.commit, "Status.FINISHED"),
-            link(DecodeGraphs.replay, "self.replays[self.size]()"),
-        ],
-    )
-    show_source(*links, *([link(layers.CompiledLayers.forward, "decode_layers")] if layers else []))
+            bfloat16 are not compiled yet, so that call is not timed.""")
+
+
+def cpu_layers() -> Any:
+    """The module of the CPU's one-call layers, or None without Numba."""
+    try:
+        return importlib.import_module("nanovllm.cpu.layers")
+    except ImportError:
+        return None
+
+
+def run() -> list[Question]:
+    by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
+    show_overlap([by_token, by_length])
+    runner = show_graphs()
+    show_layers()
+    links = [
+        link(LLMEngine._run_step, "max_in_flight"),
+        link(Scheduler.commit, "Status.FINISHED"),
+        link(DecodeGraphs.replay, "self.replays[self.size]()"),
+    ]
+    if (layers := cpu_layers()) is not None:
+        links.append(link(layers.CompiledLayers.forward, "decode_layers"))
+    show_source(*links)
     decoding(runner, 5)
     return [
         Question(
@@ -272,8 +276,8 @@ def run() -> list[Question]:
             "max_tokens is known when the step is planned.",
         ),
         Question(
-            f"There are graphs for {sizes} sequences, and a step decodes 5. How many rows does the "
-            "GPU compute?",
+            "A step decodes 5 sequences, and there are the graphs that are named above. How many "
+            "rows does the GPU compute?",
             str(runner.graphs.size),
             "The batch is padded to the next captured size. Padding rows use the null block.",
         ),
