@@ -49,6 +49,7 @@ def test_tiles_pages_splits_and_the_kernel_agree(context: int) -> None:
 
 
 def test_lesson_7(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numba")
     questions = paged.run()
     printed = capsys.readouterr().out
     tiles = [[float(cell) for cell in row] for row in table(printed, "keys")]
@@ -91,6 +92,7 @@ def test_overlap_hides_the_host_and_drops_a_token_of_what_stops() -> None:
 
 
 def test_lesson_8(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("numba")
     questions = overlap.run()
     printed = capsys.readouterr().out
     assert "plan 1, commit 1, plan 2" in printed

@@ -1,8 +1,8 @@
 """Lesson 7: paged attention, tile by tile.
 
 Attention needs the scores of all keys before it can divide by the sum of the softmax. An online
-softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) needs only a tile of keys at a time. It has a
-running maximum m, a sum l and a weighted sum of values, and rescales both sums when m rises.
+softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) needs only a tile of keys at a time. It has
+a running maximum m, a sum l and a weighted sum of values, and rescales both sums when m rises.
 FlashAttention (Dao et al. 2022, arXiv:2205.14135) therefore never stores all scores. A tile can be
 gathered through a block table, which is paged attention (Kwon et al. 2023, arXiv:2309.06180), and
 several programs can share one context, which is flash decoding (Dao et al. 2023).
