@@ -1,0 +1,78 @@
+"""What the lessons share, lesson 3, and the command."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.lessons import __main__ as command
+from nanovllm.lessons import lesson3_blocks
+from nanovllm.lessons.lesson import Question, link, make_llm, show_answers, show_table
+
+
+def test_links_name_the_line() -> None:
+    path, line = link(Scheduler._preempt, "seq.preemptions += 1").split("  ")[0].split(":")
+    text = (Path(__file__).parents[1] / path).read_text().splitlines()[int(line) - 1]
+    assert text.strip() == "seq.preemptions += 1"
+    with pytest.raises(ValueError, match="no line of Scheduler._preempt contains 'there is no"):
+        link(Scheduler._preempt, "there is no such line")
+
+
+def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    questions = [Question("One?", "1", "Why one."), Question("Two?", "two", "Why two.")]
+    show_answers(questions, ["2", "TWO"])
+    compared = capsys.readouterr().out
+    assert "2 is not right.\n" in compared
+    assert "TWO is right. Why two." in compared
+    assert "Why one" not in compared
+    show_answers(questions, [])
+    assert "1. Why one." in capsys.readouterr().out
+    with pytest.raises(ValueError, match="2 answers are needed"):
+        show_answers(questions, ["1"])
+
+
+def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table(("name", "n"), [("a", 1), ("long name", 100)])
+    assert capsys.readouterr().out == "name         n\na            1\nlong name  100\n\n"
+
+
+def test_lesson_3(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same answer from blocks anywhere, and small blocks let more requests run."""
+    llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=16)
+    assert lesson3_blocks.slots_of_a_sequence(llm) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
+    for table in ([1, 2, 3, 4, 5], [16, 3, 9, 1, 7]):
+        assert lesson3_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
+    capsys.readouterr()
+    first, second = lesson3_blocks.run()
+    printed = capsys.readouterr().out
+    assert (first.answer, second.answer) == ("29", "2")
+    rows = [line.split() for line in printed.splitlines() if " blocks of " in line]
+    (_, _, _, _, few, slow), (_, _, _, _, many, fast) = (row for row in rows if row[0].isdigit())
+    assert int(few) == 2
+    assert int(many) == 24
+    assert int(fast) * 5 < int(slow)
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.slow
+def test_command() -> None:
+    def run(*args: str) -> str:
+        line = [sys.executable, "-m", "nanovllm.lessons", *args]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert not done.stderr
+        return done.stdout
+
+    shown = run("3")
+    assert shown.startswith("Lesson 3: blocks, block tables, slots.")
+    assert "python -m nanovllm.lessons 3 --answers ... ..." in shown
+    assert "block_table =" not in run("3", "--answers", "29", "2")
+
+
+def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
+    docs = (Path(__file__).parents[1] / "docs" / "lessons.md").read_text()
+    for number in command.NUMBERS:
+        assert command.title(number).startswith(f"Lesson {number}: ")
+        assert f"lessons/{command.LESSONS[int(number) - 1]}.py" in docs
