@@ -439,8 +439,8 @@ class Trace:
     def __str__(self) -> str:
         o, state, texts, size = self.options, State(), self.texts(), self._blocks.block_size
         lines = [
-            f"{self.num_steps} steps of {len(self._state.seqs)} requests, {o['policy']}, "
-            f"{o['num_blocks']} blocks of {size} tokens",
+            f"{plural(self.num_steps, 'step')} of {plural(len(self._state.seqs), 'request')}, "
+            f"{o['policy']}, {plural(self._blocks.num_blocks, 'block')} of {plural(size, 'token')}",
             f"at most {o['max_num_batched_tokens']} tokens and {o['max_num_seqs']} sequences in a step",
             f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
             *["2: 'x' is a token that step 2 computed"] * (self._engine.max_in_flight > 0),
@@ -476,6 +476,10 @@ class Trace:
 
 def describe(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def block_list(blocks: list[int]) -> str:
