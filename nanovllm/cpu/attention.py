@@ -225,9 +225,10 @@ class NumbaAttention(PlainAttention):
         step: AttentionPlan = batch.attention
         out = torch.empty((len(qkv), self.heads, self.dim), dtype=qkv.dtype)
         if step.prompts:
-            q, kv = qkv.transpose(0, 1).split((self.heads, 2 * self.kv_heads))
+            q, kv = qkv[:, : self.heads].transpose(0, 1), qkv[:, self.heads :]
             for tokens, padded in step.prompts:
-                k, v = kv.index_select(1, padded).chunk(2)
+                # Along the first dimension. Along another one, it would copy all of kv first.
+                k, v = kv.index_select(0, padded).transpose(0, 1).chunk(2)
                 attended = scaled_dot_product_attention(
                     q[None, :, tokens], k[None], v[None], is_causal=True, enable_gqa=True
                 )
