@@ -332,3 +332,21 @@ def test_the_reserve_keeps_a_full_pool_from_thrashing() -> None:
     others = {name: half_pool(name) for name in RESERVES}
     assert recomputed < 0.12 < others["none"][1]
     assert steps <= 1.03 * min(other for other, _ in others.values())
+
+
+def test_a_fork_that_has_no_room_does_not_cost_its_parent_a_block() -> None:
+    """Its admission is tried, which shares the parent's blocks, and reverted."""
+    engine = Engine(blocks=9, size=3, seqs=6, budget=64)
+    first = sequence([i % 3 for i in range(19)], 8)
+    parent = sequence([0, 1], 4, arrival=1, n=2)
+    [fork] = parent.forks
+    engine.add(first, parent)
+    engine.step()
+    engine.step()
+    assert fork.status is Status.WAITING
+    assert engine.blocks.num_available == 1
+    engine.step()  # the parent needs the block that is left, and nothing is shared any more
+    assert parent.status is Status.RUNNING
+    assert engine.scheduler.preemptions == 0
+    engine.run()
+    assert all(map(right, (first, parent, fork)))

@@ -154,7 +154,7 @@ class BlockManager:
     def num_needed(self, seq: Sequence, num_tokens: int) -> int:
         """New blocks that `seq` needs for its first `num_tokens`, including a copy-on-write."""
         blocks = -(-num_tokens // self.block_size)
-        return blocks - len(seq.block_table) + seq.needs_copy_on_write
+        return blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
 
     def share(self, seq: Sequence, matched: list[int]) -> None:
         """Start `seq.block_table` with cached blocks, whose KV this step computes at the latest."""
@@ -179,22 +179,27 @@ class BlockManager:
         child.num_computed = num_computed
         child.needs_copy_on_write = parent.needs_copy_on_write = True
 
-    def copy_on_write(self, seq: Sequence) -> tuple[int, int] | None:
-        """Make the block that `seq` writes next its own. Returns the copy (source, target), if any.
+    def _shared_block(self, seq: Sequence) -> Block | None:
+        """Return the block that `seq` writes next, if it must be copied before.
 
         A cached block counts as shared even if no other sequence owns it now, because its content
         must stay what the index says.
         """
-        seq.needs_copy_on_write = False
         i = seq.num_computed // self.block_size
-        if i >= len(seq.block_table):
-            return None  # the next token starts a new block
-        old = self.blocks[seq.block_table[i]]
-        if old.ref_count == 1 and not old.identity:
+        if not seq.needs_copy_on_write or i >= len(seq.block_table):
             return None
-        self._release_block(old)
-        seq.block_table[i] = self._take_block()
-        return old.index, seq.block_table[i]
+        block = self.blocks[seq.block_table[i]]
+        return None if block.ref_count == 1 and not block.identity else block
+
+    def copy_on_write(self, seq: Sequence) -> tuple[int, int] | None:
+        """Make the block that `seq` writes next its own. Returns the copy (source, target), if any."""
+        shared, seq.needs_copy_on_write = self._shared_block(seq), False
+        if shared is None:
+            return None
+        self._release_block(shared)
+        copy = self._take_block()
+        seq.block_table[seq.num_computed // self.block_size] = copy
+        return shared.index, copy
 
     def num_evictable(self, matched: list[int]) -> int:
         """The number of these blocks that have no owner: sharing makes them unavailable."""
@@ -220,11 +225,10 @@ class BlockManager:
 
     def _release_block(self, block: Block) -> None:
         block.ref_count -= 1
-        if block.ref_count == 0:
-            if block.identity:
-                self.evictable[block.index] = None
-            else:
-                self.free.append(block.index)
+        if block.ref_count == 0 and block.identity:
+            self.evictable[block.index] = None
+        elif block.ref_count == 0:
+            self.free.append(block.index)
 
     def release(self, seq: Sequence) -> None:
         """Release the blocks of `seq`, the last first, so that shared prefixes are evicted last."""

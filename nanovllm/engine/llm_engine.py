@@ -126,8 +126,7 @@ class LLMEngine:
     def abort_request(self, request_id: str) -> None:
         """End a request in any state and free its blocks. Unknown ids are ignored."""
         with self.lock:
-            request = self.outputs.requests.get(request_id)
-            if request is not None:
+            if (request := self.outputs.requests.get(request_id)) is not None:
                 self.abort(request)
 
     def abort(self, request: Request) -> None:

@@ -189,11 +189,9 @@ class Scheduler:
     def _allocate(self, plan: StepPlan, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
         """Give `seq` blocks for its next `tokens`. Returns the entries for plan.new_blocks."""
         blocks, new = self.blocks, []
-        if seq.needs_copy_on_write:
-            copy = blocks.copy_on_write(seq)
-            if copy is not None:
-                plan.block_copies.append(copy)
-                new.append((seq.row, seq.num_computed // blocks.block_size, copy[1]))
+        if (copy := blocks.copy_on_write(seq)) is not None:
+            plan.block_copies.append(copy)
+            new.append((seq.row, seq.num_computed // blocks.block_size, copy[1]))
         for _ in range(blocks.num_needed(seq, seq.num_computed + tokens)):
             new.append((seq.row, len(seq.block_table), blocks.append_block(seq)))
         return new

@@ -43,10 +43,10 @@ MUTANTS = {
         BLOCKS, "cache_full_blocks", "min(A, B) // C", "min(len(seq.block_table) * C, B) // C"
     ),
     "a shared block is written in place": Mutant(
-        BLOCKS, "copy_on_write", "A.ref_count == 1 and B", "True"
+        BLOCKS, "_shared_block", "A.ref_count == 1 and B", "True"
     ),
     "a cached block is written in place": Mutant(
-        BLOCKS, "copy_on_write", "A.ref_count == 1 and B", "A.ref_count == 1"
+        BLOCKS, "_shared_block", "A.ref_count == 1 and B", "A.ref_count == 1"
     ),
     "a block is appended one token late": Mutant(
         SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed == B + 1"
