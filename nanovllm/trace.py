@@ -45,7 +45,7 @@ WHY = {
     "preempted": "a step that preempts admits nothing",
     "seqs": "max_num_seqs sequences run",
     "in flight": "a token of the first is in flight",
-    "blocks": "there are too few blocks for the first and one more for each running sequence",
+    "blocks": "there are too few blocks for the first, with one left for each running sequence",
 }
 
 
@@ -443,7 +443,7 @@ class Trace:
             f"{o['policy']}, {plural(self._blocks.num_blocks, 'block')} of {plural(size, 'token')}",
             f"at most {o['max_num_batched_tokens']} tokens and {o['max_num_seqs']} sequences in a step",
             f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
-            *["2: 'x' is a token that step 2 computed"] * (self._engine.max_in_flight > 0),
+            *["1: 'x' in a later step is a token of step 1"] * (self._engine.max_in_flight > 0),
             "",
             HEAD,
         ]
@@ -512,9 +512,9 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     """Say what the event changed and by which rule. `state` is the state after it."""
     names = [f"request {seq.name}" for seq in state.seqs]
     for i in event.get("preempted", ()):
-        why = "the step failed" if "failed" in event else "no block was available"
-        last = "" if "failed" in event else " and it was admitted last"
-        yield f"Preemption: {names[i]} returns to the head of the queue, because {why}{last}."
+        why = "no block was available (the last admitted is the first to be preempted)"
+        why = "the step failed" if "failed" in event else why
+        yield f"Preemption: {names[i]} returns to the head of the queue, because {why}."
     admitted: dict[str, list[str]] = {}
     for i in event.get("joins", ()):
         is_head = state.seqs[i].lost or state.seqs[i].parent >= 0

@@ -57,7 +57,10 @@ def test_the_stub_fails(
     monkeypatch.chdir(tmp_path)
     build_it.write(task)
     stub = tmp_path / f"{task}.py"
-    assert f"SOLUTION={stub} pytest -x tests/build_{task}.py" in capsys.readouterr().out
+    assert (
+        f"SOLUTION={stub} python -m pytest -x --tb=short tests/build_{task}.py"
+        in capsys.readouterr().out
+    )
     status, output = check(task, stub)
     assert status == 1, output
     assert "is to be written; see the top of this file" in output

@@ -5,7 +5,10 @@ histories of oracle.py. It makes the first that fails shorter, as long as it fai
 and asks which invariant broke.
 """
 
+import contextlib
 import inspect
+import io
+import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,8 +16,16 @@ from itertools import islice
 from typing import Any
 
 from nanovllm.engine import block_manager
-from nanovllm.lessons.lesson import WIDTH, Question, link, say, show_answers, show_questions
-from nanovllm.lessons.mutants import MUTANTS, Mutant, apply
+from nanovllm.engine.scheduler import shortest_job_first
+from nanovllm.lessons.lesson import (
+    WIDTH,
+    Question,
+    say,
+    show_answers,
+    show_questions,
+    show_table,
+)
+from nanovllm.lessons.mutants import MUTANTS, Mutant, apply, describe
 from nanovllm.lessons.oracle import (
     INVARIANTS,
     Action,
@@ -40,24 +51,25 @@ class Attempt:
     seed: int
     actions: tuple[Action, ...]
 
-    def failure(self) -> tuple[int, int, int] | None:
-        """Run it. Returns how long it is (steps, tokens, actions) if it fails."""
+    def failure(self) -> tuple[int, ...] | None:
+        """Run it. Returns how long and how complicated it is if it fails, and None if not."""
         history = History(self.seed, **self.modules)
         try:
             replay(history, self.actions)
         except InvariantError:
             tokens = sum(len(seq.token_ids) for seq in history.seqs)
-            return history.steps, tokens, len(self.actions)
+            is_sjf = history.scheduler.policy_key.__name__ == shortest_job_first.__name__
+            return history.steps, tokens, len(self.actions), history.max_in_flight, is_sjf
         return None
 
-    def trace(self) -> tuple[Trace, InvariantError]:
+    def trace(self) -> tuple[Trace, History, InvariantError]:
         """Run it once more with a Trace, up to the failure, which the trace does not name."""
         history = History(self.seed, **self.modules)
         with Trace(history) as trace:
             try:
                 replay(history, self.actions)
             except InvariantError as error:
-                return trace, error
+                return trace, history, error
         raise ValueError("this history does not fail")
 
     def variations(self) -> Iterator["Attempt"]:
@@ -74,7 +86,7 @@ class Attempt:
             yield replace(self, seed=seed)
 
 
-def shorten(attempt: Attempt) -> tuple[tuple[int, int, int], Attempt]:
+def shorten(attempt: Attempt) -> tuple[tuple[int, ...], Attempt]:
     """Take variations that fail earlier, until there are none (Zeller 1999, delta debugging)."""
     best = attempt.failure()
     assert best is not None
@@ -99,15 +111,41 @@ def shortest_failure(mutant: Mutant) -> Attempt | None:
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
+def show_requests(history: History) -> None:
+    rows = []
+    for seq in history.seqs:
+        if seq.parent is None:
+            samples = sum(other.arrival == seq.arrival for other in history.seqs)
+            prompt = " ".join(map(str, seq.token_ids[: seq.num_prompt]))
+            rows.append((seq.request_id, seq.max_length - seq.num_prompt, samples, prompt))
+    show_table(("request", "output tokens at most", "samples", "prompt"), rows)
+
+
+def show_blocks(history: History) -> None:
+    """Print the blocks that are owned or cached when the history ends."""
+    size, memory, rows = history.size, history.runner.memory, []
+    for block in history.blocks.blocks:
+        if block.ref_count or block.identity:
+            pairs = memory[block.index * size : (block.index + 1) * size]
+            held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
+            cached = memoryview(block.token_ids).cast("I").tolist() if block.identity else ""
+            rows.append((block.index, block.ref_count, cached, held))
+    say("""The blocks at the end that are owned or cached: the reference count, the tokens that the
+        prefix index says, and what each slot holds, token@position:""")
+    show_table(("block", "ref_count", "cached as", "holds"), rows)
+
+
 def show_failure(mutant: Mutant) -> InvariantError:
     """Print what fails with the fault. Returns the error."""
     attempt = shortest_failure(mutant)
     if attempt is not None:
-        trace, error = attempt.trace()
+        trace, history, error = attempt.trace()
         say("""Random requests run on a model whose next token depends on every slot that it reads.
             This is the shortest history that was found in which something goes wrong, up to the
             step that does. Tokens are 0, 1 and 2.""")
+        show_requests(history)
         print(trace, end="\n\n")
+        show_blocks(history)
         return error
     check = check_cached_tail if mutant.module is block_manager else check_late_copy
     say("""No history of requests shows this fault, because the engine does nothing today that would.
@@ -131,21 +169,25 @@ def run(which: str | None, answers: list[str] | None) -> None:
         raise ValueError(f"break takes a number from 1 to {len(NAMES)}, not {which!r}")
     name = NAMES[int(which) - 1]
     mutant, file = MUTANTS[name], file_of(MUTANTS[name])
-    print(f"A line of {file} is changed, in memory only.\n")
-    error = show_failure(mutant)
-    print("This must hold after every step:\n")
-    for i, text in enumerate(INVARIANTS.values(), 1):
-        print(textwrap.fill(f"{i:2}. {text}", WIDTH, subsequent_indent="    "))
-    print()
+    with contextlib.redirect_stdout(io.StringIO() if answers is not None else sys.stdout):
+        print(f"A line of {file} is changed, in memory only.\n")
+        error = show_failure(mutant)
+        print("This must hold after every step:\n")
+        for i, text in enumerate(INVARIANTS.values(), 1):
+            print(textwrap.fill(f"{i:2}. {text}", WIDTH, subsequent_indent="    "))
+        print()
     functions = {m.function: None for m in MUTANTS.values() if m.module is mutant.module}
-    line = f"`{mutant.pattern}` became `{mutant.replacement}`, where a capital letter stands for "
-    line += f"any expression: {name}. See {link(function_of(mutant))}."
     questions = [
-        Question("Which of these did not hold?", number_of(error.name), f"{error}."),
+        Question(
+            "Which of these is the first that was found not to hold? (3, 8 and 9 are checked while a "
+            "step runs, the others after it.)",
+            number_of(error.name),
+            f"{error}.",
+        ),
         Question(
             f"Which function of {file} has the fault: {', '.join(sorted(functions))}?",
             mutant.function,
-            line,
+            f"{name[0].upper()}{name[1:]}. {describe(mutant)}.",
         ),
     ]
     if answers is None:
@@ -156,11 +198,6 @@ def run(which: str | None, answers: list[str] | None) -> None:
 
 def number_of(invariant: str) -> str:
     return str(list(INVARIANTS).index(invariant) + 1)
-
-
-def function_of(mutant: Mutant) -> object:
-    owner = "BlockManager" if mutant.module is block_manager else "Scheduler"
-    return getattr(getattr(mutant.module, owner), mutant.function)
 
 
 def file_of(mutant: Mutant) -> str:

@@ -53,7 +53,7 @@ def link(function: Any, text: str = "") -> str:
 
 
 def show_source(*links: str) -> None:
-    print("In the engine:", *links, sep="\n  ", end="\n\n")
+    print("In the engine, the line and the function that it is in:", *links, sep="\n  ", end="\n\n")
 
 
 def timed(function: Callable[[], T], repeats: int = 3) -> tuple[T, float]:
@@ -91,7 +91,7 @@ def show_answers(questions: list[Question], answers: list[str]) -> None:
         print(textwrap.fill(f"{i + 1}. {question.text}", WIDTH, subsequent_indent="   "))
         if not answers:
             line = f"{question.answer}. {question.why}"
-        elif answers[i].strip().lower() == question.answer.lower():
+        elif answers[i].strip().removesuffix("()").lower() == question.answer.lower():
             line = f"{answers[i]} is right. {question.why}"
         else:
             line = f"{answers[i]} is not right."

@@ -9,6 +9,7 @@ Its block table says which block holds which of its tokens. Paging is from Paged
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
 from nanovllm.plan import Chunk, Join, RowSampling, StepPlan
@@ -37,7 +38,8 @@ def slots_of_a_sequence(llm: LLM) -> list[int]:
         (repr(tokenizer.decode([token])), p, f"{p // size}", table[p // size], p % size, slots[p])
         for p, token in enumerate(ids)
     ]
-    show_table(("token", "position", "position // 4", "block", "position % 4", "slot"), rows)
+    head = ("token", "position", "logical block: // 4", "physical block", "offset: % 4", "slot")
+    show_table(head, rows)
     return slots
 
 
@@ -69,18 +71,23 @@ def most_running(llm: LLM, num_requests: int) -> tuple[int, int]:
 
 def run() -> list[Question]:
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=16)
-    say("A sequence takes a block of 4 slots from the BlockManager when its last one is full.")
+    say("""A sequence has as many blocks as its tokens need: a prompt takes several at once, and later
+        it takes one when its last is full. Here two sequences take blocks of 4 slots in turn. Block 0
+        is missing, because it is the null block: padding is written there, and no sequence owns
+        it.""")
     slots = slots_of_a_sequence(llm)
     say("""Attention reads keys and values through the block table, so the order of the blocks in
-        memory does not matter. The same prompt in two places of the cache, by plans that are written
-        by hand:""")
+        memory does not matter. To show it, the same prompt is run in two places of the cache. What a
+        step computes and where is a StepPlan, which the scheduler makes; these are written by
+        hand:""")
     tables = ([1, 2, 3, 4, 5, 6], [13, 2, 7, 16, 1, 9])
     answers = [answer_with(llm, table, 10) for table in tables]
     show_table(("block table", "answer"), zip(map(str, tables), map(repr, answers), strict=True))
     assert answers[0] == answers[1]
 
-    say("""What is gained: 1,024 slots, cut into blocks of 16, or into 4 blocks of 256, which is what
-        contiguous memory of 256 tokens for each request is. 24 requests, each of about 20 tokens:""")
+    say("""What is gained is memory. Without paging each request would get contiguous memory for 256
+        tokens, the most that it may need here. That is the same as one block of 256 slots for each.
+        With small blocks it takes what it needs. 24 requests of about 20 tokens, and 1,024 slots:""")
     rows = []
     for size in (256, 16):
         options = dict(num_kvcache_blocks=1024 // size, max_model_len=256)
@@ -88,12 +95,13 @@ def run() -> list[Question]:
         most, steps = most_running(small, 24)
         rows.append((f"{1024 // size} blocks of {size}", most, steps))
     show_table(("cache", "requests at once", "steps"), rows)
-    say("""With 4 blocks only 2 requests run at once, because admission leaves one block available for
-        each running sequence (Scheduler.reserve).""")
+    say("""Of 4 large blocks 2 are used, because admission leaves one block available for each running
+        sequence, so that it can go on (Scheduler.reserve).""")
     show_source(
         link(BlockManager.append_block),
         link(Rows._forward_batch, "slot_mapping"),
         link(BlockManager._take_block),
+        link(Scheduler.reserve),
     )
     return [
         Question(

@@ -1,8 +1,8 @@
 """Lesson 4: continuous batching.
 
 A decode step has a fixed cost: it reads all weights, whether it computes one token or many. An
-engine therefore computes the next token of several requests, its batch, in one step. A static
-batch runs until the last of its requests has finished, and the rows of those that finished earlier
+engine therefore computes the next token of several requests, its batch, in one step. Each request
+of the batch has a row, and max_num_seqs is the number of rows. A static batch runs until the last of its requests has finished, and the rows of those that finished earlier
 are idle. With continuous batching, a waiting request takes a row as soon as it is free. The
 decision is made anew in every step, which is why the paper calls it iteration-level scheduling
 (Orca, Yu et al., OSDI 2022).
@@ -90,9 +90,9 @@ def run() -> list[Question]:
     assert isinstance(runner, ModelRunner)
     weights = runner.model_config.num_weights * runner.dtype.itemsize / 2**20
     say(f"""Why a batch helps: a decode step reads {weights:.0f} MiB of weights and makes the same
-        calls of torch for the linear layers of 1 row and of 16 rows. Only attention does its own
-        work for each row. With so few weights the calls cost more time than reading the weights;
-        with billions of weights it is the other way round.""")
+        calls to torch's operators for the linear layers, whether it computes 1 row or 16. Only
+        attention works on each row separately. With so few weights the calls take more time than
+        reading the weights; with billions of weights it is the other way round.""")
     times = {num_rows: decode_seconds(llm, num_rows) for num_rows in (1, 4, 16)}
     show_table(
         ("rows", "ms a step", "ms a token", "tokens/s", "gain"),
@@ -122,7 +122,8 @@ def run() -> list[Question]:
     assert tokens[0] == tokens[1]
     say("""Both compute the same tokens. A static batch takes as many steps as its longest request.
         With continuous batching request 4 computes its prompt in the step after requests 0 and 3
-        end.""")
+        end. Tokens per second rise less than the steps fall, because a step with more rows takes
+        longer in this small model, as the first table shows.""")
     show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
     show_source(
         link(Scheduler.schedule, "self.max_num_seqs"),
@@ -145,7 +146,7 @@ def run() -> list[Question]:
             "A ninth request with one output token is added behind the eight. In which step of "
             "continuous batching is it computed? (The first step is 1.)",
             str(ninth.index("P") + 1),
-            "Requests 4 to 7 take the first four rows that become free. The next row to become "
-            "free is that of request 6. The total number of steps does not change.",
+            "Four requests wait before it, and take the first four rows that become free. The fifth "
+            "row to become free is that of request 6. The total number of steps does not change.",
         ),
     ]

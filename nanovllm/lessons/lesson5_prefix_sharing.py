@@ -1,4 +1,4 @@
-"""Lesson 5: prefix sharing and copy-on-write.
+"""Lesson 5: prefix sharing, copy-on-write and eviction.
 
 The keys and values of a token depend on this token and those before it, and on nothing after it.
 Two prompts that begin with the same tokens have the same KV there, so both block tables can
@@ -15,7 +15,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table, timed
 from nanovllm.plan import RowSampling
 
-A, B, C = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n"
+A, B, C, D = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n", "Spell garden\n"
+PROMPTS = {"A": A, "B": B, "C": C, "D": D}
 EXAMPLES = "".join(f"{a} + 30 = {a + 30}\n" for a in range(10, 50))  # more than 256 tokens
 
 
@@ -95,8 +96,7 @@ def trace_samples(llm: LLM, n: int) -> tuple[Trace, int]:
 def evict() -> list[tuple[str, int, int, int]]:
     """Run prompts in a pool of 6 blocks. Returns how many tokens of each are cached after each."""
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=6)
-    ids = {"A": llm.get_tokenizer().encode(A), "C": llm.get_tokenizer().encode(C)}
-    ids["D"] = llm.get_tokenizer().encode("Spell garden\n")
+    ids = {name: llm.get_tokenizer().encode(text) for name, text in PROMPTS.items()}
     blocks, rows = llm.engine.scheduler.blocks, []
     for name in "ACAD":
         run_prompts(llm, [ids[name]])
@@ -109,8 +109,11 @@ def run() -> list[Question]:
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
     a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
     same = next(i for i in range(len(b)) if a[i] != b[i])
-    say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. Their first
-        step:""")
+    print(*(f"{name} = {text!r}" for name, text in PROMPTS.items()), sep="\n", end="\n\n")
+    say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. The trace of their
+        first step follows. In its first columns, free, cached and shared count blocks while the step
+        runs; cached are blocks of the prefix cache that no sequence owns now. docs/trace.md explains
+        the other columns.""")
     counts = share_blocks(llm)
     show_table(("block", "ref_count"), counts.items())
     say(f"""A and B share one block, and both own it: its reference count is 2. B computes the other
@@ -131,18 +134,20 @@ def run() -> list[Question]:
     show_table(("prompt", "tokens", "cached in run 1", "in run 2"), table)
 
     say("""What is gained: eight prompts with the same long beginning arrive together at an empty
-        cache. One of them computes the beginning, the others share it in the same step.""")
+        cache. One of them computes the beginning, the others share it in the same step. They may,
+        because each layer stores the keys and values of the whole step before any query attends.""")
     head = ("prefix caching", "tokens computed", "mean ms to the first token", "ms in all")
     show_table(head, [(on, n, f"{first:.0f}", f"{ms:.0f}") for on, n, first, ms in compare()])
 
-    say("""Two samples of A. Sample 0.1 is forked when sample 0.0 has its first token, and shares
-        the blocks of the prompt. It computes the last prompt token again, and samples another first
-        token from the logits. The last block is not full, and both samples will write into it, so
-        the engine copies it for one of them first:""")
+    say("""Two samples of A, at a high temperature. They are sequences 0.0 and 0.1 of request 0.
+        Sequence 0.1 is forked when 0.0 has its first token, and shares the blocks of the prompt. It
+        computes the last prompt token again, because it samples its own first token from the logits.
+        The last block is not full, and both will write into it, so the engine copies it for one of
+        them first:""")
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
     print(trace_samples(llm, 2)[0], end="\n\n")
     say("""Cached blocks without an owner are kept until no block is free. Then the least recently
-        used one is evicted. A pool of 6 blocks runs A, C, A again, and D, which needs 3 blocks; 2
+        used one is evicted. A pool of 6 blocks runs A, C, A again, and D. D needs 3 blocks, and 2
         are free. The last block of C is evicted. The beginning of C stays, because a sequence
         releases its last block first. Tokens of each prompt that the next request would find in the
         cache:""")
@@ -152,7 +157,7 @@ def run() -> list[Question]:
         link(BlockManager.match, "len(seq.token_ids) - 1"),
         link(Scheduler._admit, "blocks.fork"),
         link(BlockManager.copy_on_write),
-        link(BlockManager._take_block, "popitem"),
+        link(BlockManager.choose_victim),
     )
     default = make_llm(kvcache_block_size=16, num_kvcache_blocks=64)
     first, second = [5] * 300, [5] * 100 + [6] + [5] * 199

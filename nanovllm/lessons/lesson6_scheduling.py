@@ -99,16 +99,8 @@ def show_policies() -> None:
     ]
     means = [f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf)]
     rows.append(("mean", "", "", means[0], "", "", means[1]))
-    head = (
-        "request",
-        "tokens",
-        "FCFS: admitted",
-        "first token",
-        "SJF: key",
-        "admitted",
-        "first token",
-    )
-    show_table(head, rows)
+    columns = ("FCFS admits", "FCFS first token", "SJF key", "SJF admits", "SJF first token")
+    show_table(("request", "tokens", *columns), rows)
 
 
 def show_chunks() -> None:
@@ -130,11 +122,12 @@ def show_preemption() -> None:
     step = next(event["plan"] for event in trace.events if "preempted" in event)
     say(f"""Preemption: two requests in a pool of 8 blocks. In step {step} request 0 needs another
         block and none is free. Request 1 was admitted last, so it loses its blocks and returns to
-        the head of the queue with its tokens. It resumes when request 0 has finished:""")
+        the head of the queue with its tokens. It resumes when request 0 has finished. (Requests go on
+        after <|endoftext|>, because ignore_eos is set.)""")
     print(trace, end="\n\n")
     say("""The tokens are the same as in a large pool. With prefix caching, the blocks that request
-        1 lost stay in the cache until they are evicted, so that fewer tokens are computed
-        again:""")
+        1 lost stay in the cache until they are evicted, so that fewer tokens are computed again.
+        (The last position of the row "again" is new: its token was sampled, but not computed yet.)""")
     assert runs[0][1] == runs[1][1] == runs[2][1]
     head = ("blocks", "prefix caching", "steps", "tokens computed again")
     show_table(head, [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(pools, runs, strict=True)])

@@ -107,40 +107,60 @@ def matches(pattern: object, node: object, found: dict[str, Any]) -> bool:
 
 class Replace(ast.NodeTransformer):
     def __init__(self, pattern: ast.AST, replacement: ast.AST) -> None:
-        self.pattern, self.replacement, self.count = pattern, replacement, 0
+        self.pattern, self.replacement = pattern, replacement
+        self.replaced: list[ast.AST] = []
+        self.made: list[ast.AST] = []
 
     def visit(self, node: ast.AST) -> Any:
         found: dict[str, Any] = {}
         if not matches(self.pattern, node, found):
             return self.generic_visit(node)
-        self.count += 1
 
         class Fill(ast.NodeTransformer):
             def visit_Name(self, name: ast.Name) -> Any:
                 return found.get(name.id, name)
 
-        return ast.copy_location(Fill().visit(self.replacement), node)
+        self.replaced.append(node)
+        self.made.append(ast.copy_location(Fill().visit(self.replacement), node))
+        return self.made[-1]
 
 
 def statement(source: str) -> ast.AST:
     return ast.parse(source).body[0]
 
 
-def apply(mutant: Mutant) -> types.ModuleType:
-    """The module with the fault in it. Raises ValueError unless exactly one place matches."""
+def transform(mutant: Mutant) -> tuple[ast.Module, ast.AST, ast.AST]:
+    """The tree of the module with the fault in it, what was replaced, and what replaced it.
+
+    Raises ValueError unless exactly one place matches.
+    """
     tree = ast.parse(inspect.getsource(mutant.module))
     pattern, replacement = statement(mutant.pattern), statement(mutant.replacement)
     if isinstance(pattern, ast.Expr) and isinstance(replacement, ast.Expr):
         pattern, replacement = pattern.value, replacement.value
-    count = 0
+    replace = Replace(pattern, replacement)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == mutant.function:
-            replace = Replace(pattern, replacement)
             node.body = [replace.visit(child) for child in node.body]
-            count += replace.count
-    if count != 1:
-        raise ValueError(f"{mutant.pattern!r} matches {count} places of {mutant.function}")
+    if len(replace.replaced) != 1:
+        places = f"{len(replace.replaced)} places of {mutant.function}"
+        raise ValueError(f"{mutant.pattern!r} matches {places}")
+    return ast.fix_missing_locations(tree), replace.replaced[0], replace.made[0]
+
+
+def apply(mutant: Mutant) -> types.ModuleType:
+    """The module with the fault in it. Raises ValueError unless exactly one place matches."""
+    tree, *_ = transform(mutant)
     faulty = types.ModuleType("faulty")
     faulty.__dict__["__name__"] = mutant.module.__name__  # dataclasses look up their module by name
-    exec(compile(ast.fix_missing_locations(tree), "<mutant>", "exec"), faulty.__dict__)
+    exec(compile(tree, "<mutant>", "exec"), faulty.__dict__)
     return faulty
+
+
+def describe(mutant: Mutant) -> str:
+    """The line of the engine that it changes, before and after."""
+    _, old, new = transform(mutant)
+    path = mutant.module.__name__.replace(".", "/")
+    return (
+        f"{path}.py:{getattr(old, 'lineno', 0)}: `{ast.unparse(old)}` became `{ast.unparse(new)}`"
+    )

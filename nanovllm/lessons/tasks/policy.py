@@ -24,12 +24,12 @@ See PolicyKey and POLICIES in nanovllm/engine/scheduler.py, and the two policies
 docs/contributing.md says how one is added for good.
 
 How to check it, in a clone of the repository (-x stops at the first check that fails):
-  SOLUTION=policy.py pytest -x tests/build_policy.py
+  SOLUTION=policy.py python -m pytest -x --tb=short tests/build_policy.py
 
 Hints: nanovllm/engine/sequence.py has the fields of a sequence. The largest number of output
 tokens is not one of them, but it follows from two. "Longest first" and "smallest key first" have
-opposite signs. The arguments of two keys are never seen together, so aging must be a term of each
-key.
+opposite signs. The key of one request cannot look at another request, so aging must be a term
+of each key.
 """
 
 from nanovllm.engine.block_manager import BlockManager
