@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.scheduler import InFlightStep
@@ -180,7 +181,7 @@ def climb(
     Raises AssertionError if the tokens of a rung are not those of the first.
     """
     results: list[tuple[Rung, Run]] = []
-    for rung in rungs:
+    for rung in tqdm(rungs, unit="rung", leave=False):
         llm = make_llm(**rung.options)
         requests = make_requests(llm, number)
         if warm_up:
@@ -218,7 +219,8 @@ def run() -> None:
         The ladder: {NUM_REQUESTS} requests, which begin with the same conversation and have
         {min(LENGTHS)} to {max(LENGTHS)} output tokens. Every rung adds one idea to the one before, and
         gives the same tokens, in float32. The last rung is LLM() as it is. Timings are from the
-        median of 3 runs after a short one to warm up.
+        median of 3 runs after a short one to warm up. It takes about a minute, and 20 to 40 s more
+        if the CPU's kernels have to be compiled first.
 
         gain: tokens per second divided by those of the rung before. computed: tokens that the model
         computed, in so many steps. slots: the most slots of the KV cache that were reserved at a
