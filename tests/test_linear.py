@@ -35,10 +35,20 @@ def test_packed_equals_plain(shape: tuple[int, int], bias: bool) -> None:
         assert torch.equal(linear(x, tiles, b), F.linear(x, weight, b))
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 17, 100])
+def test_large_float32_weights_are_packed(tokens: int) -> None:
+    weight, x = weights(600, 500, dtype=torch.float32), weights(tokens, 500, dtype=torch.float32)
+    blocked, bias = packed(weight), weights(600, dtype=torch.float32)
+    assert blocked.is_mkldnn
+    wanted = F.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(linear(x, blocked, bias).double(), wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32, and any weight where torch lacks the operations."""
-    wide, narrow = weights(32, 32, dtype=torch.float32), weights(32, 32)
-    assert packed(wide) is wide
+    """float16, small weights in float32, and any weight where torch lacks the operations."""
+    narrow = weights(32, 32)
+    for plain in (weights(32, 32, dtype=torch.float32), weights(600, 600, dtype=torch.float16)):
+        assert packed(plain) is plain
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     assert packed(narrow) is narrow
 
