@@ -9,8 +9,8 @@ sums may be formed in another order. Measured on 2 cores, Qwen3-0.6B's shape, GB
     AMX, 1,024 tokens and more  equal within 4 %, because the products take longer than the weights
 
 With AVX512-BF16 and without AMX, packed weights take 0.75 to 0.85 of the time for 1 to 16 tokens
-and the same time for many. In float32, with AVX2, large weights take 0.3 to 0.9 of the time for 4 to
-256 tokens and 0.85 to 1.15 for one; small ones, whose product takes as long as the call, stay plain.
+and the same time for many. In float32, with AVX2, large weights take 0.5 to 1.0 of the time for 4
+to 256 tokens (once 0.3) and 0.9 to 1.15 for one; small ones, which gain little or lose, stay plain.
 """
 
 import ctypes
