@@ -101,15 +101,15 @@ class LLM:
             generation_config.json.
 
         All prompts are checked first: if one is refused, none is started. Ctrl-C stops after the
-        current step; a second Ctrl-C stops immediately. Neither leaves a request behind. A request
+        current step; a second Ctrl-C stops during it. Neither leaves a request behind. A request
         that another thread aborts has what there is as its result, with finish_reason "abort".
         Raises GenerationError, which has all results, if a request ended because no token could be
         sampled.
         """
         items, params = pair_up(prompts, sampling_params)
         requests: list[Request] = []
-        try:
-            with defer_interrupt() as check_interrupt:
+        with defer_interrupt() as interrupt:
+            try:
                 for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
                     try:
                         requests.append(self.engine.submit(prompt, p))
@@ -117,12 +117,11 @@ class LLM:
                         where = f"prompts[{i}]: " if len(items) > 1 else ""
                         kind = TypeError if isinstance(error, TypeError) else ValueError
                         raise kind(f"{where}{error}") from error
-                    check_interrupt()
-                return self._run(requests, use_tqdm, check_interrupt)
-        except BaseException:
-            for request in requests:
-                self.engine.abort(request)
-            raise
+                    interrupt.check()
+                return self._run(requests, use_tqdm, interrupt.check)
+            except BaseException:
+                self.engine.abort(requests)
+                raise
 
     def _run(
         self, requests: list[Request], use_tqdm: bool, check_interrupt: Callable[[], None]
@@ -162,20 +161,20 @@ class LLM:
         items, params = pair_up(prompts, sampling_params)
         requests: list[Request] = []
         try:
-            for prompt, p in zip(items, params, strict=True):
-                requests.append(self.engine.submit(prompt, p, stream=True))
-            while True:
-                for i, request in enumerate(requests):
-                    with self.engine.lock:
-                        new = request.read_stream(i)
-                    yield from new
-                raise_error(requests)
-                if all(request.stream_ended for request in requests):
-                    return
+            with defer_interrupt() as interrupt:
+                for prompt, p in zip(items, params, strict=True):
+                    requests.append(self.engine.submit(prompt, p, stream=True))
+                    interrupt.check()
+            ended = not requests
+            while not ended:
                 self.engine.advance()
+                with defer_interrupt(), self.engine.lock:
+                    new = [output for i, r in enumerate(requests) for output in r.read_stream(i)]
+                    ended = all(request.stream_ended for request in requests)
+                yield from new
+                raise_error(requests)
         finally:
-            for request in requests:
-                self.engine.abort(request)
+            self.engine.abort(requests)
 
     def chat(
         self,
@@ -274,7 +273,7 @@ def takes_parts(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -
 
 
 def raise_error(requests: list[Request]) -> None:
-    """Raise what a logits processor of these requests raised."""
+    """Raise what ended one of these requests, such as an error of its logits processor."""
     for request in requests:
         if request.error is not None:
             raise request.error

@@ -24,7 +24,7 @@ class CompletionOutput:
     index: int
     text: str  # without the stop token or string; "" without a tokenizer or detokenize=False
     token_ids: list[int]  # including the stop token, if one ended the output
-    finish_reason: str | None  # "stop", "length" or "abort"
+    finish_reason: str | None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # a string or token id; None for an end-of-sequence token
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per output token, if requested
     cumulative_logprob: float | None = None  # sum over output tokens, if logprobs were requested
@@ -38,7 +38,7 @@ class StreamOutput:
     index: int  # among the samples of the prompt
     text: str
     token_ids: list[int]
-    finish_reason: str | None  # None until the last output; then "stop", "length" or "abort"
+    finish_reason: str | None  # None until the last output; then as in CompletionOutput
     stop_reason: int | str | None = None  # as in CompletionOutput
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per token of token_ids
     # In the first output of sample 0, if requested, as in RequestOutput.

@@ -157,6 +157,7 @@ class InputProcessor:
         values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         values |= {"logit_bias": tuple(bias.items()), "bad_words": tuple(sorted(bad_words))}
         values |= {n: size for n in ("logprobs", "prompt_logprobs") if values[n] == -1}
+        values["min_tokens"] = min(params.min_tokens, self.max_model_len)
         rules = LogitRules(**values, stops=tuple(stops) if params.min_tokens else ())
         return None if rules == LogitRules() else rules
 

@@ -15,12 +15,14 @@ added and aborted during a step.
 import itertools
 import os
 import threading
+from collections import deque
+from collections.abc import Iterable
 from typing import NoReturn
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, Prompt
-from nanovllm.engine.interrupt import defer_interrupt
+from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.output_processor import OutputProcessor, Request
 from nanovllm.engine.scheduler import Scheduler
@@ -51,8 +53,9 @@ class LLMEngine:
         self.observer: Observer | None = None  # see nanovllm/trace.py
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._step_ended = threading.Condition(self._lock)
-        self._stepping: int | None = None  # the thread that runs a step
+        self._to_abort: deque[Request] = deque()
+        self._step_lock = threading.Lock()  # held by the thread that runs a step
+        self._stepping: int | None = None  # that thread
 
     @property
     def lock(self) -> "threading.RLock":
@@ -99,7 +102,7 @@ class LLMEngine:
     ) -> Request:
         params = self.inputs.check_params(sampling_params)
         text, token_ids = self.inputs.tokenize(prompt)
-        with self.lock:
+        with defer_interrupt(), self.lock:
             arrival, is_known = self.num_requests, self.outputs.is_known
             if request_id is None:
                 request_id = next(i for i in map(str, itertools.count(arrival)) if not is_known(i))
@@ -125,24 +128,40 @@ class LLMEngine:
 
     def abort_request(self, request_id: str) -> None:
         """End a request in any state and free its blocks. Unknown ids are ignored."""
-        with self.lock:
-            if (request := self.outputs.requests.get(request_id)) is not None:
-                self.abort(request)
-
-    def abort(self, request: Request) -> None:
-        """End a request if it has not ended, even if another has its id by now."""
-        with self.lock:
-            if self.outputs.requests.get(request.request_id) is request:
-                for sample in request.samples:
-                    self.scheduler.abort(sample.seq)
-                self.outputs.end_aborted(request)
+        if (request := self.outputs.requests.get(request_id)) is not None:
+            self.abort([request])
 
     def abort_all(self) -> None:
-        for request_id in list(self.outputs.requests):
-            self.abort_request(request_id)
+        self.abort(list(self.outputs.requests.values()))
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End those of the requests that have not ended, even if others have their ids by now.
+
+        The garbage collector calls this for an abandoned stream, in the middle of any code. It
+        therefore never waits: while the engine is being changed, the requests are only noted. They
+        then end with the present step or before the next one.
+        """
+        self._to_abort.extend(requests)
+        self._abort_noted()
+
+    def _abort_noted(self) -> None:
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            return
+        with defer_interrupt():
+            while self._to_abort and self._lock.acquire(blocking=False):
+                try:
+                    while self._to_abort:
+                        request = self._to_abort.popleft()
+                        if self.outputs.requests.get(request.request_id) is request:
+                            for sample in request.samples:
+                                self.scheduler.abort(sample.seq)
+                            self.outputs.end_aborted(request)
+                finally:
+                    self._lock.release()
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
+        self._abort_noted()
         return bool(self.outputs.requests or self.outputs.finished)
 
     # ---- the loop ----
@@ -159,36 +178,33 @@ class LLMEngine:
 
         If another thread is running a step, this only waits for its end. If a step fails, the
         sequences of the steps in flight return to the waiting queue and the error is raised. The
-        engine remains usable. Ctrl-C is raised when the step is complete.
+        engine remains usable. Ctrl-C is raised when the step is complete; a second one at once.
         """
-        thread = threading.get_ident()
-        if self._stepping == thread:
+        if self._stepping == threading.get_ident():
             raise RuntimeError(
                 "a logits processor cannot run the engine that calls it; use another LLM"
             )
-        with defer_interrupt():
+        with defer_interrupt() as interrupt:
+            if not self._step_lock.acquire(blocking=False):
+                with interrupt, self._step_lock:
+                    return
+            self._stepping = threading.get_ident()
             try:
-                with self.lock:
-                    if self._stepping is not None:
-                        self._step_ended.wait()
-                        return
-                    self._stepping = thread
-                self._run_step()
+                self._run_step(interrupt)
             except BaseException as error:
-                if self._stepping == thread:
-                    with self.lock:
-                        self.scheduler.abandon()
-                        self.outputs.collect_finished(self.outputs.sequences())
-                        if self.observer is not None:
-                            self.observer.abandoned(error)
+                with self.lock:
+                    self.scheduler.abandon()
+                    self.outputs.collect_finished(self.outputs.sequences())
+                    if self.observer is not None:
+                        self.observer.abandoned(error)
                 raise
             finally:
-                if self._stepping == thread:
-                    with self.lock:
-                        self._stepping = None
-                        self._step_ended.notify_all()
+                self._stepping = None
+                self._step_lock.release()
+                self._abort_noted()
 
-    def _run_step(self) -> None:
+    def _run_step(self, interrupt: DeferredInterrupt) -> None:
+        self._abort_noted()
         scheduler = self.scheduler
         with self.lock:
             if self.observer is not None:
@@ -199,23 +215,26 @@ class LLMEngine:
             if self.observer is not None:
                 self.observer.scheduled(step)
         if step is not None:
-            step.wait = self.runner.run(step.plan)  # changes KV cache and rows
+            with interrupt:
+                step.wait = self.runner.run(step.plan)  # changes KV cache and rows
         # If async, the previous step is committed while the device works; if not, this one.
         while len(scheduler.in_flight) > (self.max_in_flight if step is not None else 0):
-            self._commit()
+            self._commit(interrupt)
 
-    def _commit(self) -> None:
+    def _commit(self, interrupt: DeferredInterrupt) -> None:
         step = self.scheduler.in_flight[0]
         assert step.wait is not None
-        output = step.wait()  # waits for the device
+        with interrupt:
+            output = step.wait()  # waits for the device
         with self.lock:
             if self.observer is not None:
                 self.observer.begin()
             # Changes sequences and the prefix cache.
             progressed = self.scheduler.commit(step, output.token_ids)
-            for seq, stop_string in self.outputs.process(step, output, progressed):
-                self.scheduler.stop(seq, stop_string)
-            self.outputs.collect_finished(progressed)
+            ended = self.outputs.process(step, output, progressed)
+            for seq, reason, stop_string in ended:
+                self.scheduler.finish(seq, reason, stop_string)
+            self.outputs.collect_finished([*progressed, *(seq for seq, *_ in ended)])
             if self.observer is not None:
                 self.observer.committed(step, progressed)
 
@@ -229,6 +248,7 @@ class LLMEngine:
     def stats(self) -> dict[str, int | float]:
         """Counters: the first five describe the present, the others count since the start."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
+        self._abort_noted()
         with self.lock:
             unfinished = sum(request.num_unfinished for request in self.outputs.requests.values())
             return {

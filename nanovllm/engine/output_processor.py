@@ -6,6 +6,8 @@ stop string ends a sequence, and builds a RequestOutput when all samples of a re
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -56,7 +58,7 @@ class Request:
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
     tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
     output: RequestOutput | None = None  # when it has ended
-    error: Exception | None = None  # what a logits processor raised, which ended it
+    error: Exception | None = None  # what ended it, raised by its own data in a step
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
 
     def read_stream(self, request_index: int) -> list[StreamOutput]:
@@ -183,26 +185,38 @@ class OutputProcessor:
 
     def process(
         self, step: InFlightStep, output: StepOutput, progressed: list[Sequence]
-    ) -> list[tuple[Sequence, str]]:
-        """Process the results of a step. Returns the sequences that a stop string ends."""
+    ) -> list[tuple[Sequence, str, str | None]]:
+        """Process the results of a step. Returns (sequence, finish_reason, stop_reason) for those
+        that a stop string ends, and for all samples of a request that ends with an error.
+        """
         self.num_output_tokens += len(progressed)
         if step.plan.chunks:
             self._note_first_tokens(progressed)
-        for i, error in output.errors.items():
-            request = self.requests.get(step.sampling[i].request_id)
-            if request is not None:
-                request.error = error
-                if not request.held:
-                    # `step` returns the result with finish_reason "error".
-                    logger.error(
-                        "a logits processor of request %s failed",
-                        request.request_id,
-                        exc_info=error,
-                    )
-        self._add_logprobs(step, output)
-        if not self.watched:
-            return []
-        return [(seq, stop) for seq in progressed if (stop := self._detokenize(seq)) is not None]
+        for i, error in output.errors.items():  # their sequences got no token, which ended them
+            if (request := self.requests.get(step.sampling[i].request_id)) is not None:
+                self._note_error(request, error)
+        failed: list[Request] = []
+        self._add_logprobs(step, output, failed)
+        ended: list[tuple[Sequence, str, str | None]] = []
+        for seq in progressed if self.watched else ():
+            with self._contain_errors(self.requests[seq.request_id], failed):
+                if (stop := self._detokenize(seq)) is not None:
+                    ended.append((seq, "stop", stop))
+        return ended + [(sample.seq, "error", None) for r in failed for sample in r.samples]
+
+    @contextmanager
+    def _contain_errors(self, request: Request, failed: list[Request]) -> Iterator[None]:
+        """Add the request to `failed` if the block, which works on its data only, raises."""
+        try:
+            yield
+        except Exception as error:
+            self._note_error(request, error)
+            failed.append(request)
+
+    def _note_error(self, request: Request, error: Exception) -> None:
+        request.error = error
+        if not request.held:  # `step` returns the result with finish_reason "error"
+            logger.error("request %s failed", request.request_id, exc_info=error)
 
     def sequences(self) -> list[Sequence]:
         return [sample.seq for request in self.requests.values() for sample in request.samples]
@@ -223,7 +237,8 @@ class OutputProcessor:
         """Remove an aborted request. Its output, which `step` does not return, has what there is."""
         for sample in request.samples:
             if sample.seq.finish_reason == "abort" and sample.detokenizer is not None:
-                sample.text += sample.detokenizer.flush()
+                with self._contain_errors(request, []):
+                    sample.text += sample.detokenizer.flush()
         self._end(request)
 
     def _end(self, request: Request) -> None:
@@ -242,18 +257,20 @@ class OutputProcessor:
                 metrics.first_token_time = now
                 self.num_prompt_tokens += seq.num_prompt
 
-    def _add_logprobs(self, step: InFlightStep, output: StepOutput) -> None:
+    def _add_logprobs(self, step: InFlightStep, output: StepOutput, failed: list[Request]) -> None:
         for i, logprobs in output.logprobs.items():
             sample = self.watched.get(step.sampling[i])
             # A token that was sampled after the end of its sequence is not in the output.
             if sample is not None and len(sample.logprobs) < sample.seq.num_output:
                 request = self.requests[sample.seq.request_id]
-                sample.logprobs.append(request.decode_logprobs(logprobs))
+                with self._contain_errors(request, failed):
+                    sample.logprobs.append(request.decode_logprobs(logprobs))
         for i, targets in output.prompt_logprobs.items():
             owner = self.requests.get(step.chunked[i].request_id)
             if owner is not None:
-                entries = map(owner.decode_logprobs, targets)
-                owner.prompt_logprobs |= enumerate(entries, step.plan.chunks[i].start + 1)
+                with self._contain_errors(owner, failed):
+                    entries = map(owner.decode_logprobs, targets)
+                    owner.prompt_logprobs |= enumerate(entries, step.plan.chunks[i].start + 1)
 
     def _detokenize(self, seq: Sequence) -> str | None:
         """Append the text of the new tokens. Returns the stop string that it contains, if any."""
@@ -298,9 +315,11 @@ class OutputProcessor:
 
     def _completion(self, sample: Sample, request: Request) -> CompletionOutput:
         seq, text, params = sample.seq, sample.text, request.params
+        failed: list[Request] = []
         if sample.detokenizer is None and request.tokenizer is not None:
-            detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
-            text = detokenizer.decode(request.text_ids(seq))
+            with self._contain_errors(request, failed):
+                detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
+                text = detokenizer.decode(request.text_ids(seq))
         logprobs, total = None, None
         if params.logprobs is not None:
             logprobs = sample.logprobs
@@ -310,7 +329,7 @@ class OutputProcessor:
             index=seq.index,
             text=text,
             token_ids=seq.output_ids,
-            finish_reason=seq.finish_reason,
+            finish_reason="error" if failed else seq.finish_reason,
             stop_reason=request.stop_reason(seq),
             logprobs=logprobs,
             cumulative_logprob=total,

@@ -310,8 +310,7 @@ class Scheduler:
                 # A step in flight has computed the KV of this token already.
                 self.blocks.cache_full_blocks(seq)
             if token in seq.stop_token_ids:
-                seq.stop_reason = token
-                self._finish(seq, "stop")
+                self._finish(seq, "stop", token)
             elif len(ids) >= seq.max_length:
                 self._finish(seq, "length")
             else:
@@ -336,20 +335,17 @@ class Scheduler:
             seq.num_tokens = len(seq.token_ids)
         self.blocks.reset_prefix_cache()
 
-    def _finish(self, seq: Sequence, reason: str) -> None:
-        self._leave(seq)
-        seq.status, seq.finish_reason = Status.FINISHED, reason
-
-    def stop(self, seq: Sequence, stop_string: str) -> None:
-        """Finish a sequence whose text contains a stop string."""
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """Finish a sequence in any state. What ended it before is overwritten."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
-        self._finish(seq, "stop")
-        seq.stop_reason = stop_string
+        self._finish(seq, reason, stop_reason)
 
     def abort(self, seq: Sequence) -> None:
-        """Finish a sequence in any state."""
-        if seq.status is Status.RUNNING:
-            self.running.remove(seq)
+        """Finish a sequence in any state, unless it has finished."""
         if seq.status is not Status.FINISHED:
-            self._finish(seq, "abort")
+            self.finish(seq, "abort")
+
+    def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        self._leave(seq)
+        seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason

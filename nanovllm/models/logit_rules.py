@@ -71,6 +71,15 @@ class RowRules:
             logits.copy_(torch.where(infinite & ~logits.isnan().any(), 0.0, HIDDEN))
 
 
+def raising(error: Exception) -> Callable[..., Any]:
+    """A logits processor that raises `error`."""
+
+    def processor(output_ids: list[int], logits: Tensor) -> Tensor:
+        raise error
+
+    return processor
+
+
 def takes_prompt(processor: Callable[..., Any]) -> bool:
     """Whether it takes (prompt ids, output ids, logits) and not (output ids, logits), as in vLLM."""
     try:

@@ -184,8 +184,9 @@ class ModelRunner:
             length = int(self.rows.positions[rules.rows].max()) + 1
             logits = rules.apply(raw, sampling.positions, length)
         tokens = self.sample(logits, sampling)
-        self.rows.last_tokens[rows] = tokens.clamp(min=0)  # -1 is an error; see models/sampler.py
         output = PendingOutput(start_copy(tokens))
+        tokens = tokens.clamp(min=0)  # -1 is an error; see models/sampler.py
+        self.rows.last_tokens[rows] = tokens
         if rules is None:
             return output
         if rules.changes_logits:

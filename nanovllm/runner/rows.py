@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import ForwardBatch, SamplingBatch, to_device
-from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
-from nanovllm.plan import FILTERS, StepPlan
+from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState, raising
+from nanovllm.plan import FILTERS, Join, LogitRules, StepPlan
 
 
 @dataclass(slots=True)
@@ -98,10 +98,8 @@ class Rows:
             self.seeds[row] = sampling.seed
             if self.rules.pop(row, None) or sampling.rules is not None:
                 self.rules_batch = None
-            if (rules := sampling.rules) is not None:
-                self.rules[row] = RowRules(rules, join, self.device)
-                if rules.has_penalties:
-                    self.rules_state.join(row, join.prompt, join.output)
+            if sampling.rules is not None:
+                self.rules[row] = self._join_rules(join, sampling.rules)
         for row, index, block in plan.new_blocks:
             self.block_tables[row, index] = block
         if self.mirror is None:
@@ -115,6 +113,15 @@ class Rows:
         if plan.new_blocks:
             new_rows, index, block = self._send(np.array(plan.new_blocks).T.copy())
             self.mirror.block_tables[new_rows, index] = block.int()
+
+    def _join_rules(self, join: Join, rules: LogitRules) -> RowRules:
+        try:
+            if rules.has_penalties:
+                self.rules_state.join(join.row, join.prompt, join.output)
+            return RowRules(rules, join, self.device)
+        except Exception as error:  # It ends the request when it is to sample, and no other.
+            rules = LogitRules(logits_processors=(raising(error),))
+            return RowRules(rules, join, self.device)
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Build the batch of any plan from the host arrays. Advances the positions of its rows."""

@@ -1,0 +1,225 @@
+"""Whatever fails or is interrupted: the engine stays usable, and no other request is affected."""
+
+import gc
+import linecache
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_checkpoint, random_llm
+from test_api import ctrl_c_interrupts, is_idle  # noqa: F401 (a fixture)
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.detokenizer import Detokenizer
+from nanovllm.engine.output_processor import Request
+from nanovllm.models.logit_rules import RowRules, RulesState
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("failures")
+    make_checkpoint(path)
+    return path
+
+
+# ---- Ctrl-C at any moment ----
+
+
+def press(action: Callable[[], object], at: set[int]) -> int:
+    """Run `action` and press Ctrl-C at these of the lines that the engine and llm.py run.
+
+    Returns how many lines were run. KeyboardInterrupt ends the action.
+    """
+    lines = 0
+
+    def count(frame, event, arg):
+        nonlocal lines
+        name = frame.f_code.co_filename
+        if "nanovllm/engine/" not in name and not name.endswith("nanovllm/llm.py"):
+            return None
+        # A signal is handled between calls, so never where a block is left.
+        if event == "line" and not linecache.getline(name, frame.f_lineno).strip().startswith(
+            "with"
+        ):
+            lines += 1
+            if lines in at:
+                signal.raise_signal(signal.SIGINT)
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        action()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+@pytest.mark.parametrize("second", [0, 1, 40])
+@pytest.mark.parametrize("how", ["generate", "stream", "loop"])
+def test_ctrl_c_at_any_line(path: Path, how: str, second: int) -> None:
+    """Nothing is left behind, also if a second Ctrl-C comes so many lines later."""
+    llm = random_llm(path, num_kvcache_blocks=4, kvcache_block_size=4, enable_prefix_caching=False)
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8]]
+    want = [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+    def loop() -> None:
+        for prompt in prompts:
+            llm.engine.add_request(prompt, GREEDY)
+        while llm.engine.has_unfinished_requests():
+            llm.engine.step()
+
+    actions = {
+        "generate": lambda: llm.generate(prompts, GREEDY, use_tqdm=False),
+        "stream": lambda: list(llm.stream(prompts, GREEDY)),
+        "loop": loop,
+    }
+    lines = press(actions[how], set())
+    assert lines > 500
+    for at in range(1, lines, max(1, lines // 120)):
+        press(actions[how], {at, at + second})
+        if how == "loop":
+            while llm.engine.has_unfinished_requests():
+                llm.engine.step()
+        assert is_idle(llm.engine), at
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == want
+
+
+@pytest.mark.parametrize("function", ["process", "add", "collect_finished"])
+def test_an_abandoned_stream_is_collected_while_the_engine_changes(
+    path: Path, function: str
+) -> None:
+    """Its finalizer aborts requests in the middle of any code of the same thread."""
+    llm = random_llm(path)
+    want = [o["token_ids"] for o in llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)]
+
+    class Client:
+        def __init__(self) -> None:
+            self.me = self
+            self.stream = llm.stream([[5, 6], [7, 8]], GREEDY)
+            next(self.stream)
+
+    inner = getattr(llm.engine.outputs, function)
+
+    def collected(*args):
+        gc.collect()
+        return inner(*args)
+
+    gc.disable()
+    try:
+        Client()
+        setattr(llm.engine.outputs, function, collected)
+        got = [o["token_ids"] for o in llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)]
+    finally:
+        gc.enable()
+    assert got == want
+    assert is_idle(llm.engine)
+
+
+# ---- what a request's own data raise ends that request ----
+
+PENALIZED = dict(repetition_penalty=1.5)
+FAULTS = [
+    (RowRules, "__init__", PENALIZED),
+    (RowRules, "apply", dict(logits_processors=[lambda output_ids, logits: logits])),
+    (RulesState, "join", PENALIZED),
+    (Detokenizer, "add", dict(stop=["never"])),
+    (Detokenizer, "flush", dict(stop=["never"])),
+    (Detokenizer, "decode", {}),
+    (Request, "decode_logprobs", dict(logprobs=2)),
+    (Request, "decode_logprobs", dict(prompt_logprobs=2)),
+]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("call", range(1, 4))
+@pytest.mark.parametrize(
+    ("owner", "name", "fields"),
+    FAULTS,
+    ids=[f"{c.__name__}.{n}-{','.join(f)}" for c, n, f in FAULTS],
+)
+def test_a_fault_in_one_requests_own_data(
+    embedded: LLM,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    fields: dict,
+    call: int,
+    n: int,
+) -> None:
+    """It ends this request and no other, whichever function fails at whichever call."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, n=n, **fields)
+    others = ["What is 12 + 30?\n", "Spell garden\n"]
+    plain = SamplingParams(temperature=0, max_tokens=10, detokenize=False)
+    want = [o["token_ids"] for o in embedded.generate(others, plain, use_tqdm=False)]
+    inner, calls = getattr(owner, name), 0
+
+    def fails(*args):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise ZeroDivisionError(f"call {call}")
+        return inner(*args)
+
+    engine = embedded.engine
+    first = [engine.add_request(prompt, plain) for prompt in others]
+    monkeypatch.setattr(owner, name, fails)
+    faulty = engine.submit("Count from 1 to 9\n", params)
+    outputs = {}
+    for _ in range(40):
+        outputs |= {o.request_id: o["token_ids"] for o in engine.step()}
+        if not engine.has_unfinished_requests():
+            break
+    assert [outputs[request_id] for request_id in first] == want
+    assert faulty.output is not None
+    reasons = {sample.finish_reason for sample in faulty.output.outputs}
+    if calls >= call:
+        assert isinstance(faulty.error, ZeroDivisionError)
+        assert "error" in reasons
+    else:
+        assert (faulty.error, reasons) == (None, {"length"})
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize("backend", ["numba", "sdpa"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_logprobs_of_a_row_without_a_token(path: Path, backend: str, asynchronous: bool) -> None:
+    """A processor raises or hides every token: there is no token to report."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    llm = random_llm(path, attention_backend=backend, async_scheduling=asynchronous)
+    want = llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"]
+
+    def fails(output_ids, logits):
+        if len(output_ids) == 2:
+            raise KeyError("failed")
+
+    def hides(output_ids, logits):
+        return torch.full_like(logits, float("-inf")) if len(output_ids) == 3 else logits
+
+    for processor, num in ((fails, 2), (hides, 3)):
+        params = SamplingParams(
+            temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, repetition_penalty=1.2,
+            logits_processors=[processor],
+        )  # fmt: skip
+        request = llm.engine.submit([1, 2], params)
+        assert llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"] == want
+        sample = request.output.outputs[0]
+        assert (sample.finish_reason, len(sample.token_ids)) == ("error", num)
+        assert len(sample.logprobs) == num
+    assert is_idle(llm.engine)
+
+
+def test_min_tokens_beyond_any_length(path: Path) -> None:
+    llm = random_llm(path, max_model_len=12)
+    params = SamplingParams(temperature=0, min_tokens=2**63, max_tokens=None, stop_token_ids=[3])
+    out = llm.generate([1, 2], params, use_tqdm=False)[0].outputs[0]
+    assert (len(out.token_ids), out.finish_reason) == (10, "length")
