@@ -185,9 +185,8 @@ class Trace:
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
-        self._cached: dict[
-            int, tuple[int, int]
-        ] = {}  # block -> identity and hash, as of the last event
+        # Block -> identity and hash, as of the last event.
+        self._cached: dict[int, tuple[int, int]] = {}
         self._evictions = self._blocks.evictions
         self._in_flight: deque[int] = deque()  # steps; 0 was planned before the trace began
         self._start = self._begun = 0.0
@@ -392,18 +391,12 @@ class Trace:
         path.write_text(content, encoding="utf-8")
 
     def page(self) -> str:
-        state, words = State(), []
+        state, size, words = State(), self._blocks.block_size, []
         for event in self.events:
             state.apply(event)
-            words.append(
-                list(describe_changes(event, state, self._policy, self._blocks.block_size))
-            )
-        data = {
-            "options": self.options,
-            "texts": self.texts(),
-            "events": self.events,
-            "words": words,
-        }
+            words.append(list(describe_changes(event, state, self._policy, size)))
+        texts, events = self.texts(), self.events
+        data = {"options": self.options, "texts": texts, "events": events, "words": words}
         # JSON is safe in a script element if it contains no "<".
         text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
         template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")

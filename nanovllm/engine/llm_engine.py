@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.input_processor import InputProcessor, Prompt, request_ids
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.output_processor import OutputProcessor, Request
@@ -123,10 +123,10 @@ class LLMEngine:
             self.scheduler.add(seqs[0])
             return request
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request in any state and free its blocks. Unknown ids are ignored."""
-        with self.lock:
-            if (request := self.outputs.requests.get(request_id)) is not None:
+    def abort_request(self, request_id: str | list[str]) -> None:
+        """End a request, or several, in any state and free the blocks. Unknown ids are ignored."""
+        for i in request_ids(request_id):
+            if (request := self.outputs.requests.get(i)) is not None:
                 self.abort(request)
 
     def abort(self, request: Request) -> None:
