@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import TextPrompt, TokensPrompt
     from nanovllm.llm import LLM
     from nanovllm.outputs import (
         CompletionOutput,
@@ -33,15 +34,23 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamOutput",
+    "TextPrompt",
+    "TokensPrompt",
     "Trace",
 ]
+HOMES = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
+HOMES |= dict.fromkeys(("TextPrompt", "TokensPrompt"), "engine.input_processor")
 
+# Hidden from type checkers, which would take every name to exist.
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
-    return getattr(importlib.import_module(f"nanovllm.{homes.get(name, 'outputs')}"), name)
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            names = importlib.import_module("nanovllm.vllm_names")
+            error = names.missing("module 'nanovllm'", name, __all__)
+            # `from nanovllm import name` would replace an AttributeError by one of its own.
+            raise ImportError(error) if name in names.INSTEAD else error
+        return getattr(importlib.import_module(f"nanovllm.{HOMES.get(name, 'outputs')}"), name)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import time
@@ -10,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from jinja2 import TemplateError
 from tqdm import tqdm
 
-from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.config import EngineConfig, EngineOptions, check_scalar
 from nanovllm.engine.input_processor import InputProcessor, Prompt, is_token_id, plain_ids
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.llm_engine import LLMEngine
@@ -23,12 +21,14 @@ from nanovllm.models.config import ModelConfig, read_json
 from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.vllm_names import CallArguments, check_call, missing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
 Message = dict[str, Any]
+MISSING: Any = None  # the default of `prompts`, so that `prompt_token_ids` alone is explained
 logger = logging.getLogger("nanovllm")
 
 
@@ -47,10 +47,16 @@ class LLM:
         work, TypeError for an option that does not exist.
         """
         show_log()
-        self.engine = make_engine(model, EngineConfig.from_options(options))
+        self.engine = self.llm_engine = make_engine(model, EngineConfig.from_options(options))
 
     # For help() and inspect.signature: EngineConfig's fields in place of `**options`.
     __init__.__signature__ = _with_fields(__init__, EngineConfig)  # type: ignore[attr-defined]
+
+    # Hidden from type checkers, which would take every attribute to exist.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing("LLM", name, [*dir(type(self)), *vars(self)])
 
     def shutdown(self) -> None:
         """Abort all requests, also those of other threads, whose calls return what there is.
@@ -75,7 +81,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""
-        return dataclasses.replace(self.engine.inputs.default_sampling_params)
+        return self.engine.inputs.default_sampling_params.clone()
 
     def stats(self) -> dict[str, int | float]:
         """Counters of sequences, blocks, prefix hits, preemptions and tokens; see docs/api.md."""
@@ -87,9 +93,10 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] = MISSING,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **vllm: Unpack[CallArguments],
     ) -> list[RequestOutput]:
         """Complete the prompts. Returns one result for each, in their order.
 
@@ -99,6 +106,7 @@ class LLM:
             one prompt for each row.
         sampling_params: one for all, or one for each; None uses the checkpoint's
             generation_config.json.
+        vllm: vLLM's other arguments, such as lora_request=None, with values that change nothing.
 
         All prompts are checked first: if one is refused, none is started. Ctrl-C stops after the
         current step; a second Ctrl-C stops during it. Neither leaves a request behind. A request
@@ -106,6 +114,7 @@ class LLM:
         Raises GenerationError, which has all results, if a request ended because no token could be
         sampled.
         """
+        check_call(self.generate, vllm)
         items, params = pair_up(prompts, sampling_params)
         requests: list[Request] = []
         with defer_interrupt() as interrupt:
@@ -186,12 +195,17 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        **vllm: Unpack[CallArguments],
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...].
 
         The content may be a list of parts, [{"type": "text", "text": "..."}, ...]. If the chat
-        template takes strings only, a newline joins them.
+        template takes strings only, a newline joins them. Raises ValueError if the template cannot
+        render the messages. Its time is not limited; Ctrl-C ends its loops.
         """
+        check_call(self.chat, vllm)
+        if chat_template is not None:
+            check_scalar("chat_template", chat_template, str, ())
         tokenizer = self.get_tokenizer()
         if not isinstance(messages, list | tuple):
             raise TypeError(
@@ -215,10 +229,12 @@ class LLM:
                     tools=tools,
                     **(chat_template_kwargs or {}),
                 )
-            except TemplateError as error:
+            except Exception as error:  # A template can raise any, such as ZeroDivisionError.
+                shown = "the tokenizer's" if chat_template is None else f"{chat_template!r:.80}"
                 raise ValueError(
-                    f"the chat template cannot render these messages ({error}); change them, or "
-                    "pass another template with chat_template=..."
+                    "the chat template cannot render these messages "
+                    f"({type(error).__name__}: {error}); change them, or pass another template "
+                    f"with chat_template=..., not {shown}"
                 ) from error
             ids = self.engine.inputs.encode(cast(str, text), add_special_tokens=False)
             prompts.append({"prompt": cast(str, text), "prompt_token_ids": ids})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from nanovllm.config import Limits, check_scalar, check_scalars, unknown_name
@@ -68,6 +69,16 @@ class SamplingParams:
             if name not in cls.__dataclass_fields__:
                 raise TypeError(unknown_field(name))
         return super().__new__(cls)
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Make an object of these fields. None is the default of a field that cannot be None."""
+        own = {name for name, f in cls.__dataclass_fields__.items() if "None" not in f.type}
+        return cls(**{n: v for n, v in fields.items() if v is not None or n not in own})
+
+    def clone(self) -> SamplingParams:
+        """Return a checked copy with containers of its own; logits processors are shared."""
+        return replace(self, logit_bias=copy.copy(self.logit_bias))
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in self.__dataclass_fields__:

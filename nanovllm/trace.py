@@ -91,8 +91,18 @@ class SeqState:
     tokens: list[int]  # known token ids
     computed: int  # tokens with KV, after the steps planned so far
     parent: int  # the sequence that it is forked from, or -1
-    lost: int = 0  # of `computed`, when it was preempted last
+    lost: int = 0  # the largest `computed` that a preemption discarded
     table: list[int] = field(default_factory=list)
+
+    def kind(self, start: int) -> str:
+        """Return what a plan computes from position `start` on: "prompt", "decode" or "again".
+
+        The last output token has not been computed before; all that precedes it has.
+        """
+        has_output = len(self.tokens) > self.num_prompt
+        if start >= max(self.num_prompt, len(self.tokens) - 1):
+            return "decode"
+        return "again" if has_output or start < self.lost else "prompt"
 
 
 @dataclass(slots=True)
@@ -116,7 +126,7 @@ class State:
         self.cached ^= set(event.get("cached", ()))
         for number in event.get("preempted", ()):
             seq = self.seqs[number]
-            seq.lost, seq.computed = seq.computed, 0
+            seq.lost, seq.computed = max(seq.lost, seq.computed), 0
         if "plan" in event:
             self.decodes = event.get("decodes", self.decodes)
             for number in self.decodes:
@@ -175,9 +185,8 @@ class Trace:
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
-        self._cached: dict[
-            int, tuple[int, int]
-        ] = {}  # block -> identity and hash, as of the last event
+        # Block -> identity and hash, as of the last event.
+        self._cached: dict[int, tuple[int, int]] = {}
         self._evictions = self._blocks.evictions
         self._in_flight: deque[int] = deque()  # steps; 0 was planned before the trace began
         self._start = self._begun = 0.0
@@ -382,18 +391,12 @@ class Trace:
         path.write_text(content, encoding="utf-8")
 
     def page(self) -> str:
-        state, words = State(), []
+        state, size, words = State(), self._blocks.block_size, []
         for event in self.events:
             state.apply(event)
-            words.append(
-                list(describe_changes(event, state, self._policy, self._blocks.block_size))
-            )
-        data = {
-            "options": self.options,
-            "texts": self.texts(),
-            "events": self.events,
-            "words": words,
-        }
+            words.append(list(describe_changes(event, state, self._policy, size)))
+        texts, events = self.texts(), self.events
+        data = {"options": self.options, "texts": texts, "events": events, "words": words}
         # JSON is safe in a script element if it contains no "<".
         text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
         template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
@@ -494,8 +497,8 @@ def last_words(text: str, width: int) -> str:
 def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
     """Return the table's cells for `count` tokens of a sequence: computes, slots, block table."""
     seq, end = state.seqs[number], start + count
-    kind = "prompt" if start >= seq.lost else "again"
-    what = f"{kind} {start}-{end - 1}" if number not in state.decodes else f"decode {start}"
+    kind = seq.kind(start)
+    what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
     # A faulty scheduler may plan positions that have no block; see lessons/break_it.py.
     ranges: list[list[int]] = []
     for position in range(start, min(end, len(seq.table) * size)):

@@ -5,8 +5,12 @@ import dataclasses
 import inspect
 import os
 import pydoc
+import re
 import signal
+import subprocess
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +19,11 @@ import pytest
 import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
-from nanovllm import LLM, GenerationError, SamplingParams
+import nanovllm
+from nanovllm import LLM, GenerationError, SamplingParams, TextPrompt, TokensPrompt
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.vllm_names import CALL_ARGUMENTS, INSTEAD, CallArguments
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -99,6 +105,58 @@ def test_token_ids_of_tokenizers_numpy_and_torch(embedded: LLM) -> None:
     assert embedded.engine.step()[0].prompt_token_ids == one
 
 
+def test_vllms_dicts_of_prompts(embedded: LLM) -> None:
+    ids = embedded.get_tokenizer().encode("Spell cat\n")
+    prompts = [TextPrompt(prompt="Spell cat\n"), TokensPrompt(prompt_token_ids=ids, prompt="x")]
+    outs = embedded.generate(prompts, GREEDY, use_tqdm=False)
+    assert prompts == [{"prompt": "Spell cat\n"}, {"prompt_token_ids": ids, "prompt": "x"}]
+    assert [out.prompt for out in outs] == ["Spell cat\n", "x"]
+    assert [out["text"] for out in outs] == ["c-a-t"] * 2
+
+
+def test_attention_masks(embedded: LLM) -> None:
+    rows, mask = [[5, 6, 7], [8, 9, 10]], [[1, 1, 0], [0, 1, 1]]
+    for ids in (rows, np.array(rows), torch.tensor(rows), [np.array(row) for row in rows]):
+        for m in (mask, np.array(mask), torch.tensor(mask).bool(), np.array(mask, np.float32)):
+            outs = embedded.generate(
+                {"input_ids": ids, "attention_mask": m}, GREEDY, use_tqdm=False
+            )
+            assert [out.prompt_token_ids for out in outs] == [[5, 6], [9, 10]]
+    ragged = {"input_ids": [[5, 6, 7], [8]], "attention_mask": [[1, 0, 0], [1]]}
+    outs = embedded.generate(ragged, GREEDY, use_tqdm=False)
+    assert [out.prompt_token_ids for out in outs] == [[5], [8]]
+
+
+def test_decoded_tokens_of_split_characters(embedded: LLM) -> None:
+    """As in vLLM: the last part of a character has all of it, the other parts have ""."""
+    text = "naïve 🙂√ “x”\n"
+    ids = embedded.get_tokenizer().encode(text)
+    parts = ["n", "a", "", "ï", "v", "e", " ", *[""] * 3, "🙂", "", "", "√", " "]
+    parts += ["", "", "“", "x", "", "", "”", "\n"]
+
+    def forced(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[ids[len(output_ids)]] = float("inf")
+        return logits
+
+    params = SamplingParams(
+        logprobs=5, prompt_logprobs=3, max_tokens=len(ids), logits_processors=[forced]
+    )
+    for budget in (embedded.engine.scheduler.token_budget, 4):  # 4: the prompt in chunks
+        embedded.engine.scheduler.token_budget, before = (
+            budget,
+            embedded.engine.scheduler.token_budget,
+        )
+        out = embedded.generate({"prompt_token_ids": ids}, params, use_tqdm=False)[0]
+        embedded.engine.scheduler.token_budget = before
+        sample = out.outputs[0]
+        assert sample.text == text
+        assert [e[t].decoded_token for e, t in zip(sample.logprobs, ids, strict=True)] == parts
+        shown = [e[t].decoded_token for e, t in zip(out.prompt_logprobs[1:], ids[1:], strict=True)]
+        assert shown == parts[1:]
+        for entry in (*sample.logprobs, *out.prompt_logprobs[1:]):
+            assert not any(one.decoded_token.endswith("\ufffd") for one in entry.values())
+
+
 def test_forms_of_results(embedded: LLM) -> None:
     out = embedded.chat([{"role": "user", "content": "Spell cat"}], use_tqdm=False)[0]
     assert out.outputs[0].text == out["text"] == "c-a-t"
@@ -155,6 +213,123 @@ def test_content_parts(embedded: LLM, template: str | None, shown: str) -> None:
         chat = [{"role": "user", "content": content}]
         out = embedded.chat(chat, GREEDY, use_tqdm=False, chat_template=template)[0]
         assert out.prompt == shown
+
+
+def test_names_of_vllm_say_what_to_use(embedded: LLM) -> None:
+    for name, sentence in INSTEAD.items():
+        assert not hasattr(embedded, name)
+        with pytest.raises(AttributeError) as attribute:
+            getattr(embedded, name)
+        with pytest.raises(ImportError) as imported:
+            exec(f"from nanovllm import {name}")
+        for error in (attribute, imported):
+            assert str(error.value).endswith(f"has no attribute {name!r}; {sentence}")
+    assert not INSTEAD.keys() & {*dir(LLM), *nanovllm.__all__}
+    assert embedded.llm_engine is embedded.engine
+
+
+def test_other_names_have_the_nearest_one(embedded: LLM) -> None:
+    for name, near in (("generat", "generate"), ("engin", "engine"), ("llm_engines", "llm_engine")):
+        with pytest.raises(AttributeError) as error:
+            getattr(embedded, name)
+        shown = traceback.format_exception(error.value)[-1]
+        assert shown.count(f"'{name}'; did you mean '{near}'?") == 1
+        assert shown.lower().count("did you mean") == 1  # Python adds none of its own
+    with pytest.raises(AttributeError, match="LLM has no attribute 'zzz'$"):
+        _ = embedded.zzz
+    with pytest.raises(AttributeError, match="'SamplingParam'; did you mean 'SamplingParams'"):
+        _ = nanovllm.SamplingParam
+    with pytest.raises(ImportError, match="cannot import name 'zzz'"):
+        exec("from nanovllm import zzz")
+    exec("from nanovllm import llm, sampling_params")  # submodules
+
+
+def test_arguments_of_vllm_that_change_nothing(embedded: LLM) -> None:
+    def generate(**arguments: object) -> str:
+        return embedded.generate("Spell cat\n", GREEDY, use_tqdm=False, **arguments)[0]["text"]
+
+    def chat(**arguments: object) -> str:
+        chat = [{"role": "user", "content": "Spell cat"}]
+        return embedded.chat(chat, GREEDY, use_tqdm=False, **arguments)[0]["text"]
+
+    for call in (generate, chat):
+        assert call(**dict.fromkeys(CALL_ARGUMENTS)) == "c-a-t"
+        for name, (harmless, reason) in CALL_ARGUMENTS.items():
+            assert all(call(**{name: value}) == "c-a-t" for value in harmless)
+            for value in (7, "some", [1, 2], np.array([0, 0]), False):
+                with pytest.raises(ValueError, match=re.escape(reason)):
+                    call(**{name: value})
+        with pytest.raises(TypeError, match=f"of {call.__name__} 'use_tqmd'.*'use_tqdm'"):
+            call(use_tqmd=False)
+        with pytest.raises(TypeError, match=r"'lora'; known: \w+, sampling_params, use_tqdm"):
+            call(lora=None)
+    with pytest.raises(ValueError, match="pass the token ids as `prompts`"):
+        embedded.generate(prompt_token_ids=[[1, 2]], sampling_params=GREEDY)
+    with pytest.raises(TypeError, match="prompts must be a string"):
+        embedded.generate()
+    assert CallArguments.__annotations__.keys() == CALL_ARGUMENTS.keys()
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_names(tmp_path: Path) -> None:
+    """mypy --strict accepts what exists and refuses every other name."""
+    pytest.importorskip("mypy")
+    good = """from nanovllm import LLM, SamplingParams, TextPrompt, TokensPrompt
+from nanovllm.engine.llm_engine import LLMEngine
+llm = LLM()
+engine: LLMEngine = llm.llm_engine
+prompts = [TokensPrompt(prompt_token_ids=[1, 2])]
+text: str = llm.generate(prompts, SamplingParams(), lora_request=None, priority=0)[0].outputs[0].text
+llm.generate([TextPrompt(prompt="a")], use_tqdm=False)
+llm.chat([{"role": "user", "content": "a"}], chat_template_content_format="auto")
+params: SamplingParams = SamplingParams.from_optional(n=None).clone()
+engine.abort_request(["0"])
+"""
+    bad = """from nanovllm import LLM, EngineArgs
+llm = LLM()
+llm.embed
+llm.generate("a", use_tqmd=False)
+llm.generate("a", priority=3)
+"""
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nstrict = True\nfollow_imports = silent\n"
+        "[mypy-torch.*,transformers.*,numpy.*,numba.*,tqdm.*]\nfollow_imports = skip\n"
+    )
+    for name, code in (("good.py", good), ("bad.py", bad)):
+        (tmp_path / name).write_text(code)
+        command = [sys.executable, "-m", "mypy", name]
+        environment = os.environ | {"MYPYPATH": str(Path(nanovllm.__file__).parent.parent)}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        found = re.findall(r"^bad.py:(\d): error", done.stdout, re.MULTILINE)
+        assert found == ([] if name == "good.py" else ["1", "3", "4", "5"]), done.stdout
+        assert done.returncode == (name == "bad.py"), done.stdout
+
+
+def test_clone_and_from_optional() -> None:
+    def first(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    params = SamplingParams(
+        stop=["a"], logit_bias={1: 2.0}, allowed_token_ids=[3], logits_processors=[first], seed=4
+    )
+    clone = params.clone()
+    assert clone == params
+    clone.stop.append("b")
+    clone.logit_bias[5] = 1.0
+    clone.allowed_token_ids.append(6)
+    assert (params.stop, params.logit_bias, params.allowed_token_ids) == (["a"], {1: 2.0}, [3])
+    assert clone.logits_processors[0] is first
+
+    fields = SamplingParams.__dataclass_fields__
+    none = SamplingParams.from_optional(**dict.fromkeys(fields))
+    assert none == SamplingParams(max_tokens=None)
+    given = dict(n=2, temperature=0.5, stop="a", max_tokens=5, logit_bias={1: 1.0})
+    assert SamplingParams.from_optional(**given, top_p=None) == SamplingParams(**given)
+    for value in (None, 1.0):
+        with pytest.raises(TypeError, match="'temprature'; did you mean 'temperature'"):
+            SamplingParams.from_optional(temprature=value)
 
 
 def test_signatures_list_every_field() -> None:
@@ -236,6 +411,7 @@ def test_manual_loop_and_abort(path: Path, asynchronous: bool) -> None:
     engine.abort_request("r4")  # waiting
     engine.abort_request("r1")
     engine.abort_request("never was")
+    engine.abort_request([])
     finished = []
     while engine.has_unfinished_requests():
         finished += engine.step()

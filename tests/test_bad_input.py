@@ -2,9 +2,12 @@
 
 import copy
 import json
+import os
 import pickle
 import re
 import shutil
+import signal
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -568,3 +571,102 @@ def test_a_broken_chat_template_and_token_ids_of_three_dimensions(embedded: LLM)
     for ids in (np.zeros((1, 1, 3), int), torch.zeros(2, 2, 3, dtype=torch.int64)):
         with pytest.raises(ValueError, match=r"token ids have one dimension.*\(\d, \d, 3\)"):
             embedded.generate(ids, use_tqdm=False)
+
+
+# ---- attention masks, chat templates, ids of requests ----
+
+MASKS = [
+    ([5, 6], [1]),
+    ([5, 6], [1, 0, 1]),
+    ([5, 6], [[1, 1]]),
+    ([5, 6], torch.ones(1, 2)),
+    ([5, 6], 1),
+    ([5, 6], "11"),
+    ([[5, 6], [7, 8]], [1, 1]),
+    ([[5, 6], [7, 8]], [[1, 1]]),
+    ([[5, 6], [7, 8]], [[1, 1], [1]]),
+    (np.array([[5, 6], [7, 8]]), np.ones((2, 3), int)),
+    (torch.tensor([5, 6]), torch.ones(3)),
+    ([[5, 6], [7]], [[1, 1], [1, 0]]),
+    (None, [1]),
+]
+
+
+@pytest.mark.parametrize(("ids", "mask"), MASKS, ids=str)
+def test_masks_of_another_shape(llm: LLM, ids: object, mask: object) -> None:
+    """They removed tokens without a word, or raised an error of itertools."""
+    prompt = {"input_ids": ids, "attention_mask": mask}
+    for prompts in (prompt, [prompt, [5]]):
+        with pytest.raises(ValueError, match="attention_mask must have the shape of input_ids"):
+            llm.generate(prompts, SamplingParams(max_tokens=2), use_tqdm=False)
+    still_serves(llm)
+
+
+@pytest.mark.parametrize("value", [2, -1, 0.5, NAN, None, "1"])
+def test_masks_of_other_values(llm: LLM, value: object) -> None:
+    prompt = {"input_ids": [[5, 6]], "attention_mask": [[1, value]]}
+    with pytest.raises(ValueError, match=f"attention_mask must hold 1, or 0 .* not {value!r}"):
+        llm.generate(prompt, SamplingParams(max_tokens=2), use_tqdm=False)
+    still_serves(llm)
+
+
+TEMPLATES = [
+    ("{{ 1/0 }}", "ZeroDivisionError"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ("{% include 'x' %}", "no loader"),
+    ("{% extends 'x' %}", "no loader"),
+    ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
+    ("{{ 'a' + 1 }}", "TypeError"),
+    ("{{ 'a' * 10**14 }}", "MemoryError"),
+    ("{{ messages[0].no.such }}", "UndefinedError"),
+    ("{{ messages.append(1) }}", "SecurityError"),
+]
+
+
+@pytest.mark.parametrize(("template", "word"), TEMPLATES, ids=str)
+def test_chat_templates_that_fail(embedded: LLM, template: str, word: str) -> None:
+    for content in ("hi", [{"type": "text", "text": "hi"}]):
+        chat = [{"role": "user", "content": content}]
+        with pytest.raises(ValueError, match=f"the chat template cannot .*{word}") as error:
+            embedded.chat(chat, chat_template=template, use_tqdm=False)
+        assert str(error.value).endswith(f"chat_template=..., not {template!r}")
+    still_serves(embedded)
+
+
+def test_chat_templates_of_another_type(embedded: LLM) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    for template in (5, b"{{ 1 }}", Path("a.jinja"), ["{{ 1 }}"]):
+        with pytest.raises(TypeError, match=re.escape(f"must be a string, not {template!r}")):
+            embedded.chat(chat, chat_template=template, use_tqdm=False)
+    still_serves(embedded)
+
+
+def test_ctrl_c_ends_a_chat_template(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox limits a range to 100,000, but not loops in loops."""
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            embedded.chat([{"role": "user", "content": "hi"}], chat_template=template)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+    still_serves(embedded)
+
+
+def test_ids_of_aborted_requests(llm: LLM) -> None:
+    engine = llm.engine
+    for ids in ("a", ["a"], ("a", "unknown"), {"a": 1}.keys(), iter(["a", "b"])):
+        for name in "abc":
+            engine.add_request([5, 6], SamplingParams(max_tokens=4), name)
+        engine.abort_request(ids)
+        left = {"b", "c"} if not hasattr(ids, "__next__") else {"c"}
+        assert engine.outputs.requests.keys() == left
+        for wrong in (5, None, b"c", [5], ["c", 5], [["c"]]):
+            with pytest.raises(TypeError, match="must be a string or a list of strings, not"):
+                engine.abort_request(wrong)
+        assert engine.outputs.requests.keys() == left
+        engine.abort_request(["b", "c"])
+    still_serves(llm)

@@ -182,6 +182,69 @@ def test_the_table(embedded_run: Trace) -> None:
     )
 
 
+def kinds(trace: Trace) -> list[dict[int, str]]:
+    """What each step computes for each sequence, from the positions that the steps before it had.
+
+    The trace must begin on an idle engine, and no step of it may fail.
+    """
+    state, reached, steps = State(), dict[int, int](), []
+    for event in trace.events:
+        state.apply(event)
+        if "plan" in event:
+            work = event["chunks"] + [[n, state.seqs[n].computed - 1, 1] for n in state.decodes]
+            steps.append({})
+            for n, start, count in work:
+                output = "prompt" if start < state.seqs[n].num_prompt else "decode"
+                steps[-1][n] = "again" if start < reached.get(n, 0) else output
+                reached[n] = max(reached.get(n, 0), start + count)
+    return steps
+
+
+def printed_kinds(trace: Trace) -> list[dict[int, str]]:
+    names = {seq.name: n for n, seq in enumerate(trace._state.seqs)}
+    steps: list[dict[int, str]] = [{} for _ in range(trace.num_steps)]
+    lines, number = str(trace).splitlines(), 0
+    for line in lines[next(i for i, line in enumerate(lines) if line.startswith("step")) + 1 :]:
+        number = int(line[:4].strip() or number)
+        row = re.match(r".{24}(\S+) +(prompt|decode|again) \d", line)
+        if row is not None:
+            steps[number - 1][names[row[1]]] = row[2]
+    return steps
+
+
+@pytest.fixture(scope="module")
+def resumed_run() -> Trace:
+    """Request 2 is preempted twice; the second time, all but its last token is cached."""
+    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=14, dtype="float32")
+    prompts = ["What is 12 + 30?\n", "Count from 1 to 9\n", "Sort 4, 7, 9, 23, 42.\n"]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with CheckedTrace(llm) as trace:
+        llm.generate([*prompts, "Spell garden\n"], params, use_tqdm=False)
+    return trace
+
+
+def test_generated_tokens_are_never_called_prompt(resumed_run: Trace) -> None:
+    seqs = resumed_run._state.seqs
+    chunks = [chunk for event in resumed_run.events for chunk in event.get("chunks", ())]
+    assert any(start >= seqs[n].num_prompt for n, start, _ in chunks), "no such resumption"
+    assert printed_kinds(resumed_run) == kinds(resumed_run)
+
+
+def test_what_is_computed_again(llm: LLM) -> None:
+    for seed in range(8):
+        with CheckedTrace(llm) as trace:
+            drive(llm.engine, random.Random(seed))
+        assert printed_kinds(trace) == kinds(trace)
+    # A prompt that is preempted a second time before it is where it was the first time.
+    state = State()
+    state.apply({"new": [("0", 20, [1] * 20, 0, -1)], "running": [0]})
+    for count in (12, 4):
+        state.apply({"plan": 1, "chunks": [[0, 0, count]]})
+        state.apply({"preempted": [0]})
+    kinds_at = [state.seqs[0].kind(start) for start in (4, 11, 12, 19)]
+    assert kinds_at == ["again", "again", "prompt", "prompt"]
+
+
 @pytest.fixture(scope="module")
 def embedded_run() -> Trace:
     """Six requests, a shared prefix, evictions and a preemption."""
@@ -392,6 +455,7 @@ for (let k = 1; k <= last; k++) {
     position: text($("position")), words: text($("words")), counts: text($("counts")),
     rows: [...document.querySelectorAll("#sequences tbody tr")].map(row => [...row.children].map(text)),
     cells: [...document.querySelectorAll("#timeline td.here")].map(text),
+    kinds: [...document.querySelectorAll("#timeline td.here")].map(node => node.title),
   });
 }
 const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
@@ -441,9 +505,9 @@ def test_the_browser_shows_a_step(embedded_run: Trace, tmp_path: Path) -> None:
 
 @browser
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["embedded", "failed", "error", "hostile", "random"])
+@pytest.mark.parametrize("which", ["embedded", "resumed", "failed", "error", "hostile", "random"])
 def test_the_browser_agrees_in_every_step(
-    llm: LLM, which: str, embedded_run: Trace, tmp_path: Path
+    llm: LLM, which: str, embedded_run: Trace, resumed_run: Trace, tmp_path: Path
 ) -> None:
     """Block tables, slots, tokens, queues and counts on the page are those of the trace."""
     trace = embedded_run
@@ -464,6 +528,8 @@ def test_the_browser_agrees_in_every_step(
             llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
     elif which == "hostile":
         trace = hostile_trace(llm)
+    elif which == "resumed":
+        trace = resumed_run
     elif which == "random":
         with Trace(llm) as trace:
             drive(llm.engine, random.Random(1))
@@ -481,6 +547,7 @@ def test_the_browser_agrees_in_every_step(
     groups = iter(trace.steps())
     for event in next(groups):
         state.apply(event)
+    expected = kinds(trace) if which != "failed" else [{}] * last
     for number, (group, seen) in enumerate(zip(groups, found["seen"], strict=True), 1):
         plan = group[0]
         state.apply(plan)
@@ -498,6 +565,10 @@ def test_the_browser_agrees_in_every_step(
             slots = [int(slot) for slot in re.findall(r"= (\d+)(?=slot|$)", row[4])]
             wanted = [seq.table[p // size] * size + p % size for p in work.get(n, ())]
             assert slots == list(dict.fromkeys(wanted))
+            if n in expected[number - 1]:
+                said = f"{expected[number - 1][n]}, position"
+                assert row[3].startswith(said)
+                assert any(f", {seq.name}: {said}" in title for title in seen["kinds"])
         for event in group[1:]:
             state.apply(event)
             if event.get("tokens"):

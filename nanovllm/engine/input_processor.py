@@ -6,9 +6,9 @@ value and what would work instead.
 
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling
@@ -22,6 +22,15 @@ class Array(Protocol):
     """A NumPy array or a torch tensor."""
 
     def tolist(self) -> Any: ...
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str  # only reported
 
 
 # A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: the ids of the text.
@@ -183,12 +192,32 @@ def plain_ids(prompt: Any) -> Any:
             f"a prompt with input_ids may also hold {', '.join(sorted(ENCODING_KEYS))}; remove "
             f"{', '.join(sorted(map(str, prompt.keys() - ENCODING_KEYS)))}"
         )
-    ids, mask = plain_ids(prompt["input_ids"]), plain_ids(prompt.get("attention_mask"))
-    if mask is None:
-        return ids
-    if ids and isinstance(ids[0], list):
-        return [list(itertools.compress(*row)) for row in zip(ids, mask, strict=True)]
+    mask = prompt.get("attention_mask")
+    return plain_ids(prompt["input_ids"]) if mask is None else unpadded(prompt["input_ids"], mask)
+
+
+def unpadded(ids: Any, mask: Any) -> list[Any]:
+    """Return the token ids whose attention mask is 1, or a list of these for each row."""
+    ids, mask = plain_ids(ids), plain_ids(mask)
+    are_lists = isinstance(ids, list | tuple) and isinstance(mask, list | tuple)
+    if not are_lists or len(ids) != len(mask):
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, not {mask!r:.80} for {ids!r:.80}"
+        )
+    if any(isinstance(plain_ids(row), list | tuple) for row in (*ids, *mask)):
+        return [unpadded(*row) for row in zip(ids, mask, strict=True)]
+    for value in mask:
+        if value not in (0, 1):
+            raise ValueError(f"attention_mask must hold 1, or 0 for padding, not {value!r}")
     return list(itertools.compress(ids, mask))
+
+
+def request_ids(thing: Any) -> list[str]:
+    """Return a list of one id or of several. Raises TypeError for anything but strings."""
+    ids = list(thing) if isinstance(thing, Iterable) and not isinstance(thing, str) else [thing]
+    if not all(isinstance(i, str) for i in ids):
+        raise TypeError(f"request_id must be a string or a list of strings, not {thing!r}")
+    return ids
 
 
 def is_token_id(thing: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import InputProcessor, Prompt
+from nanovllm.engine.input_processor import InputProcessor, Prompt, request_ids
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.output_processor import OutputProcessor, Request
@@ -126,10 +126,10 @@ class LLMEngine:
             self.scheduler.add(seqs[0])
             return request
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request in any state and free its blocks. Unknown ids are ignored."""
-        if (request := self.outputs.requests.get(request_id)) is not None:
-            self.abort([request])
+    def abort_request(self, request_id: str | list[str]) -> None:
+        """End a request, or several, in any state and free the blocks. Unknown ids are ignored."""
+        known = self.outputs.requests
+        self.abort([known[i] for i in request_ids(request_id) if i in known])
 
     def abort_all(self) -> None:
         self.abort(list(self.outputs.requests.values()))

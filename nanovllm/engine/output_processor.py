@@ -107,12 +107,22 @@ class Request:
             return None
         return [None, *(self.prompt_logprobs[i] for i in sorted(self.prompt_logprobs))]
 
-    def decode_logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        decode = None if self.tokenizer is None else self.tokenizer.decode
-        return {
-            token: Logprob(logprob, rank, None if decode is None else str(decode([token])))
-            for token, logprob, rank in entry
-        }
+    def decode_logprobs(
+        self, entry: TokenLogprobs, seq: Sequence, position: int
+    ) -> dict[int, Logprob]:
+        """Return the log-probabilities at a position of the prompt or of the output."""
+        first = seq.num_prompt if position >= seq.num_prompt else 0
+        before = seq.token_ids[max(first, position - 4) : position]  # UTF-8 has at most 4 bytes
+        return {token: Logprob(p, rank, self.decode(token, before)) for token, p, rank in entry}
+
+    def decode(self, token: int, before: list[int]) -> str | None:
+        """Return the text of a token. As in vLLM, the last part of a character has all of it."""
+        if self.tokenizer is None:
+            return None
+        texts = (
+            str(self.tokenizer.decode([*before[n:], token])) for n in range(len(before), -1, -1)
+        )
+        return next((text for text in texts if not text.endswith("\ufffd")), "")
 
     @property
     def num_tokens(self) -> tuple[int, int]:
@@ -262,15 +272,18 @@ class OutputProcessor:
             sample = self.watched.get(step.sampling[i])
             # A token that was sampled after the end of its sequence is not in the output.
             if sample is not None and len(sample.logprobs) < sample.seq.num_output:
-                request = self.requests[sample.seq.request_id]
+                request, seq = self.requests[sample.seq.request_id], sample.seq
+                position = seq.num_prompt + len(sample.logprobs)
                 with self._contain_errors(request, failed):
-                    sample.logprobs.append(request.decode_logprobs(logprobs))
+                    sample.logprobs.append(request.decode_logprobs(logprobs, seq, position))
         for i, targets in output.prompt_logprobs.items():
-            owner = self.requests.get(step.chunked[i].request_id)
+            seq = step.chunked[i]
+            owner = self.requests.get(seq.request_id)
             if owner is not None:
                 with self._contain_errors(owner, failed):
-                    entries = map(owner.decode_logprobs, targets)
-                    owner.prompt_logprobs |= enumerate(entries, step.plan.chunks[i].start + 1)
+                    for position, entry in enumerate(targets, step.plan.chunks[i].start + 1):
+                        decoded = owner.decode_logprobs(entry, seq, position)
+                        owner.prompt_logprobs[position] = decoded
 
     def _detokenize(self, seq: Sequence) -> str | None:
         """Append the text of the new tokens. Returns the stop string that it contains, if any."""
