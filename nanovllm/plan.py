@@ -6,7 +6,8 @@ are `SchedulerOutput` and `ModelRunnerOutput`. A plan is not changed once the sc
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 # (token id, log-probability, rank) at one position: the token itself, then the most likely ones.
 TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
@@ -50,6 +51,20 @@ class RowSampling:
     rules: LogitRules | None = None
 
 
+class Yield(Enum):
+    """What a row returns when its last known token has been computed."""
+
+    TOKEN = 0  # the next token, which a later step computes
+    HIDDEN_STATE = 1  # of that token, after the last norm
+
+
+class BlockMove(NamedTuple):
+    """A block whose content moves to another, as in a copy-on-write."""
+
+    source: int
+    target: int
+
+
 @dataclass(slots=True)
 class Join:
     """A sequence takes a row. Contains all that the runner needs to know about the sequence."""
@@ -69,20 +84,20 @@ class Chunk:
     row: int
     start: int  # position; all earlier KV is in the cache or is stored before any query attends
     token_ids: list[int]
-    sample: bool  # whether it ends with the row's last known token, so that the next is sampled
+    yields: Yield | None  # None unless it ends with the last known token of the row
     # The prompt tokens that follow each token of the chunk, if prompt_logprobs are requested.
     logprob_targets: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. One token is sampled for each chunk with `sample`, then for each decode row."""
+    """One step. Chunks yield what they say, and every decode row yields a token."""
 
     joins: list[Join] = field(default_factory=list)
     # (row, index in the block table, block) for rows that joined in an earlier step.
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    # (source, target): copied before anything is computed, and every read precedes every write.
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    # Made before anything is computed, and every read precedes every write.
+    block_moves: list[BlockMove] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     # Rows that compute the token that was sampled for them last. Only the runner may know it yet,
     # because a sampled token need not return to the host before it is computed.
@@ -92,14 +107,17 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one step sampled."""
+    """What the rows of one step yielded."""
 
-    token_ids: list[int]  # in plan order
-    # Index among the sampled tokens -> its log-probabilities, for the rows that request them.
+    # Of the rows that yield one, in plan order: a list, because a step has hundreds.
+    token_ids: list[int]
+    # Row -> [E]
+    hidden_states: dict[int, list[float]] = field(default_factory=dict)
+    # Row -> log-probabilities of its sampled token, if it requests them.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    # Index of the chunk -> the log-probabilities of each of its `logprob_targets`.
+    # Row -> log-probabilities of each of the `logprob_targets` of its chunk.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # Index among the sampled tokens -> what a logits processor raised. The token is -1.
+    # Row -> what its logits processor raised. Its token is -1.
     errors: dict[int, Exception] = field(default_factory=dict)
 
 

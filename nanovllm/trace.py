@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from nanovllm.engine.observer import Observer
-from nanovllm.engine.scheduler import InFlightStep, Scheduler
+from nanovllm.engine.scheduler import WHY_WAITING, InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import StepPlan
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -39,16 +38,9 @@ if TYPE_CHECKING:
 ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
 INDENT = " " * 24
 HEAD = "step free cached shared request  computes          slots          block table       token"
+
+
 # Why the first of the waiting sequences was not admitted.
-WHY = {
-    "budget": "the token budget is spent",
-    "preempted": "a step that preempts admits nothing",
-    "seqs": "max_num_seqs sequences run",
-    "in flight": "a token of the first is in flight",
-    "blocks": "there are too few blocks for the first, with one left for each running sequence",
-}
-
-
 class Event(TypedDict, total=False):
     """What changed. Without a key `running`, `waiting`, `decodes` and `of` are as they were."""
 
@@ -76,7 +68,7 @@ class Event(TypedDict, total=False):
     joins: list[int]
     copies: list[tuple[int, int]]  # blocks (source, target)
     evicted: list[int]
-    why: str  # a key of WHY
+    why: str  # a key of WHY_WAITING
 
     # Of a commit only.
     tokens: list[int]  # -1 where there was none to sample
@@ -186,8 +178,6 @@ class Trace:
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
         # Block -> identity and hash, as of the last event.
-        self._cached: dict[int, tuple[int, int]] = {}
-        self._evictions = self._blocks.evictions
         self._in_flight: deque[int] = deque()  # steps; 0 was planned before the trace began
         self._start = self._begun = 0.0
 
@@ -233,16 +223,15 @@ class Trace:
             ]
             if plan.joins:
                 event["joins"] = chunked[-len(plan.joins) :]
-            if plan.block_copies:
-                event["copies"] = list(plan.block_copies)
-            if evicted := self._evicted(plan):
-                event["evicted"] = evicted
+            if plan.block_moves:
+                event["copies"] = list(plan.block_moves)
+            if step.evicted:
+                event["evicted"] = step.evicted
             self._in_flight.append(number)
         if decodes != self._state.decodes:
             event["decodes"] = decodes
-        if self._scheduler.num_waiting:
-            num_tokens = 0 if step is None else step.plan.num_tokens
-            event["why"] = self._why_waiting(num_tokens, "preempted" in event)
+        if self._scheduler.why_waiting:
+            event["why"] = self._scheduler.why_waiting
         self.num_steps = number
         self._add(event)
         self.events[-1]["time"].append(self._micros(time.perf_counter()))
@@ -272,8 +261,7 @@ class Trace:
     def _changes(self) -> Event:
         """Return what differs between the engine and the state after the last event."""
         scheduler, state, numbers, event = self._scheduler, self._state, self._numbers, Event()
-        queue = [entry[-1] for entry in sorted(scheduler.waiting, key=lambda entry: entry[:-1])]
-        queue = [seq for seq in queue if seq.status is Status.WAITING]
+        queue = [entry[-1] for entry in scheduler.waiting]
         unknown = [seq for seq in (*scheduler.running, *queue) if seq not in numbers]
         for seq in sorted(unknown, key=lambda seq: (seq.arrival, seq.index)):
             numbers[seq] = len(numbers)
@@ -321,35 +309,6 @@ class Trace:
         self.events.append(event)
         self._state.apply(event)
         self._preemptions = {s: s.preemptions for s in live if s.status is not Status.FINISHED}
-        for i in {*event.get("cached", ()), *(i for t in event.get("tables", ()) for i in t[2:])}:
-            block = self._blocks.blocks[i]
-            self._cached[i] = block.identity, block.hash
-        self._evictions = self._blocks.evictions
-
-    def _evicted(self, plan: StepPlan) -> list[int]:
-        """Return the blocks that the plan gives to sequences and that were cached before it.
-
-        Such a block was evicted, or it was free because its hash had been given to another block.
-        """
-        given = [block for *_, block in plan.new_blocks]
-        given += [block for join in plan.joins for block in join.block_table]
-        nothing, blocks, index = (0, 0), self._blocks.blocks, self._blocks.index
-        before = {block: self._cached.get(block, nothing) for block in given}
-        changed = [b for b in before if before[b][0] not in (0, blocks[b].identity)]
-        changed.sort(key=lambda block: before[block][1] in index)
-        return changed[: self._blocks.evictions - self._evictions]
-
-    def _why_waiting(self, num_tokens: int, preempted: bool) -> str:
-        """Return the rule of Scheduler.schedule that kept the first waiting sequence waiting."""
-        scheduler = self._scheduler
-        if num_tokens == scheduler.token_budget:
-            return "budget"
-        if preempted:
-            return "preempted"
-        if len(scheduler.running) == scheduler.max_num_seqs:
-            return "seqs"
-        head = scheduler.waiting[0][-1]
-        return "in flight" if head.num_tokens > len(head.token_ids) else "blocks"
 
     # ---- the events as a table, a page and a Chrome trace ----
 
@@ -545,7 +504,7 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         yield f"Eviction: no block was free, so the prefix cache lost {block_list(evicted)}."
     if "why" in event:
         waiting = ", ".join(state.seqs[i].name for i in state.waiting)
-        yield f"Waiting: {waiting}, because {WHY[event['why']]}."
+        yield f"Waiting: {waiting}, because {WHY_WAITING[event['why']]}."
     for i in event.get("dropped", ()):
         yield f"The token of {names[i]} is dropped, because the sequence had ended."
     for i, reason, stop in event.get("finished", ()):

@@ -54,7 +54,7 @@ def is_idle(engine: LLMEngine) -> bool:
     return (
         not engine.has_unfinished_requests()
         and not s.running
-        and not s.num_waiting
+        and not s.waiting
         and s.blocks.num_available == s.blocks.num_blocks
         and len(s._free_rows) == s.max_num_seqs
     )

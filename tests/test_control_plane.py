@@ -61,7 +61,7 @@ def test_rows_build_what_the_plan_says() -> None:
             batch, sampling = step.forward, step.sampling
             positions = list(self.positions)
             drawn = super().run(plan)
-            work = [(c.row, c.start, c.token_ids, c.sample) for c in plan.chunks]
+            work = [(c.row, c.start, c.token_ids, c.yields is not None) for c in plan.chunks]
             for row in plan.decode_rows:
                 work.append((row, positions[row], [self.before[row]], True))
             ids = [t for _, _, tokens, _ in work for t in tokens]
@@ -172,7 +172,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         self.blocks.share(seq, matched)
         assert seq.num_computed < len(tokens)
-        held = [t for i in matched for t in self.content[i]]
+        held = [t for block in matched for t in self.content[block.index]]
         assert held == tokens[: seq.num_computed], "a match holds other tokens"
         for _ in range(lacking):
             self.blocks.append_block(seq)
@@ -197,9 +197,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if self.blocks.num_needed(seq, seq.num_computed + 1) > self.blocks.num_available:
             return
         if seq.needs_copy_on_write:
-            copy = self.blocks.copy_on_write(seq)
-            if copy is not None:
-                self.content[copy[1]] = list(self.content[copy[0]])
+            self.blocks.copy_on_write(seq)
+            for source, target in self.blocks.take_moves()[0]:
+                self.content[target] = list(self.content[source])
         for _ in range(self.blocks.num_needed(seq, seq.num_computed + 1)):
             self.blocks.append_block(seq)
         seq.token_ids.append(token)

@@ -73,7 +73,7 @@ def test_n_samples_compute_their_prompt_once() -> None:
     engine.add(seq)
     plans = [engine.step(), engine.step()]
     assert [p.num_tokens for p in plans] == [15, 1 + 5]
-    assert len(plans[1].block_copies) == 5
+    assert len(plans[1].block_moves) == 5
     heads = {tuple(s.block_table[:3]) for s in samples}
     assert len(heads) == 1  # shared up to where they part
     assert len({s.block_table[3] for s in samples}) == 6

@@ -41,7 +41,7 @@ class CheckedTrace(Trace):
         scheduler, blocks = engine.scheduler, engine.scheduler.blocks
         numbers, stats = self._numbers, engine.stats()
         assert [numbers[seq] for seq in scheduler.running] == state.running
-        assert len(state.waiting) == scheduler.num_waiting
+        assert len(state.waiting) == len(scheduler.waiting)
         for counter, key in (("evictions", "evicted"), ("preemptions", "preempted")):
             count = sum(len(e.get(key, ())) for e in self.events)  # type: ignore[arg-type]
             assert count == stats[counter] - self.before[counter], counter
@@ -424,7 +424,7 @@ class WideRunner:
 
     def run(self, plan):
         rng = random.Random(plan.num_tokens)
-        count = sum(chunk.sample for chunk in plan.chunks) + len(plan.decode_rows)
+        count = sum(chunk.yields is not None for chunk in plan.chunks) + len(plan.decode_rows)
         tokens = [int(100_000 + 5_000 * rng.random() ** 2) for _ in range(count)]
         return lambda: StepOutput(tokens)
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from xxhash import xxh64_intdigest
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.plan import BlockMove
 
 
 @dataclass(slots=True)
@@ -56,6 +57,9 @@ class BlockManager:
         self.index: dict[int, int] = {}  # hash -> block
         self.evictions = 0
         self._last_identity = 0
+        # For the plan that is being made; see take_moves.
+        self._moves: list[BlockMove] = []
+        self._evicted: list[int] = []
 
     @property
     def num_available(self) -> int:
@@ -80,12 +84,12 @@ class BlockManager:
     def _hash(parent: int, tokens: bytes) -> int:
         return xxh64_intdigest(parent.to_bytes(8, "little") + tokens)
 
-    def match(self, seq: Sequence) -> list[int]:
+    def match(self, seq: Sequence) -> list[Block]:
         """Return the cached blocks that hold the beginning of `seq`. Changes only its hashes.
 
-        At least one token is left to compute, because its logits are needed.
+        The block of its last token is left to compute, because the logits of that are needed.
         """
-        matched: list[int] = []
+        matched: list[Block] = []
         if not self.enable_prefix_caching or not self.index:
             return matched
         self.hash_blocks(seq)
@@ -94,7 +98,7 @@ class BlockManager:
             block = self._lookup(seq, i, parent)
             if block is None:
                 break
-            matched.append(block.index)
+            matched.append(block)
             parent = block.identity
         return matched
 
@@ -156,16 +160,15 @@ class BlockManager:
         blocks = -(-num_tokens // self.block_size)
         return blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
 
-    def share(self, seq: Sequence, matched: list[int]) -> None:
-        """Start `seq.block_table` with cached blocks, whose KV this step computes at the latest."""
-        for index in matched:
-            block = self.blocks[index]
+    def share(self, seq: Sequence, matched: list[Block]) -> None:
+        """Start `seq.block_table` with cached blocks. Their KV may be computed by the same step."""
+        for block in matched:
             if block.ref_count == 0:
-                del self.evictable[index]
+                del self.evictable[block.index]
             block.ref_count += 1
-        seq.block_table = matched
+        seq.block_table = [block.index for block in matched]
         seq.num_cached_blocks = len(matched)
-        seq.parent_block = self.blocks[matched[-1]].identity if matched else 0
+        seq.parent_block = matched[-1].identity if matched else 0
         seq.num_computed = len(matched) * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
@@ -191,19 +194,20 @@ class BlockManager:
         block = self.blocks[seq.block_table[i]]
         return None if block.ref_count == 1 and not block.identity else block
 
-    def copy_on_write(self, seq: Sequence) -> tuple[int, int] | None:
-        """Make the block that `seq` writes next its own. Returns the copy (source, target), if any."""
+    def copy_on_write(self, seq: Sequence) -> int | None:
+        """Make the block that `seq` writes next its own. Returns the copy, if there is one."""
         shared, seq.needs_copy_on_write = self._shared_block(seq), False
         if shared is None:
             return None
         self._release_block(shared)
         copy = self._take_block()
+        self._moves.append(BlockMove(shared.index, copy))
         seq.block_table[seq.num_computed // self.block_size] = copy
-        return shared.index, copy
+        return copy
 
-    def num_evictable(self, matched: list[int]) -> int:
+    def num_evictable(self, matched: list[Block]) -> int:
         """The number of these blocks that have no owner: sharing makes them unavailable."""
-        return sum(self.blocks[index].ref_count == 0 for index in matched)
+        return sum(block.ref_count == 0 for block in matched)
 
     def append_block(self, seq: Sequence) -> int:
         """Append a block to the block table of `seq` and return it."""
@@ -215,13 +219,24 @@ class BlockManager:
         return next(iter(self.evictable))
 
     def _take_block(self) -> int:
-        """Return a block for one owner: a free one, which may have to be evicted first."""
+        """Return a block for one owner. If none is free, a cached one is evicted first."""
         if not self.free:
-            self._uncache(self.blocks[self.choose_victim()])
-            self.evictions += 1
+            self._evict(self.choose_victim())
         index = self.free.pop()
         self.blocks[index].ref_count = 1
         return index
+
+    def _evict(self, index: int) -> None:
+        """Free an evictable block. Its content is lost; a second tier of memory would save it here."""
+        self._uncache(self.blocks[index])
+        self.evictions += 1
+        self._evicted.append(index)
+
+    def take_moves(self) -> tuple[list[BlockMove], list[int]]:
+        """Return the moves that the next plan must make, and the blocks that were evicted for it."""
+        taken = self._moves, self._evicted
+        self._moves, self._evicted = [], []
+        return taken
 
     def _release_block(self, block: Block) -> None:
         block.ref_count -= 1

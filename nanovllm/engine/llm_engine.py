@@ -211,7 +211,7 @@ class LLMEngine:
                 self.observer.begin()
             step = scheduler.schedule()  # changes blocks and queues
             if step is not None and step.plan.joins:
-                self.outputs.note_scheduled(scheduler.running[-len(step.plan.joins) :])
+                self.outputs.note_scheduled(step.chunked[-len(step.plan.joins) :])
             if self.observer is not None:
                 self.observer.scheduled(step)
         if step is not None:

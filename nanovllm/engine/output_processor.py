@@ -202,11 +202,13 @@ class OutputProcessor:
         self.num_output_tokens += len(progressed)
         if step.plan.chunks:
             self._note_first_tokens(progressed)
-        for i, error in output.errors.items():  # their sequences got no token, which ended them
-            if (request := self.requests.get(step.sampling[i].request_id)) is not None:
-                self._note_error(request, error)
         failed: list[Request] = []
-        self._add_logprobs(step, output, failed)
+        if output.errors or output.logprobs or output.prompt_logprobs:
+            sequences = step.sequences()
+            for row, error in output.errors.items():  # it got no token, which ended it
+                if (request := self.requests.get(sequences[row].request_id)) is not None:
+                    self._note_error(request, error)
+            self._add_logprobs(step, output, sequences, failed)
         ended: list[tuple[Sequence, str, str | None]] = []
         for seq in progressed if self.watched else ():
             with self._contain_errors(self.requests[seq.request_id], failed):
@@ -267,21 +269,29 @@ class OutputProcessor:
                 metrics.first_token_time = now
                 self.num_prompt_tokens += seq.num_prompt
 
-    def _add_logprobs(self, step: InFlightStep, output: StepOutput, failed: list[Request]) -> None:
-        for i, logprobs in output.logprobs.items():
-            sample = self.watched.get(step.sampling[i])
+    def _add_logprobs(
+        self,
+        step: InFlightStep,
+        output: StepOutput,
+        sequences: dict[int, Sequence],
+        failed: list[Request],
+    ) -> None:
+        for row, logprobs in output.logprobs.items():
+            sample = self.watched.get(sequences[row])
             # A token that was sampled after the end of its sequence is not in the output.
             if sample is not None and len(sample.logprobs) < sample.seq.num_output:
                 request, seq = self.requests[sample.seq.request_id], sample.seq
                 position = seq.num_prompt + len(sample.logprobs)
                 with self._contain_errors(request, failed):
                     sample.logprobs.append(request.decode_logprobs(logprobs, seq, position))
-        for i, targets in output.prompt_logprobs.items():
-            seq = step.chunked[i]
-            owner = self.requests.get(seq.request_id)
-            if owner is not None:
+        for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True):
+            targets, owner = (
+                output.prompt_logprobs.get(chunk.row),
+                self.requests.get(seq.request_id),
+            )
+            if targets and owner is not None:
                 with self._contain_errors(owner, failed):
-                    for position, entry in enumerate(targets, step.plan.chunks[i].start + 1):
+                    for position, entry in enumerate(targets, chunk.start + 1):
                         decoded = owner.decode_logprobs(entry, seq, position)
                         owner.prompt_logprobs[position] = decoded
 

@@ -13,17 +13,25 @@ token budget allows. This rule covers iteration-level batching (Orca, OSDI 2022)
               +---- preempt -----+      out of blocks: the most recently admitted is preempted
 """
 
-import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import Chunk, Join, StepOutput, StepPlan
+from nanovllm.plan import Chunk, Join, StepOutput, StepPlan, Yield
 
 # The waiting sequence with the smallest key is admitted first.
 PolicyKey = Callable[[Sequence, BlockManager], int]
+# Why the first waiting sequence is not admitted.
+WHY_WAITING = {
+    "budget": "the token budget is spent",
+    "preempted": "a step that preempts admits nothing",
+    "seqs": "max_num_seqs sequences run",
+    "in flight": "a token of the first is in flight",
+    "blocks": "there are too few blocks for the first, with one left for each running sequence",
+}
 # Under "sjf" one position in the order of arrival is worth this many tokens.
 AGING = 16
 
@@ -50,9 +58,17 @@ class InFlightStep:
     """A step that was planned and not yet committed, and its sequences."""
 
     plan: StepPlan
-    sampling: list[Sequence] = field(default_factory=list)  # one token each, in plan order
-    chunked: list[Sequence] = field(default_factory=list)  # one per chunk
+    chunked: list[Sequence] = field(default_factory=list)  # one for each chunk
+    sampling: list[Sequence] = field(default_factory=list)  # one for each token, in plan order
+    evicted: list[int] = field(default_factory=list)  # blocks that lost their content for it
     wait: Callable[[], StepOutput] | None = None  # set by the engine: what `runner.run` returned
+
+    def sequences(self) -> dict[int, Sequence]:
+        """Row -> sequence, for the rows of the step."""
+        plan = self.plan
+        rows = [*(chunk.row for chunk in plan.chunks), *plan.decode_rows]
+        decoding = self.sampling[len(self.sampling) - len(plan.decode_rows) :]
+        return dict(zip(rows, [*self.chunked, *decoding], strict=True))
 
 
 class Scheduler:
@@ -67,22 +83,19 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.token_budget = max_num_batched_tokens
         self.policy_key = POLICIES[policy]
-        # A heap of (not at the head, key, arrival, sample index, sequence); see _enqueue. It can
-        # contain aborted sequences, which are skipped and not counted in `num_waiting`.
+        # Sorted: (not at the head, key, arrival, sample index, sequence); see _enqueue.
         self.waiting: list[tuple[bool, int, int, int, Sequence]] = []
-        self.num_waiting = 0
+        self.why_waiting = ""  # a key of WHY_WAITING after a plan that admitted not all
         self.running: list[Sequence] = []  # in order of admission
         self.in_flight: deque[InFlightStep] = deque()
-        self.num_plans = 0
         self.preemptions = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0  # of admitted sequences
         self.cached_tokens = 0  # those of them that were taken from the prefix cache
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._min_available = 0  # with fewer available blocks the next admission fails again
 
     def has_work(self) -> bool:
-        return bool(self.running or self.num_waiting or self.in_flight)
+        return bool(self.running or self.waiting or self.in_flight)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Its forks follow with its first token, when its prompt is computed."""
@@ -92,9 +105,22 @@ class Scheduler:
         """Preempted sequences and forks wait at the head of the queue; arrival breaks ties."""
         seq.status, seq.num_tokens = Status.WAITING, len(seq.token_ids)
         key = 0 if at_head else self.policy_key(seq, self.blocks)
-        heapq.heappush(self.waiting, (not at_head, key, seq.arrival, seq.index, seq))
-        self.num_waiting += 1
-        self._min_available = 0
+        insort(self.waiting, (not at_head, key, seq.arrival, seq.index, seq))
+
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
+        """Run `child`, whose first `num_computed` tokens are the parent's and computed.
+
+        It shares the parent's blocks if there is a row and room for it, and nothing waits at the
+        head of the queue. If not, it waits there without blocks, as a preempted sequence does.
+        """
+        self._enqueue(child, at_head=True)
+        is_first = self.waiting[0][-1] is child
+        if is_first and parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
+            self.blocks.fork(parent, child, num_computed)
+            if self._has_room(child, []):
+                self._start(child)
+            else:
+                self.blocks.release(child)
 
     # ---- planning ----
 
@@ -106,7 +132,11 @@ class Scheduler:
         """
         step = InFlightStep(plan := StepPlan())
         decoding: list[Sequence] = []
-        budget, block_size, preempted = self.token_budget, self.blocks.block_size, False
+        budget, block_size, preemptions = (
+            self.token_budget,
+            self.blocks.block_size,
+            self.preemptions,
+        )
 
         # 1. Running sequences, oldest first. Only the most recently admitted is ever preempted, so
         #    the sequences that are already in this plan stay in it.
@@ -114,14 +144,13 @@ class Scheduler:
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             i += 1
-            if seq.decoding:
-                if seq.num_tokens >= seq.max_length:
-                    continue  # its last token is in flight
+            if not seq.decoding:
+                budget -= self._plan_chunk(step, seq, budget)
+            elif seq.num_tokens < seq.max_length:  # else its last token is in flight
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
-                    preempted |= self._make_room(seq, 1)
-                    if seq.status is not Status.RUNNING:
+                    if not self._make_room(seq, 1):
                         break
-                    plan.new_blocks += self._allocate(plan, seq, 1)
+                    plan.new_blocks += self._allocate(seq, 1)
                 plan.decode_rows.append(seq.row)
                 decoding.append(seq)
                 budget -= 1
@@ -129,52 +158,46 @@ class Scheduler:
                 seq.num_tokens += 1
                 if seq.num_computed % block_size == 0:
                     self.blocks.cache_full_blocks(seq)
-            else:
-                tokens = min(seq.num_tokens - seq.num_computed, budget)
-                preempted |= self._make_room(seq, tokens)
-                if seq.status is not Status.RUNNING:
-                    break
-                plan.new_blocks += self._allocate(plan, seq, tokens)
-                budget -= self._plan_chunk(step, seq, tokens)
 
-        # 2. Waiting sequences, unless one was just preempted.
-        while (
-            self.waiting and budget > 0 and not preempted and len(self.running) < self.max_num_seqs
-        ):
+        # 2. Waiting sequences, until one has to wait longer.
+        self.why_waiting = ""
+        while self.waiting and not self.why_waiting:
             seq = self.waiting[0][-1]
-            if seq.status is Status.FINISHED:  # aborted while it waited
-                heapq.heappop(self.waiting)
-                continue
-            if not self._admit(seq):
-                break
-            heapq.heappop(self.waiting)
-            self.num_waiting -= 1
-            tokens = min(seq.num_tokens - seq.num_computed, budget)
-            self._allocate(plan, seq, tokens)  # the Join contains the whole block table
-            join = Join(seq.row, list(seq.block_table), seq.sampling)
-            if seq.sampling.rules is not None:
-                join.prompt, join.output = seq.token_ids[: seq.num_prompt], seq.output_ids
-            plan.joins.append(join)
-            budget -= self._plan_chunk(step, seq, tokens)
+            self.why_waiting = self._admit(seq, budget, self.preemptions > preemptions)
+            if not self.why_waiting:
+                budget -= self._plan_chunk(step, seq, budget)
 
         plan.num_tokens = self.token_budget - budget
         if not plan.num_tokens:
             return None
         step.sampling += decoding
-        self.num_plans += 1
+        plan.block_moves, step.evicted = self.blocks.take_moves()
         self.in_flight.append(step)
         return step
 
-    def _plan_chunk(self, step: InFlightStep, seq: Sequence, tokens: int) -> int:
-        start, end = seq.num_computed, seq.num_computed + tokens
+    def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
+        """Plan the known tokens of a running sequence, at most `budget`. Returns how many."""
+        tokens = min(seq.num_tokens - seq.num_computed, budget)
+        # Without tokens its result is in flight, or it waits for a token that is chosen elsewhere.
+        if tokens == 0 or not self._make_room(seq, tokens):
+            return 0
+        plan, start, end = step.plan, seq.num_computed, seq.num_computed + tokens
+        new_blocks = self._allocate(seq, tokens)
+        if seq.joined:
+            plan.new_blocks += new_blocks
+        else:
+            plan.joins.append(join := Join(seq.row, list(seq.block_table), seq.sampling))
+            if seq.sampling.rules is not None:
+                join.prompt, join.output = seq.token_ids[: seq.num_prompt], seq.output_ids
+            seq.joined = True
         last = end == seq.num_tokens
-        chunk = Chunk(seq.row, start, seq.token_ids[start:end], sample=last)
+        chunk = Chunk(seq.row, start, seq.token_ids[start:end], seq.yields if last else None)
         if self._wants_prompt_logprobs(seq):
             chunk.logprob_targets = seq.token_ids[start + 1 : min(end + 1, seq.num_prompt)]
-        step.plan.chunks.append(chunk)
+        plan.chunks.append(chunk)
         step.chunked.append(seq)
-        seq.num_computed, seq.last_chunk = end, self.num_plans
-        if last:
+        seq.num_computed = end
+        if chunk.yields is Yield.TOKEN:
             step.sampling.append(seq)
             seq.num_tokens += 1
             seq.decoding = True
@@ -186,12 +209,11 @@ class Scheduler:
         rules = seq.sampling.rules
         return rules is not None and rules.prompt_logprobs is not None
 
-    def _allocate(self, plan: StepPlan, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
+    def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
         """Give `seq` blocks for its next `tokens`. Returns the entries for plan.new_blocks."""
         blocks, new = self.blocks, []
         if (copy := blocks.copy_on_write(seq)) is not None:
-            plan.block_copies.append(copy)
-            new.append((seq.row, seq.num_computed // blocks.block_size, copy[1]))
+            new.append((seq.row, seq.num_computed // blocks.block_size, copy))
         for _ in range(blocks.num_needed(seq, seq.num_computed + tokens)):
             new.append((seq.row, len(seq.block_table), blocks.append_block(seq)))
         return new
@@ -199,62 +221,59 @@ class Scheduler:
     def _make_room(self, seq: Sequence, tokens: int) -> bool:
         """Preempt sequences, in the end `seq` itself, until its next `tokens` have blocks.
 
-        Returns whether any sequence was preempted.
+        Returns whether `seq` still runs.
         """
-        need, preempted = self.blocks.num_needed(seq, seq.num_computed + tokens), False
+        need = self.blocks.num_needed(seq, seq.num_computed + tokens)
         while self.blocks.num_available < need and seq.status is Status.RUNNING:
             self._preempt(self.running[-1])
-            preempted = True
-        return preempted
+        return seq.status is Status.RUNNING
 
-    def _admit(self, seq: Sequence) -> bool:
-        """Give `seq` a row and the cached blocks that hold its beginning, if there is room.
-
-        There must be blocks for all its tokens and one more for each running sequence. Without this
-        reserve a full pool thrashes, because an admitted sequence is preempted a moment later. A
-        sequence is always admitted if no other runs; add_request refuses what can never fit.
-        """
-        blocks, parent, alone = self.blocks, seq.parent, not self.running
-        if not alone and blocks.num_available < self._min_available:
-            return False
+    def _admit(self, seq: Sequence, budget: int, preempted: bool) -> str:
+        """Run the first waiting sequence, or return why it waits: a key of WHY_WAITING."""
+        if budget == 0:
+            return "budget"
+        if preempted:
+            return "preempted"
+        if len(self.running) == self.max_num_seqs:
+            return "seqs"
         if seq.num_tokens > len(seq.token_ids):
-            return False  # preempted with a placeholder token, which must be committed first
-        first_time = seq.preemptions == 0
-        matched: list[int] = []
-        if (
-            first_time
-            and parent is not None
-            and parent.decoding
-            # A plan copies blocks before it writes any, so the prompt must be from an earlier plan.
-            and parent.last_chunk < self.num_plans
-        ):
-            # The last prompt token is computed again: the fork samples its own first token.
-            blocks.fork(parent, seq, seq.num_prompt - 1)
-        elif not self._wants_prompt_logprobs(seq):  # these need every position computed
-            matched = blocks.match(seq)
-        need = blocks.num_needed(seq, seq.num_tokens) - len(matched) + blocks.num_evictable(matched)
-        need += 0 if alone else self.reserve()
-        if blocks.num_available < need:
-            self._min_available = need
-            blocks.release(seq)
-            return False
-        if matched:
-            blocks.share(seq, matched)
-        if first_time:
+            return "in flight"
+        # Log-probabilities of a prompt need every position computed.
+        matched = [] if self._wants_prompt_logprobs(seq) else self.blocks.match(seq)
+        if not self._has_room(seq, matched):
+            return "blocks"
+        self.blocks.share(seq, matched)
+        self._start(seq)
+        return ""
+
+    def _has_room(self, seq: Sequence, matched: list[Block]) -> bool:
+        """Whether there are blocks for all tokens of `seq` and the reserve.
+
+        A sequence that runs alone needs no reserve. One that could never run is refused before.
+        """
+        blocks = self.blocks
+        need = blocks.num_needed(seq, seq.num_tokens) - len(matched)
+        need += blocks.num_evictable(matched) + (self.reserve() if self.running else 0)
+        return blocks.num_available >= need
+
+    def reserve(self) -> int:
+        """Blocks that admission leaves available: one for each running sequence.
+
+        Without them a full pool thrashes: an admitted sequence is preempted a moment later.
+        """
+        return len(self.running)
+
+    def _start(self, seq: Sequence) -> None:
+        """Give the first waiting sequence, which has its cached or shared blocks, a row."""
+        del self.waiting[0]
+        if seq.preemptions == 0:
             seq.num_cached = seq.num_computed
             self.prompt_tokens += seq.num_prompt
             self.cached_tokens += seq.num_computed
         else:
             self.recomputed_tokens -= seq.num_computed  # still cached, so not computed twice
-        seq.row = self._free_rows.pop()
-        seq.status = Status.RUNNING
+        seq.row, seq.joined, seq.status = self._free_rows.pop(), False, Status.RUNNING
         self.running.append(seq)
-        self._min_available = 0
-        return True
-
-    def reserve(self) -> int:
-        """Blocks that admission leaves available for the running sequences: one for each."""
-        return len(self.running)
 
     def _preempt(self, seq: Sequence) -> None:
         """Return `seq` to the head of the waiting queue with its tokens, without its blocks."""
@@ -269,37 +288,42 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
-        self._min_available = 0
         if seq.status is Status.RUNNING:
             self.blocks.release(seq)
             self._free_rows.append(seq.row)
             seq.row, seq.decoding = -1, False
         elif seq.status is Status.WAITING:
-            self.num_waiting -= 1
-            if self.num_waiting == 0:
-                self.waiting.clear()
+            at = next(i for i, entry in enumerate(self.waiting) if entry[-1] is seq)
+            del self.waiting[at]
 
     # ---- the results of a step ----
 
     def commit(self, step: InFlightStep, token_ids: list[int]) -> list[Sequence]:
-        """Append the tokens of the oldest step in flight. Returns the sequences that got one.
+        """Append the tokens of the oldest step in flight. Returns the sequences that got a result.
 
-        `token_ids` has one for each sampling chunk and then one for each decode row, in plan order.
+        `token_ids` has one for each chunk that yields a token and each decode row, in plan order.
+        What yields something else is not changed: its user chooses a token or finishes it.
         """
         assert step is self.in_flight[0], (
             "steps are committed in the order in which they were planned"
         )
         self.in_flight.popleft()
         block_size, any_finished = self.blocks.block_size, False
-        progressed = []
+        progressed = [
+            seq
+            for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True)
+            if chunk.yields not in (None, Yield.TOKEN) and seq.status is not Status.FINISHED
+        ]
         for seq, token in zip(step.sampling, token_ids, strict=True):
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
             ids = seq.token_ids
             progressed.append(seq)
             if seq.forks:
-                for fork in seq.forks:
-                    self._enqueue(fork, at_head=True)
+                for (
+                    fork
+                ) in seq.forks:  # each samples its own first token from the last of the prompt
+                    self.fork(seq, fork, seq.num_prompt - 1)
                 seq.forks = []
             if token < 0:  # there was none to sample; see models/sampler.py
                 self._finish(seq, "error")
@@ -333,6 +357,7 @@ class Scheduler:
         for *_, seq in self.waiting:
             self.blocks.release(seq)
             seq.num_tokens = len(seq.token_ids)
+        self.blocks.take_moves()  # of a plan that is not complete
         self.blocks.reset_prefix_cache()
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:

@@ -17,7 +17,7 @@ token. There is no prefill state. `decoding` only says where the next token to c
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nanovllm.plan import RowSampling
+from nanovllm.plan import RowSampling, Yield
 
 
 class Status(Enum):
@@ -37,6 +37,7 @@ class Sequence:
     stop_token_ids: frozenset[int]
     sampling: RowSampling
     index: int = 0  # number among the samples of its request
+    yields: Yield = Yield.TOKEN
     # The first sample of a request computes the prompt; the others are forked from it.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = field(default_factory=list)  # not queued yet
@@ -46,7 +47,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in the cache after every plan made so far has run
     decoding: bool = False  # the one token left to compute is the last that its row sampled
     row: int = -1
-    last_chunk: int = -1  # number of the plan that computed its last chunk
+    joined: bool = False  # whether a plan has told the runner about its row
     preemptions: int = 0
     num_cached: int = 0  # prompt tokens from the prefix cache or its parent at first admission
     finish_reason: str | None = None

@@ -14,7 +14,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table, timed
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.sampler import sample
-from nanovllm.plan import Chunk, Join, RowSampling, StepPlan
+from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner.model_runner import ModelRunner
 
 # A way to generate: (llm, prompt, number of output tokens) -> each token, and how many tokens the
@@ -41,7 +41,7 @@ def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int
     for _ in range(num_output):
         plan = StepPlan(
             joins=[Join(0, table, GREEDY)],
-            chunks=[Chunk(0, 0, list(ids), sample=True)],
+            chunks=[Chunk(0, 0, list(ids), Yield.TOKEN)],
             num_tokens=len(ids),
         )
         [token] = llm.engine.runner.run(plan)().token_ids

@@ -16,7 +16,7 @@ from nanovllm.lessons import lesson1_no_cache
 from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
 from nanovllm.lessons.lesson1_no_cache import GREEDY, LENGTHS, PROMPT, block_table, measure
 from nanovllm.models.attention import PlainAttention
-from nanovllm.plan import Chunk, Join, StepPlan
+from nanovllm.plan import Chunk, Join, StepPlan, Yield
 from nanovllm.runner.model_runner import ModelRunner
 
 
@@ -28,7 +28,7 @@ def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int
     """
     plan = StepPlan(
         joins=[Join(0, block_table(llm), GREEDY)],
-        chunks=[Chunk(0, 0, prompt, sample=True)],
+        chunks=[Chunk(0, 0, prompt, Yield.TOKEN)],
         num_tokens=len(prompt),
     )
     for _ in range(num_output):

@@ -12,7 +12,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
-from nanovllm.plan import Chunk, Join, RowSampling, StepPlan
+from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner.rows import Rows
 
 GREEDY = RowSampling(temperature=0, seed=0)
@@ -49,7 +49,7 @@ def answer_with(llm: LLM, block_table: list[int], num_tokens: int) -> str:
     runner, row = llm.engine.runner, 0
     first = StepPlan(
         joins=[Join(row, block_table, GREEDY)],
-        chunks=[Chunk(row, 0, ids, sample=True)],
+        chunks=[Chunk(row, 0, ids, Yield.TOKEN)],
         num_tokens=len(ids),
     )
     output = runner.run(first)().token_ids

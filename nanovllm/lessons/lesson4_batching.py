@@ -14,7 +14,7 @@ from functools import partial
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table, timed
-from nanovllm.plan import Chunk, Join, RowSampling, StepPlan
+from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.trace import State
 
@@ -31,7 +31,7 @@ def decode_seconds(llm: LLM, num_rows: int) -> float:
     rows = range(num_rows)
     prompts = StepPlan(
         joins=[Join(row, [4 * row + i for i in range(1, 5)], GREEDY) for row in rows],
-        chunks=[Chunk(row, 0, ids, sample=True) for row in rows],
+        chunks=[Chunk(row, 0, ids, Yield.TOKEN) for row in rows],
         num_tokens=num_rows * len(ids),
     )
     runner.run(prompts)()

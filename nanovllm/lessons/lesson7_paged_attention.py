@@ -24,7 +24,7 @@ from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Attention
 from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
-from nanovllm.plan import Chunk, Join, RowSampling, StepPlan
+from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner.backends import pick_backend
 from nanovllm.runner.rows import Rows
 from nanovllm.runner.threads import ThreadLimit
@@ -93,7 +93,7 @@ def make_steps(contexts: list[int]) -> tuple[ForwardBatch, ForwardBatch]:
     tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
     rows = Rows(len(contexts), max(counts), BLOCK, 1, CPU)
     rows.apply(StepPlan([Join(i, table.tolist(), GREEDY) for i, table in enumerate(tables)]))
-    prompts = [Chunk(i, 0, [0] * (context - 1), sample=True) for i, context in enumerate(contexts)]
+    prompts = [Chunk(i, 0, [0] * (context - 1), Yield.TOKEN) for i, context in enumerate(contexts)]
     prefill = rows.build(StepPlan(chunks=prompts)).forward
     return prefill, rows.build(StepPlan(decode_rows=list(range(len(contexts))))).forward
 

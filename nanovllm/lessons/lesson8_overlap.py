@@ -28,7 +28,7 @@ from nanovllm.gpu.graphs import DecodeGraphs
 from nanovllm.lessons.lesson import Question, link, say, show_source, show_table, timed
 from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
-from nanovllm.plan import Chunk, Join, RowSampling, StepOutput, StepPlan
+from nanovllm.plan import Chunk, Join, RowSampling, StepOutput, StepPlan, Yield
 from nanovllm.runner.model_runner import ModelRunner
 
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
@@ -52,7 +52,7 @@ class Device:
             self.lengths[chunk.row] = chunk.start + len(chunk.token_ids)
         for row in plan.decode_rows:
             self.lengths[row] += 1
-        rows = [chunk.row for chunk in plan.chunks if chunk.sample] + plan.decode_rows
+        rows = [chunk.row for chunk in plan.chunks if chunk.yields] + plan.decode_rows
         tokens = [self.lengths[row] for row in rows]
         self.sampled += len(tokens)
         done = self.queue.submit(time.sleep, DEVICE_SECONDS)
@@ -163,7 +163,7 @@ def decoding(runner: ModelRunner, num: int) -> Callable[[], list[int]]:
     plan, greedy = StepPlan(), RowSampling(temperature=0, seed=0)
     for row in range(num):
         plan.joins.append(Join(row, list(range(8 * row + 1, 8 * row + 9)), greedy))
-        plan.chunks.append(Chunk(row, 0, list(range(97, 113 + row)), sample=True))
+        plan.chunks.append(Chunk(row, 0, list(range(97, 113 + row)), Yield.TOKEN))
     runner.run(plan)()
     step = StepPlan(decode_rows=list(range(num)), num_tokens=num)
     runner.run(step)()  # The first one sends the list of rows to the device.

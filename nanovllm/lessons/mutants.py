@@ -29,7 +29,7 @@ MUTANTS = {
     "a shared block stays evictable": Mutant(BLOCKS, "share", "del A[B]", "pass"),
     "a stale hash is kept when a block is reused": Mutant(
         BLOCKS,
-        "_take_block",
+        "_evict",
         "self._uncache(A)",
         "self.free.append(self.evictable.popitem(last=False)[0])",
     ),
@@ -54,12 +54,12 @@ MUTANTS = {
     "a block is appended one token early": Mutant(
         SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed + 1 == B"
     ),
-    "a copy is not planned": Mutant(SCHEDULER, "_allocate", "A.block_copies.append(B)", "pass"),
+    "a copy is not planned": Mutant(BLOCKS, "copy_on_write", "A._moves.append(B)", "pass"),
     "the copied block is not reported": Mutant(
         SCHEDULER, "_allocate", "new.append((A, B // C, D))", "pass"
     ),
-    "a fork copies what is not written yet": Mutant(
-        SCHEDULER, "_admit", "A.last_chunk < B", "True"
+    "a fork shares one token too many": Mutant(
+        SCHEDULER, "commit", "seq.num_prompt - 1", "seq.num_prompt"
     ),
     "the oldest is preempted": Mutant(
         SCHEDULER, "_make_room", "self.running[-1]", "self.running[0]"
@@ -67,7 +67,7 @@ MUTANTS = {
     "a preempted sequence loses its tokens": Mutant(
         SCHEDULER, "_preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt :]"
     ),
-    "admission in a step that preempted": Mutant(SCHEDULER, "schedule", "not preempted", "True"),
+    "admission in a step that preempted": Mutant(SCHEDULER, "schedule", "A > preemptions", "False"),
     "a row is not returned": Mutant(SCHEDULER, "_leave", "self._free_rows.append(A)", "pass"),
     "a token sampled too late is kept": Mutant(
         SCHEDULER, "commit", "A.status is Status.FINISHED", "False"
@@ -82,8 +82,8 @@ MUTANTS = {
     "a resumed chunk starts one token late": Mutant(
         SCHEDULER,
         "_plan_chunk",
-        "Chunk(A, B, C[start:end], sample=D)",
-        "Chunk(A, B, C[start + 1 : end + 1], sample=D)",
+        "Chunk(A, B, C[start:end], D)",
+        "Chunk(A, B, C[start + 1 : end + 1], D)",
     ),
 }
 

@@ -112,11 +112,11 @@ class OracleRunner:
             self.seeds[join.row] = join.sampling.seed
         for row, index, block in plan.new_blocks:
             self.tables[row][index] = block
-        copied = [memory[a * size : (a + 1) * size] for a, _ in plan.block_copies]
-        for (_, b), content in zip(plan.block_copies, copied, strict=True):
+        copied = [memory[a * size : (a + 1) * size] for a, _ in plan.block_moves]
+        for (_, b), content in zip(plan.block_moves, copied, strict=True):
             memory[b * size : (b + 1) * size] = content
 
-        work = [(c.row, c.start, c.token_ids, c.sample) for c in plan.chunks]
+        work = [(c.row, c.start, c.token_ids, c.yields is not None) for c in plan.chunks]
         work += [(row, self.positions[row], [self.last[row]], True) for row in plan.decode_rows]
         require(len({row for row, *_ in work}) == len(work), "budget", "a row is twice in a step")
         num_tokens = sum(len(ids) for _, _, ids, _ in work)
@@ -233,7 +233,7 @@ class History:
         if self.observer is not None:
             self.observer.scheduled(step)
         for plan in (step.plan for step in self.scheduler.in_flight):
-            for _, target in plan.block_copies:
+            for _, target in plan.block_moves:
                 self.spoil(range(target * self.size, (target + 1) * self.size))
             for join in plan.joins:
                 self.runner.tables[join.row] = dict(enumerate(join.block_table))
@@ -255,7 +255,7 @@ class History:
 
     def step(self) -> None:
         before = self.scheduler.preemptions
-        oldest = self.scheduler.running[0] if self.scheduler.running else None
+        running = list(self.scheduler.running)
         if self.observer is not None:
             self.observer.begin()
         step = self.scheduler.schedule()
@@ -266,8 +266,9 @@ class History:
             require(plan.num_tokens <= self.budget, "budget")
             require(len(self.scheduler.running) <= self.max_num_seqs, "budget")
             if self.scheduler.preemptions > before:
-                require(not plan.joins, "oldest", "a step that preempted admitted a sequence")
-                kept = oldest is not None and oldest.status is Status.RUNNING
+                admitted = not set(self.scheduler.running) <= set(running)
+                require(not admitted, "oldest", "a step that preempted admitted a sequence")
+                kept = bool(running) and running[0].status is Status.RUNNING
                 require(kept, "oldest", "the oldest sequence was preempted")
             self.pending.append((step, self.runner.run(plan)))
         while len(self.pending) > (self.max_in_flight if step is not None else 0):
@@ -410,8 +411,9 @@ def check_cached_tail(managers: ModuleType = block_manager) -> None:
     blocks.fork(parent, child, 2)
     blocks.release(parent)
     shared = child.block_table[0]
-    copied = blocks.copy_on_write(child) == (shared, child.block_table[0])
-    found = blocks.match(plain_sequence([1, 2, 3, 4, 5])) == [shared]
+    blocks.copy_on_write(child)
+    copied = blocks.take_moves()[0] == [(shared, child.block_table[0])]
+    found = blocks.match(plain_sequence([1, 2, 3, 4, 5])) == [blocks.blocks[shared]]
     require(copied and shared in blocks.evictable and found, "cached", "it is written in place")
 
 

@@ -5,6 +5,7 @@ head of a block side by side, so that a head reads a block in one piece. A slot 
 written may hold anything, including NaN, and is never read.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -104,6 +105,6 @@ class PlainAttention:
             )
             out[seq.tokens] = attended[0].transpose(0, 1)
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         source, target = to_device(np.array(copies).T.copy(), self.cache.device)
         self.cache[:, :, target] = self.cache[:, :, source]  # the right side is a copy

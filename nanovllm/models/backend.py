@@ -4,7 +4,7 @@ The model is written in plain torch. A backend replaces named parts of it by ker
 replaces nothing, runs on every device, and is the reference that the tests compare the others with.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ class Attention(Protocol):
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
         """Causal attention of q [T, H, D] over the whole context of each sequence -> [T, H * D]."""
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, target) in all layers. Every read precedes every write."""
 
     def norm_rope_store(

@@ -141,7 +141,7 @@ class RulesBatch:
         self.state, device, vocab_size = state, state.logits.device, state.logits.shape[1]
         self.rows = [row.row for _, row in rows]
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
-        self.errors: dict[int, Exception] = {}  # of the last `apply`, by index of the row's logits
+        self.errors: dict[int, Exception] = {}  # of the last `apply`, by row
 
         def send(values: Any, dtype: Any = np.int64) -> Tensor:
             return to_device(np.array(values, dtype), device)
@@ -168,9 +168,11 @@ class RulesBatch:
         factors = [[[getattr(row.rules, name)] for _, row in penalized] for name in names]
         self.repetition, self.frequency, self.presence = send(factors, np.float32)
         # 4. Log-probabilities.
-        self.reported = [(i, k) for i, row in rows if (k := row.rules.logprobs) is not None]
-        self.reported_index = send([i for i, _ in self.reported])
-        self.num_logprobs = max((k for _, k in self.reported), default=0)
+        self.reported = [
+            (i, row.row, k) for i, row in rows if (k := row.rules.logprobs) is not None
+        ]
+        self.reported_index = send([i for i, *_ in self.reported])
+        self.num_logprobs = max((k for *_, k in self.reported), default=0)
         self.changes_logits = bool(allowed or edited or penalized or self.host_rules)
 
     def apply(self, logits: Tensor, positions: Tensor, length: int) -> Tensor:
@@ -199,7 +201,7 @@ class RulesBatch:
             try:
                 row.apply(logits[i])
             except Exception as error:  # of a logits processor: it ends its own request only
-                self.errors[i] = error
+                self.errors[row.row] = error
                 logits[i].fill_(HIDDEN)
         return logits
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepPlan
+from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepPlan, Yield
 
 # How torch reports a failed allocation on a CPU, where the error has no type of its own.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
@@ -117,7 +117,7 @@ def largest_plans(
     return [
         StepPlan(joins(max_num_seqs, rules), decode_rows=list(range(max_num_seqs))),
         StepPlan(joins(max_num_seqs, None), decode_rows=[0]),
-        StepPlan(chunks=[Chunk(row, 0, [0] * length, sample=True) for row in range(num_rows)]),
+        StepPlan(chunks=[Chunk(row, 0, [0] * length, Yield.TOKEN) for row in range(num_rows)]),
     ]
 
 

@@ -20,7 +20,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
-from nanovllm.plan import Chunk, StepOutput, StepPlan
+from nanovllm.plan import Chunk, StepOutput, StepPlan, Yield
 from nanovllm.runner import memory
 from nanovllm.runner.backends import (
     device_guard,
@@ -139,8 +139,8 @@ class ModelRunner:
         """Launch a step. Returns a function that waits for the device and returns the output."""
         with torch.inference_mode(), self.guard():
             self.rows.apply(plan)
-            if plan.block_copies:
-                self.attention.copy_blocks(plan.block_copies)
+            if plan.block_moves:
+                self.attention.copy_blocks(plan.block_moves)
             if self.rows.mirror is not None and not plan.chunks:
                 return self._run_decode(plan.decode_rows).wait
             step = self.rows.build(plan)
@@ -150,7 +150,7 @@ class ModelRunner:
             if len(step.sampling_rows):
                 last = hidden[step.forward.logits_indices]
                 output = self._sample(last, step.sampling, step.sampling_rows, step.rules)
-            self._prompt_logprobs(plan.chunks, hidden, output)
+            self._yield_of_chunks(plan.chunks, hidden, output)
             return output.wait
 
     def _run_decode(self, decode_rows: list[int]) -> PendingOutput:
@@ -204,10 +204,10 @@ class ModelRunner:
                 row.output.append(token_ids[i])
         return output
 
-    def _prompt_logprobs(self, chunks: list[Chunk], hidden: Tensor, output: PendingOutput) -> None:
-        """Compute the log-probabilities of the chunks' targets from hidden states [T, E]."""
-        start = 0
-        for i, chunk in enumerate(chunks):
+    def _yield_of_chunks(self, chunks: list[Chunk], hidden: Tensor, output: PendingOutput) -> None:
+        """Add hidden states and log-probabilities of the chunks, from hidden states [T, E]."""
+        start, wanted = 0, []
+        for chunk in chunks:
             if targets := chunk.logprob_targets:
                 k = self.rows.rules[chunk.row].rules.prompt_logprobs or 0
                 ids = to_device(np.array(targets), self.device)
@@ -217,8 +217,15 @@ class ModelRunner:
                     start_copy(self.token_logprobs(self.model.logits(part), part_ids, k))
                     for part, part_ids in parts
                 ]
-                output.prompts.append((i, targets, k, copies))
+                output.prompts.append((chunk.row, targets, k, copies))
             start += len(chunk.token_ids)
+            if chunk.yields is Yield.HIDDEN_STATE:
+                output.hidden_rows.append(chunk.row)
+                wanted.append(start - 1)
+        if wanted:
+            output.hidden_states = start_copy(
+                hidden[to_device(np.array(wanted), self.device)].float()
+            )
 
     def block_bytes(self, block_size: int) -> int:
         c = self.model_config

@@ -32,21 +32,23 @@ class PendingOutput:
     """The output of a step that the device may still compute: functions that wait for copies."""
 
     token_ids: Callable[[], list[int]]
-    # (index among the sampled tokens, number of log-probabilities), and what token_logprobs returns
-    reported: list[tuple[int, int]] = field(default_factory=list)
+    hidden_rows: list[int] = field(default_factory=list)
+    hidden_states: Callable[[], list[list[float]]] = list  # of these rows
+    # (index among the tokens, row, number of log-probabilities), and what token_logprobs returns
+    reported: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: Callable[[], list[list[float]]] = list
     errors: dict[int, Exception] = field(default_factory=dict)  # as in StepOutput
-    # (index of the chunk, targets, number of log-probabilities, the same in parts)
+    # (row, targets, number of log-probabilities, the same in parts)
     prompts: list[tuple[int, list[int], int, list[Callable[[], list[list[float]]]]]] = field(
         default_factory=list
     )
 
     def wait(self) -> StepOutput:
         output = StepOutput(token_ids := self.token_ids(), errors=self.errors)
-        for (i, k), packed in zip(self.reported, self.logprobs(), strict=True):
-            output.logprobs[i] = unpack_logprobs(packed, token_ids[i], k)
-        for i, targets, k, parts in self.prompts:
-            rows = [row for part in parts for row in part()]
-            entries = zip(rows, targets, strict=True)
-            output.prompt_logprobs[i] = [unpack_logprobs(*entry, k) for entry in entries]
+        output.hidden_states = dict(zip(self.hidden_rows, self.hidden_states(), strict=True))
+        for (i, row, k), packed in zip(self.reported, self.logprobs(), strict=True):
+            output.logprobs[row] = unpack_logprobs(packed, token_ids[i], k)
+        for row, targets, k, parts in self.prompts:
+            entries = zip([entry for part in parts for entry in part()], targets, strict=True)
+            output.prompt_logprobs[row] = [unpack_logprobs(*entry, k) for entry in entries]
         return output

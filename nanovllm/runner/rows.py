@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanovllm.batch import ForwardBatch, SamplingBatch, to_device
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState, raising
-from nanovllm.plan import FILTERS, Join, LogitRules, StepPlan
+from nanovllm.plan import FILTERS, Join, LogitRules, StepPlan, Yield
 
 
 @dataclass(slots=True)
@@ -249,7 +249,7 @@ class Rows:
         query_lens[: len(chunks)] = [len(c.token_ids) for c in chunks]
         ends = np.cumsum(query_lens)
         samples = np.ones(len(rows), bool)
-        samples[: len(chunks)] = [c.sample for c in chunks]
+        samples[: len(chunks)] = [c.yields is Yield.TOKEN for c in chunks]
         sampling_rows = rows[samples]
         params = self.params.take(sampling_rows, axis=1)  # each row contiguous, as kernels expect
         # `sampling_rows` stands in for the positions, which `build` sets.

@@ -11,10 +11,10 @@ class FewestHits(BlockManager):
         super().__init__(*args)
         self.hits = [0] * len(self.blocks)
 
-    def share(self, seq: Sequence, matched: list[int]) -> None:
+    def share(self, seq: Sequence, matched: list[Block]) -> None:
         super().share(seq, matched)
-        for index in matched:
-            self.hits[index] += 1
+        for block in matched:
+            self.hits[block.index] += 1
 
     def _uncache(self, block: Block) -> None:
         super()._uncache(block)
