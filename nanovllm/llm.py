@@ -136,21 +136,14 @@ class LLM:
         self, requests: list[Request], use_tqdm: bool, check_interrupt: Callable[[], None]
     ) -> list[RequestOutput]:
         start = last_shown = time.monotonic()
-        pending = requests
         with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-            while pending:
-                self.engine.advance()
+            for pending in self.engine.run(requests):
                 raise_error(pending)
-                pending = [request for request in pending if request.output is None]
                 check_interrupt()
-                now = time.monotonic()
-                if use_tqdm and (not pending or now - last_shown > 0.1):
-                    last_shown, seconds = now, now - start + 1e-9
-                    tokens = zip(*(request.num_tokens for request in requests), strict=True)
-                    prompt, output = (f"{sum(numbers) / seconds:,.0f} tok/s" for numbers in tokens)
-                    bar.set_postfix_str(f"prompt {prompt}, output {output}", refresh=False)
-                    bar.update(len(requests) - len(pending) - bar.n)
-                    bar.refresh()
+                if use_tqdm and time.monotonic() - last_shown > 0.1:
+                    last_shown = time.monotonic()
+                    show_progress(bar, requests, last_shown - start)
+            show_progress(bar, requests, time.monotonic() - start)
         outputs = [request.output for request in requests if request.output is not None]
         if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
             raise GenerationError(outputs)
@@ -174,14 +167,11 @@ class LLM:
                 for prompt, p in zip(items, params, strict=True):
                     requests.append(self.engine.submit(prompt, p, stream=True))
                     interrupt.check()
-            ended = not requests
-            while not ended:
-                self.engine.advance()
+            for pending in self.engine.run(requests):
                 with defer_interrupt(), self.engine.lock:
                     new = [output for i, r in enumerate(requests) for output in r.read_stream(i)]
-                    ended = all(request.stream_ended for request in requests)
                 yield from new
-                raise_error(requests)
+                raise_error(pending)
         finally:
             self.engine.abort(requests)
 
@@ -286,6 +276,14 @@ def takes_parts(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -
     except Exception:  # A template that takes strings only may fail in any way.
         return False
     return "probe text" in shown and "probe name" not in shown
+
+
+def show_progress(bar: tqdm[NoReturn], requests: list[Request], seconds: float) -> None:
+    tokens = [request.num_tokens for request in requests]
+    prompt, output = (sum(pair[i] for pair in tokens) / (seconds + 1e-9) for i in (0, 1))
+    bar.set_postfix_str(f"prompt {prompt:,.0f} tok/s, output {output:,.0f} tok/s", refresh=False)
+    bar.update(sum(request.ended for request in requests) - bar.n)
+    bar.refresh()
 
 
 def raise_error(requests: list[Request]) -> None:

@@ -27,7 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-from nanovllm.engine.observer import Observer
+from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import WHY_WAITING, InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 
@@ -145,13 +145,13 @@ class Observable(Protocol):
     scheduler: Scheduler
     tokenizer: Any
     max_in_flight: int
-    observer: Observer | None
+    observer: Observer
 
     @property
     def lock(self) -> threading.RLock: ...
 
 
-class Trace:
+class Trace(Observer):
     """Records the steps of `llm`, an LLM or its LLMEngine, while its `with` block runs.
 
     It contains the requests of all threads. An engine has one Trace at a time, and a Trace has one
@@ -185,7 +185,7 @@ class Trace:
         with self._engine.lock:
             if self.events:
                 raise RuntimeError("this Trace has been used; make another with Trace(llm)")
-            if self._engine.observer is not None:
+            if self._engine.observer is not NO_OBSERVER:
                 raise RuntimeError(
                     "the engine has a Trace already; leave its `with` block before the next one"
                 )
@@ -197,7 +197,7 @@ class Trace:
 
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         with self._engine.lock:
-            self._engine.observer = None
+            self._engine.observer = NO_OBSERVER
             self._add(self._changes() | Event(ended=describe(error)))
 
     # ---- the engine's observer ----

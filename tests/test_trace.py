@@ -20,6 +20,7 @@ from nanovllm import LLM, GenerationError, SamplingParams, Trace
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.plan import StepOutput
 from nanovllm.trace import Event, State
 
@@ -321,7 +322,7 @@ def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: P
     assert f"The trace ends with an error. {type(error).__name__}" in text
     trace.save(tmp_path / "trace.html")
     trace.save(tmp_path / "trace.json")
-    assert llm.engine.observer is None
+    assert llm.engine.observer is NO_OBSERVER
     with CheckedTrace(llm) as again:
         with pytest.raises(type(error)):
             llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)

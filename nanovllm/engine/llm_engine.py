@@ -16,18 +16,19 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor, Prompt, request_ids
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
-from nanovllm.engine.observer import Observer
+from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.output_processor import OutputProcessor, Request
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.outputs import RequestOutput
-from nanovllm.plan import Runner
+from nanovllm.plan import Runner, StepOutput
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -48,9 +49,9 @@ class LLMEngine:
         overlap = config.async_scheduling
         if overlap is None:
             overlap = runner.is_async
-        self.max_in_flight = 1 if overlap else 0  # steps that `advance` leaves uncommitted
+        self.max_in_flight = 1 if overlap else 0  # steps that `run_step` leaves uncommitted
         self.num_requests = 0
-        self.observer: Observer | None = None  # see nanovllm/trace.py
+        self.observer = NO_OBSERVER  # see nanovllm/trace.py
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._to_abort: deque[Request] = deque()
@@ -166,20 +167,45 @@ class LLMEngine:
 
     # ---- the loop ----
 
+    def run(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Run steps until these requests have ended. Yields after each step, with those it ran."""
+        while requests:
+            self.run_step()
+            yield requests
+            requests = [request for request in requests if not request.ended]
+
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the requests that have finished since the last call."""
-        self.advance()
+        self.run_step()
         with self.lock:
             finished, self.outputs.finished = self.outputs.finished, []
         return finished
 
-    def advance(self) -> None:
-        """Plan and launch one step, and commit the steps whose tokens are due.
+    def run_step(self) -> None:
+        """Plan and launch one step, and commit the steps whose results are due.
 
         If another thread is running a step, this only waits for its end. If a step fails, the
         sequences of the steps in flight return to the waiting queue and the error is raised. The
         engine remains usable. Ctrl-C is raised when the step is complete; a second one at once.
         """
+        with self._claim_step() as interrupt:
+            if interrupt is None:
+                return
+            step = self._schedule()  # changes blocks and queues
+            if step is not None:
+                with interrupt:
+                    step.wait = self.runner.run(step.plan)  # changes KV cache and rows
+            # If async, the previous step is committed while the device works; if not, this one.
+            while len(self.scheduler.in_flight) > (0 if step is None else self.max_in_flight):
+                oldest = self.scheduler.in_flight[0]
+                assert oldest.wait is not None
+                with interrupt:
+                    output = oldest.wait()  # waits for the device
+                self._commit(oldest, output)  # changes sequences and the prefix cache
+
+    @contextmanager
+    def _claim_step(self) -> Iterator[DeferredInterrupt | None]:
+        """Make this the thread that runs a step. Yields None if another has run one meanwhile."""
         if self._stepping == threading.get_ident():
             raise RuntimeError(
                 "a logits processor cannot run the engine that calls it; use another LLM"
@@ -187,56 +213,42 @@ class LLMEngine:
         with defer_interrupt() as interrupt:
             if not self._step_lock.acquire(blocking=False):
                 with interrupt, self._step_lock:
-                    return
+                    pass
+                yield None
+                return
             self._stepping = threading.get_ident()
             try:
-                self._run_step(interrupt)
+                self._abort_noted()
+                yield interrupt
             except BaseException as error:
                 with self.lock:
                     self.scheduler.abandon()
                     self.outputs.collect_finished(self.outputs.sequences())
-                    if self.observer is not None:
-                        self.observer.abandoned(error)
+                    self.observer.abandoned(error)
                 raise
             finally:
                 self._stepping = None
                 self._step_lock.release()
                 self._abort_noted()
 
-    def _run_step(self, interrupt: DeferredInterrupt) -> None:
-        self._abort_noted()
-        scheduler = self.scheduler
+    def _schedule(self) -> InFlightStep | None:
         with self.lock:
-            if self.observer is not None:
-                self.observer.begin()
-            step = scheduler.schedule()  # changes blocks and queues
+            self.observer.begin()
+            step = self.scheduler.schedule()
             if step is not None and step.plan.joins:
                 self.outputs.note_scheduled(step.chunked[-len(step.plan.joins) :])
-            if self.observer is not None:
-                self.observer.scheduled(step)
-        if step is not None:
-            with interrupt:
-                step.wait = self.runner.run(step.plan)  # changes KV cache and rows
-        # If async, the previous step is committed while the device works; if not, this one.
-        while len(scheduler.in_flight) > (self.max_in_flight if step is not None else 0):
-            self._commit(interrupt)
+            self.observer.scheduled(step)
+        return step
 
-    def _commit(self, interrupt: DeferredInterrupt) -> None:
-        step = self.scheduler.in_flight[0]
-        assert step.wait is not None
-        with interrupt:
-            output = step.wait()  # waits for the device
+    def _commit(self, step: InFlightStep, output: StepOutput) -> None:
         with self.lock:
-            if self.observer is not None:
-                self.observer.begin()
-            # Changes sequences and the prefix cache.
+            self.observer.begin()
             progressed = self.scheduler.commit(step, output.token_ids)
             ended = self.outputs.process(step, output, progressed)
             for seq, reason, stop_string in ended:
                 self.scheduler.finish(seq, reason, stop_string)
             self.outputs.collect_finished([*progressed, *(seq for seq, *_ in ended)])
-            if self.observer is not None:
-                self.observer.committed(step, progressed)
+            self.observer.committed(step, progressed)
 
     # ---- the state of the engine ----
 

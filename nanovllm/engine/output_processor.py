@@ -57,6 +57,7 @@ class Request:
     stream: bool  # read with `read_stream` while it runs; it has no output
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
     tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
+    ended: bool = False
     output: RequestOutput | None = None  # when it has ended
     error: Exception | None = None  # what ended it, raised by its own data in a step
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
@@ -130,10 +131,6 @@ class Request:
         started = self.metrics.first_token_time is not None
         num_output = sum(sample.seq.num_output for sample in self.samples)
         return self.samples[0].seq.num_prompt * started, num_output
-
-    @property
-    def stream_ended(self) -> bool:
-        return all(sample.stream_ended for sample in self.samples)
 
 
 class OutputProcessor:
@@ -260,6 +257,7 @@ class OutputProcessor:
         request.metrics.finished_time = time.monotonic()
         if not request.stream:
             request.output = self._request_output(request)
+        request.ended = True
 
     def _note_first_tokens(self, progressed: list[Sequence]) -> None:
         now = time.monotonic()

@@ -14,8 +14,8 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
-from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons import lesson1_no_cache, lesson2_kv_cache
 from nanovllm.lessons.lesson import make_llm, say, show_table
 from nanovllm.lessons.lesson1_no_cache import Way
@@ -85,7 +85,7 @@ def by_hand(llm: LLM, requests: list[Request], way: Way, reserved: int) -> Run:
 
 
 @dataclass
-class Counters:
+class Counters(Observer):
     """An Observer of the engine's steps; see nanovllm/engine/observer.py."""
 
     llm: LLM
@@ -93,17 +93,11 @@ class Counters:
     computed: int = 0
     blocks: int = 0
 
-    def begin(self) -> None: ...
-
     def scheduled(self, step: InFlightStep | None) -> None:
         if step is not None:
             self.steps += 1
             self.computed += step.plan.num_tokens
             self.blocks = max(self.blocks, int(self.llm.stats()["blocks_in_use"]))
-
-    def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None: ...
-
-    def abandoned(self, error: BaseException) -> None: ...
 
 
 def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
@@ -123,7 +117,7 @@ def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
             outputs |= {output.request_id: output for output in engine.step()}
             longest = max(longest, time.monotonic() - before)
     seconds = time.monotonic() - start
-    engine.observer = None
+    engine.observer = NO_OBSERVER
     tokens = [outputs[i].outputs[0].token_ids for i in ids]
     firsts = [outputs[i].metrics.first_token_time or 0.0 for i in ids]
     mean = sum(first - start for first in firsts) / len(ids)

@@ -22,6 +22,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.gpu.graphs import DecodeGraphs
@@ -64,16 +65,12 @@ class Device:
         return wait
 
 
-class Host:
+class Host(Observer):
     """An Observer that notes the order of events. It takes HOST_SECONDS for each plan."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
         self.plans = self.commits = self.dropped = self.returned = 0
-
-    def begin(self) -> None: ...
-
-    def abandoned(self, error: BaseException) -> None: ...
 
     def scheduled(self, step: InFlightStep | None) -> None:
         if step is not None:
@@ -259,7 +256,7 @@ def run() -> list[Question]:
     runner = show_graphs()
     show_layers()
     links = [
-        link(LLMEngine._run_step, "max_in_flight"),
+        link(LLMEngine.run_step, "max_in_flight"),
         link(Scheduler.commit, "Status.FINISHED"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
     ]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from xxhash import xxh64_intdigest
 
 from nanovllm.engine import block_manager, scheduler
-from nanovllm.engine.observer import Observer
+from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import RowSampling, StepPlan
@@ -193,7 +193,7 @@ class History:
         self.arrivals = 0
         self.steps = 0
         self.lock = threading.RLock()
-        self.observer: Observer | None = None
+        self.observer: Observer = NO_OBSERVER
 
     # ---- actions ----
 
@@ -227,11 +227,9 @@ class History:
 
     def abandon(self) -> None:
         """A step failed. What it wrote cannot be relied on, so it is made unreadable."""
-        if self.observer is not None:
-            self.observer.begin()
+        self.observer.begin()
         step = self.scheduler.schedule()
-        if self.observer is not None:
-            self.observer.scheduled(step)
+        self.observer.scheduled(step)
         for plan in (step.plan for step in self.scheduler.in_flight):
             for _, target in plan.block_moves:
                 self.spoil(range(target * self.size, (target + 1) * self.size))
@@ -243,8 +241,7 @@ class History:
                 self.spoil(self.runner.slot(c.row, c.start + i) for i in range(len(c.token_ids)))
         self.pending.clear()
         self.scheduler.abandon()
-        if self.observer is not None:
-            self.observer.abandoned(RuntimeError("a step failed on purpose"))
+        self.observer.abandoned(RuntimeError("a step failed on purpose"))
 
     def spoil(self, slots: Iterable[int]) -> None:
         for slot in slots:
@@ -256,11 +253,9 @@ class History:
     def step(self) -> None:
         before = self.scheduler.preemptions
         running = list(self.scheduler.running)
-        if self.observer is not None:
-            self.observer.begin()
+        self.observer.begin()
         step = self.scheduler.schedule()
-        if self.observer is not None:
-            self.observer.scheduled(step)
+        self.observer.scheduled(step)
         if step is not None:
             plan = step.plan
             require(plan.num_tokens <= self.budget, "budget")
@@ -273,11 +268,9 @@ class History:
             self.pending.append((step, self.runner.run(plan)))
         while len(self.pending) > (self.max_in_flight if step is not None else 0):
             step_, tokens = self.pending.popleft()
-            if self.observer is not None:
-                self.observer.begin()
+            self.observer.begin()
             progressed = self.scheduler.commit(step_, tokens)
-            if self.observer is not None:
-                self.observer.committed(step_, progressed)
+            self.observer.committed(step_, progressed)
         self.steps += 1
 
     def drain(self) -> None:
