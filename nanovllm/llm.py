@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from tqdm import tqdm
 
+from nanovllm.chat import Message, as_conversations, render
 from nanovllm.config import EngineConfig, EngineOptions, check_scalar
 from nanovllm.engine.input_processor import InputProcessor, Prompt, is_token_id, plain_ids
 from nanovllm.engine.interrupt import defer_interrupt
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-Message = dict[str, Any]
 MISSING: Any = None  # the default of `prompts`, so that `prompt_token_ids` alone is explained
 logger = logging.getLogger("nanovllm")
 
@@ -196,86 +196,20 @@ class LLM:
         check_call(self.chat, vllm)
         if chat_template is not None:
             check_scalar("chat_template", chat_template, str, ())
-        tokenizer = self.get_tokenizer()
-        if not isinstance(messages, list | tuple):
-            raise TypeError(
-                'messages must be a list like [{"role": "user", "content": "..."}], or a list of '
-                f"such lists, not {messages!r}"
+        tokenizer, prompts = self.get_tokenizer(), []
+        for conversation in as_conversations(messages):
+            text = render(
+                conversation,
+                tokenizer,
+                chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
             )
-        one = not messages or not isinstance(messages[0], list | tuple)
-        conversations = cast("Sequence[Sequence[Message]]", [messages] if one else messages)
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            if not conversation:
-                raise ValueError("the conversation is empty; give at least one message")
-            plain = plain_messages(conversation, tokenizer, chat_template)
-            try:
-                text = tokenizer.apply_chat_template(
-                    plain,
-                    tokenize=False,
-                    chat_template=chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    **(chat_template_kwargs or {}),
-                )
-            except Exception as error:  # A template can raise any, such as ZeroDivisionError.
-                shown = "the tokenizer's" if chat_template is None else f"{chat_template!r:.80}"
-                raise ValueError(
-                    "the chat template cannot render these messages "
-                    f"({type(error).__name__}: {error}); change them, or pass another template "
-                    f"with chat_template=..., not {shown}"
-                ) from error
-            ids = self.engine.inputs.encode(cast(str, text), add_special_tokens=False)
-            prompts.append({"prompt": cast(str, text), "prompt_token_ids": ids})
+            ids = self.engine.inputs.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
-
-
-def plain_messages(
-    conversation: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
-) -> list[Message]:
-    """Check the messages. Join content parts unless the chat template takes them as they are."""
-    messages, joins = [], None  # whether parts are joined: known once a message has parts
-    for message in conversation:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
-        content = message.get("content")
-        if isinstance(content, list | tuple):
-            texts = [part_text(part) for part in content]
-            parts = [{"type": "text", "text": text} for text in texts]
-            if joins is None:
-                joins = not takes_parts(tokenizer, chat_template)
-            message = message | {"content": "\n".join(texts) if joins else parts}
-        elif not isinstance(content, str) and message["role"] in ("system", "user"):
-            raise TypeError(
-                f"the content of a message must be a string or a list of parts, not {content!r}"
-            )
-        messages.append(message)
-    return messages
-
-
-def part_text(part: Any) -> str:
-    """Return the text of a content part: a string, or {"type": "text", "text": "..."}."""
-    if isinstance(part, dict) and part.get("type") == "text":
-        part = part.get("text")
-    if not isinstance(part, str):
-        kind = part.get("type") if isinstance(part, dict) else part
-        raise ValueError(
-            f"a content part of type {kind!r} is not supported: the models take text only, as "
-            '{"type": "text", "text": "..."}'
-        )
-    return part
-
-
-def takes_parts(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> bool:
-    """Whether the chat template shows the text of a content part, and nothing else of it."""
-    parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
-    probe: list[Message] = [{"role": "user", "content": parts}]
-    try:
-        shown = tokenizer.apply_chat_template(probe, tokenize=False, chat_template=chat_template)
-    except Exception:  # A template that takes strings only may fail in any way.
-        return False
-    return "probe text" in shown and "probe name" not in shown
 
 
 def show_progress(bar: tqdm[NoReturn], requests: list[Request], seconds: float) -> None:
