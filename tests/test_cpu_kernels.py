@@ -70,6 +70,10 @@ def test_exp() -> None:
     found = exps(x)
     error = np.abs(found[:-3] / np.exp(x[:-3].astype(np.float64)) - 1)
     assert (error < 3e-7 + 1e-7 * np.abs(x[:-3])).all()
+    # So that the most likely token has the largest weight, and that weight is 1.
+    below = -np.concatenate((np.logspace(-45, 2, 10_001), np.linspace(1e-7, 1e-3, 100_001)))
+    assert exps(np.float32([0.0, -0.0])).tolist() == [1, 1]
+    assert exps(below.astype(np.float32)).max() < 1
     assert found[-3] < 1e-37 and found[-1] < 1e-37 and 1e37 < found[-2] < np.inf  # noqa: PT018
 
 
@@ -199,29 +203,13 @@ def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch)
         return logits.masked_fill(odd & (on > 0)[:, None], sampler.HIDDEN)
 
     monkeypatch.setitem(sampler.FILTER_FUNCTIONS, "even", keep_even)
-    batch = sampling(60, torch.tensor([0.5, 1.0]).repeat(30))
+    batch = sampling(60, torch.tensor([0.5, 0.0]).repeat(30))
     batch.filters = {"top_k": torch.full((60,), 9), "even": torch.tensor([1.0, 0.0, 1.0] * 20)}
     logits = torch.randn(60, 3000)
     found, wanted = cpu_sampler.sample(logits, batch), sampler.sample(logits, batch)
     assert torch.equal(found, wanted)
-    assert (found[batch.filters["even"] > 0] % 2 == 0).all()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_sample_says_that_there_is_no_token(value: float) -> None:
-    """-1 for a row of NaN or -inf; otherwise a token of the vocabulary, whatever the logits are."""
-    for filters in ({}, {"top_k": torch.tensor([2, 2])}):
-        for where in (slice(None), slice(5, 6)):
-            logits = torch.randn(2, 3000)
-            logits[:, where] = value
-            batch = sampling(2, torch.tensor([0.0, 1.0]))
-            batch.filters = filters
-            tokens = cpu_sampler.sample(logits, batch)
-            if where == slice(None) and value != float("inf"):
-                assert tokens.tolist() == [-1, -1]
-                assert sampler.sample(logits, batch).tolist() == [-1, -1]
-            else:
-                assert ((tokens >= 0) & (tokens < 3000)).all()
+    assert (found[(batch.filters["even"] > 0) & (batch.temperature > 0)] % 2 == 0).all()
+    assert torch.equal(found[1::2], logits[1::2].argmax(dim=-1))  # greedy: as without a filter
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -416,3 +404,15 @@ def test_token_logprobs(dtype: torch.dtype, size: int, k: int) -> None:
     ids = found[:, 2 + k :].long()
     assert all(len(set(row)) == k for row in ids.tolist())
     torch.testing.assert_close(logits.gather(1, ids), logits.topk(k).values)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [0, 3000])
+def test_token_logprobs_of_a_row_with_nan(value: float, where: int) -> None:
+    """All are NaN, as those of a softmax."""
+    logits, tokens = torch.randn(1, 5000), torch.tensor([7])
+    logits[0, where] = value
+    for function in (cpu_sampler.token_logprobs, logit_rules.token_logprobs):
+        packed = function(logits, tokens, 5)[0]
+        assert packed[0].isnan()
+        assert packed[2:7].isnan().all()

@@ -1,4 +1,12 @@
-"""The sampler: filters against transformers' own, draws against the exact distribution."""
+"""The sampler: filters against transformers' own, draws against the exact distribution.
+
+The tests with the fixture `backend` hold for every backend, Triton's in the interpreter.
+"""
+
+import itertools
+import math
+import os
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,6 +35,109 @@ def sampling_batch(
         filters=filters,
         all_greedy=not temperature.any(),
     )
+
+
+@pytest.fixture(
+    params=["nanovllm.models.sampler", "nanovllm.cpu.sampler", "nanovllm.gpu.kernels.sampling"]
+)
+def backend(request: pytest.FixtureRequest) -> ModuleType:
+    if "gpu" in request.param and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs Triton's interpreter")
+    return pytest.importorskip(request.param)
+
+
+DTYPES = [torch.float32, torch.bfloat16]
+NEARLY_1 = 1 - 2.0**-24  # the largest float32 below 1
+
+
+def exact_weights(
+    logits: torch.Tensor, temperature: float, k: int, p: float, m: float
+) -> torch.Tensor:
+    """The weights of a row's tokens in float64, 0 for those that a filter removes."""
+    x = logits.double()
+    powers = (x - x.max()) / max(temperature, 1e-38)
+    weights = powers.exp()
+    if k:
+        weights[x < x.topk(min(k, len(x))).values[-1]] = 0
+    if p < 1:
+        ordered = weights.sort(descending=True).values
+        before = (ordered.cumsum(0) - ordered) / ordered.sum()
+        weights[weights < ordered[int((before < p).sum()) - 1]] = 0
+    weights[powers < (math.log(m) if m else -math.inf)] = 0
+    return weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [1, 40, 5000])
+def test_filters_at_the_ends_of_their_ranges(
+    backend: ModuleType, vocab: int, dtype: torch.dtype
+) -> None:
+    """Alone and together: the token is kept, and it is the one at the random number.
+
+    Many logits are equal or hidden; those that differ do so by far more than rounding.
+    """
+    rows = list(
+        itertools.product(
+            (1e-45, 1.0, 1e4),
+            (0, 1, 5, vocab - 1, vocab, vocab + 1),
+            (1e-45, 0.6, NEARLY_1, 1.0),
+            (0.0, 1e-45, 0.3, NEARLY_1, 1.0),
+        )
+    )
+    if "gpu" in backend.__name__:
+        if vocab > 1000:
+            pytest.skip("the interpreter takes minutes")
+        rows = rows[4::19]  # the first has min_p=1 alone
+    torch.manual_seed(0)
+    logits = torch.randint(-6, 7, (len(rows), vocab)) / 2
+    logits[torch.rand(logits.shape) < 0.3] = -torch.inf
+    logits[:, -1] = torch.where(logits[:, -1] > -torch.inf, logits[:, -1], 0.0)
+    batch = sampling_batch(rows, list(range(len(rows))))
+    tokens = backend.sample(logits.to(dtype), batch)
+    for i, u in enumerate(uniform(batch.seeds, batch.positions)):
+        weights, token = exact_weights(logits[i], *rows[i]), tokens[i]
+        cumulative, total = weights.cumsum(0), weights.sum()
+        assert token >= 0, rows[i]
+        assert weights[token] > 0, rows[i]
+        assert cumulative[token] - weights[token] < (u + 1e-5) * total, rows[i]
+        assert cumulative[token] > (u - 1e-5) * total, rows[i]
+
+
+def test_the_lowest_temperature(backend: ModuleType) -> None:
+    """A lower one counts as 1.2e-38, so that these two logits are about equally likely."""
+    logits = torch.tensor([[0.0, 1.2e-38]] * 30)
+    tokens = backend.sample(logits, sampling_batch([(1e-45, 0, 1.0, 0.0)] * 30, list(range(30))))
+    assert tokens.unique().tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_without_a_token(backend: ModuleType, dtype: torch.dtype) -> None:
+    """-1 for NaN of either sign or +inf anywhere in a row, and if every token is hidden."""
+    settings = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 5, 0.9, 0.1)]
+    wrong = [*itertools.product((math.nan, -math.nan, math.inf), (0, 1500, -1)), (-math.inf, ...)]
+    logits = torch.randn(len(wrong) + 2, 3, 3000).to(dtype)
+    for row, (value, where) in zip(logits, wrong, strict=False):
+        row[:, where] = value
+    logits[-1], logits[-1, :, 7] = -torch.inf, -1000.0  # a hidden token is never drawn
+    batch = sampling_batch(settings * len(logits), [4] * 3 * len(logits))
+    tokens = backend.sample(logits.view(-1, 3000), batch).view(-1, 3)
+    assert (tokens[:-2] == -1).all()
+    assert (tokens[-2] >= 0).all()
+    assert tokens[-1].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("attention_backend", ["numba", "sdpa"])
+def test_nan_in_one_logit_ends_the_request(tmp_path, attention_backend: str) -> None:
+    make_checkpoint(tmp_path)
+    llm = random_llm(tmp_path, attention_backend=attention_backend)
+    logits, llm.engine.runner.model.logits = (
+        llm.engine.runner.model.logits,
+        lambda hidden: logits(hidden).index_fill(1, torch.tensor([VOCAB - 1]), math.nan),
+    )
+    for params in (SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=5)):
+        last = list(llm.stream([1, 2, 3], params))[-1]
+        assert last.finish_reason == "error"
+        assert not last.token_ids
 
 
 @pytest.mark.parametrize("k", [1, 5, 50, 500])

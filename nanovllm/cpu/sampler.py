@@ -14,12 +14,12 @@ from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
 from nanovllm.cpu.kernels import BFLOAT16, COMPILED, array, exp, maximum, maximum_in, to_float32
-from nanovllm.models import logit_rules
-from nanovllm.models.sampler import FILTER_FUNCTIONS, filtered_logits
+from nanovllm.models import logit_rules, sampler
 from nanovllm.plan import FILTERS
 
 f32 = np.float32
-# The filters of `_draw`. With any other, models/sampler.py applies all of them.
+INFINITY = f32(np.inf)
+# The filters of `_draw`. With any other, models/sampler.py samples the tokens.
 IN_KERNEL = ("top_k", "top_p", "min_p")
 # Tokens of a chunk and of a group; a chunk is a whole number of groups.
 CHUNK, GROUP = 1024, 256
@@ -34,13 +34,11 @@ MAX_LOGPROBS = 64
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits [R, V] in float32 or bfloat16 -> token ids [R] int64."""
-    temperature, values = batch.temperature, batch.filters
-    if not values.keys() <= set(IN_KERNEL) and not batch.all_greedy:
-        logits = filtered_logits(logits, batch, FILTER_FUNCTIONS)
-        # The filtered logits have been divided by the temperature.
-        temperature, values = (temperature > 0).float(), {}
+    values = batch.filters
+    if not values.keys() <= set(IN_KERNEL):
+        return sampler.sample(logits, batch)
     logits, tokens = logits.contiguous(), np.empty(len(logits), np.int64)
-    numbers = (x.numpy() for x in (temperature, batch.seeds, batch.positions))
+    numbers = (x.numpy() for x in (batch.temperature, batch.seeds, batch.positions))
     top_k, top_p, min_p = (
         values[name].numpy().astype(np.float32)
         if name in values
@@ -66,15 +64,18 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
 
 @njit(**COMPILED)
 def _load(address, is_bf16, start, wide):
-    """Set wide [n] to the logits from `start` on, in float32."""
+    """Set wide [n] to the logits from `start` on, in float32, with +inf in place of NaN.
+
+    `maximum` assumes that there is no NaN. min(inf, NaN) is inf.
+    """
     if is_bf16:
         half = array(address + 2 * start, (len(wide),), BFLOAT16)
         for i in range(len(wide)):
-            wide[i] = to_float32(half[i])
+            wide[i] = min(INFINITY, to_float32(half[i]))
     else:
         full = array(address + 4 * start, (len(wide),), f32(0))
         for i in range(len(wide)):
-            wide[i] = full[i]
+            wide[i] = min(INFINITY, full[i])
 
 
 @njit(**COMPILED)
@@ -98,12 +99,17 @@ def _group_maxima(wide, lanes, maxima):
 
 
 @njit(**COMPILED)
+def _weight(power):
+    """e^power, or 0 below e^-87."""
+    return exp(power) if power > f32(-87) else f32(0)
+
+
+@njit(**COMPILED)
 def _exp_weights(logits, top, temperature, weights):
     """weights = e^((logits - top) / temperature), or 0 below e^-87. Returns their sum."""
     total = f32(0)
     for i in range(len(logits)):
-        power = (logits[i] - top) / temperature
-        weight = exp(power) if power > f32(-87) else f32(0)
+        weight = _weight((logits[i] - top) / temperature)
         weights[i] = weight
         total += weight
     return total
@@ -228,10 +234,8 @@ def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, 
             least = _least_kept_of_many(weights, top_p * total)
         else:
             least = _least_kept(weights.copy(), weights.copy(), top_p * total)
-    if min_p > 0:
-        least = max(least, min(min_p, f32(1)))
     # The weight of the most likely token is 1. It stays, even if rounding says otherwise.
-    least = min(least, f32(1))
+    least = min(max(least, min_p), f32(1))
     # The chunk in which the cumulative sum exceeds the target, or the last with a weight.
     target, total, chosen, before = u * _sum_from(weights, least), 0.0, 0, 0.0
     for first in range(0, count, CHUNK):
@@ -279,7 +283,7 @@ def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters,
         for row in range(part * rows // parts, (part + 1) * rows // parts):
             top, temperature = maximum(chunk_max[row]), max(temperatures[row], MIN_TEMPERATURE)
             u = _uniform(seeds[row], positions[row])
-            if not top > -np.inf:
+            if not -INFINITY < top < INFINITY:
                 tokens[row] = -1
             elif temperatures[row] > 0 and filtered[row]:
                 groups = maxima[row, : (size + GROUP - 1) // GROUP]
@@ -298,8 +302,7 @@ def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters,
             elif temperatures[row] > 0:
                 total = 0.0
                 for chunk in range(chunks):
-                    power = (chunk_max[row, chunk] - top) / temperature
-                    sums[row, chunk] *= exp(power) if power > f32(-87) else f32(0)
+                    sums[row, chunk] *= _weight((chunk_max[row, chunk] - top) / temperature)
                     total += sums[row, chunk]
                 chunk, before = _search_cumsum(sums[row], u * total)
                 some = wide[: min(CHUNK, size - chunk * CHUNK)]
@@ -336,7 +339,7 @@ def _token_logprobs(address, is_bf16, rows, size, tokens, packed):
                 rank += np.int64(wide[i] > own)
             chunk_max = maximum(wide)
             if chunk_max > top:
-                total *= exp(max(top - chunk_max, f32(-87)))
+                total *= _weight(top - chunk_max)
                 top = chunk_max
             if top > -np.inf:
                 total += _exp_weights(wide, top, f32(1), weights)

@@ -213,7 +213,7 @@ class RulesBatch:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Log-probabilities of tokens [Q] and of the k most likely ones, from raw logits [Q, V].
+    """Log-probabilities of tokens [Q], all >= 0, and of the k most likely, from raw logits [Q, V].
 
     Returns [Q, 2 + 2k] float64: log-probability and rank of the token, k log-probabilities, k ids.
     """

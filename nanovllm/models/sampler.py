@@ -18,15 +18,14 @@ HIDDEN = float("-inf")  # the logit of a token that is never drawn
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """logits [R, V] -> token ids [R] int64. Rows of temperature 0 take the most likely token.
 
-    Every sampler returns -1 for a row of which no logit is greater than -inf, because all tokens
-    are hidden or the model computed NaN.
+    Every sampler returns -1 for a row in which a logit is NaN or +inf, or all are -inf (hidden).
     """
     best, tokens = logits.max(dim=-1)
     if not batch.all_greedy:
         filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
         drawn = draw(filtered, uniform(batch.seeds, batch.positions))
         tokens = torch.where(batch.temperature == 0, tokens, drawn)
-    return torch.where(best > HIDDEN, tokens, -1)
+    return torch.where(best.isfinite(), tokens, -1)  # the maximum with NaN is NaN
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:
@@ -48,7 +47,8 @@ def filtered_logits(
     logits = logits.float()
     # The maximum is subtracted first, so that a tiny temperature does not overflow.
     logits = logits - logits.amax(dim=-1, keepdim=True)
-    logits = logits / torch.where(batch.temperature == 0, 1.0, batch.temperature)[:, None]
+    # As in the kernels, which need a temperature whose reciprocal is finite in float32.
+    logits = logits / batch.temperature.clamp(min=1.2e-38)[:, None]
     for name, values in batch.filters.items():
         logits = functions[name](logits, values)
     return logits

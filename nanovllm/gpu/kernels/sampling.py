@@ -36,6 +36,7 @@ CHUNK = 128
 WEIGHED, LOADED = 16, 32
 # The lowest finite float32. A logit of -inf is below every threshold.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -56,7 +57,8 @@ def _weigh_chunks(
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     x = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=float("-inf"))
     x = x.to(tl.float32)
-    max_logit = tl.max(x, 1)
+    # A maximum ignores NaN, so it counts as +inf: a row with either has no token.
+    max_logit = tl.max(tl.where(x < INFINITY, x, INFINITY), 1)
     # In a chunk of hidden tokens the difference from the maximum, -inf, would be NaN.
     shift = tl.where(max_logit > float("-inf"), max_logit, 0.0)
     weight = tl.exp2((x - shift[:, None]) * _scale(tl.load(temperatures + row)))
@@ -263,14 +265,16 @@ def _draw(
     weight = tl.where(temperature > 0, tl.exp2((x - max_logit) * scale), 1.0)
     token = chosen * CHUNK + _first_above(tl.where(x >= threshold, weight, 0.0), remainder)
     # Without a positive weight the token could be outside the vocabulary.
-    token = tl.where(max_logit > float("-inf"), tl.minimum(token, V - 1), -1)
+    finite = (max_logit >= LOWEST) & (max_logit < INFINITY)
+    token = tl.where(finite, tl.minimum(token, V - 1), -1)
     tl.store(tokens + row, token.to(tl.int64))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Sample token ids [R] int64 from logits [R, V] of any floating-point dtype, contiguous.
 
-    A filter keeps all tokens whose logits equal its threshold. A row of NaN or -inf gives -1.
+    A filter keeps all tokens whose logits equal its threshold. A row without a token gives -1; see
+    models/sampler.py.
     """
     (num_rows, vocab_size), device = logits.shape, logits.device
     num_programs = -(-vocab_size // (CHUNK * WEIGHED))
