@@ -194,7 +194,7 @@ BAD_INPUT = {
     "--json /no/where.json": "cannot write /no/where.json; name a file in a directory that exists",
     "--set max_num_seqs": "max_num_seqs: give OPTION=VALUE",
     "--set max_num_seq=3": "did you mean 'max_num_seqs'?",
-    "--set max_num_seqs=0": "must be at least 1",
+    "--set max_num_seqs=0": "max_num_seqs must be between 1",
     "--model /no/model": "there is no directory '/no/model'",
     "--model x --shape cpu-small": "give one of them",
     "--workload nano --model qwen3-nano": "qwen3-nano ends at 1,024",

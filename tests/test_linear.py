@@ -105,13 +105,14 @@ def test_engine_packs_bf16(tmp_path: Path, tie: bool) -> None:
 
 MEMORY = """
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 import torch
 from nanovllm.models.config import ModelConfig
 from nanovllm.cpu import linear
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.runner.backends import torch_defaults
 
 def private():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
@@ -124,14 +125,13 @@ def packed(weight):
     return tiles
 
 config = ModelConfig.from_file(Path(sys.argv[1]) / "config.json")
-with torch_defaults(torch.device("cpu"), torch.bfloat16):
-    model = Qwen3(config, 512, PLAIN)
-    places = model.checkpoint_tensors().values()
-    for p in places:
-        p.zero_()
-    size = sum(p.nbytes for p in places)
-    del places, p
-    inner(model.layers[0].mlp.down_proj.weight)
+model = Qwen3(config, 512, replace(PLAIN, empty=partial(torch.empty, dtype=torch.bfloat16)))
+places = model.checkpoint_tensors().values()
+for p in places:
+    p.zero_()
+size = sum(p.nbytes for p in places)
+del places, p
+inner(model.layers[0].mlp.down_proj.weight)
 before, linear.packed = private(), packed
 linear.pack_weights(model)
 print((peak - before) / size, (private() - before) / size, model.lm_head.nbytes / size)

@@ -104,7 +104,7 @@ def test_weights_that_do_not_fit(
         random_llm(tmp_path)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size)
     with pytest.raises(TypeError, match="not callable"):
-        random_llm(tmp_path)
+        random_llm(tmp_path, num_kvcache_blocks=1)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size // 2 - 1)
     with pytest.raises(ValueError, match="in bfloat16"):
         random_llm(tmp_path, dtype="bfloat16", load_format="dummy")
@@ -153,11 +153,12 @@ def test_cache_size_options(tmp_path: Path) -> None:
 
 MEMORY = """
 import sys, torch
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.runner.backends import torch_defaults
 from nanovllm.models.weights import load_weights
 from nanovllm.models.checkpoint import weight_files
 
@@ -168,8 +169,7 @@ path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
 torch.ones(8, 8) @ torch.ones(8, 8)
 config = ModelConfig.from_file(path / "config.json")
 before = private()
-with torch_defaults(torch.device("cpu"), dtype):
-    model = Qwen3(config, 512, PLAIN)
+model = Qwen3(config, 512, replace(PLAIN, empty=partial(torch.empty, dtype=dtype)))
 load_weights(model.checkpoint_tensors(), weight_files(path))
 size = sum(p.nbytes for p in model.checkpoint_tensors().values())
 assert size > 100e6, size

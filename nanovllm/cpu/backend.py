@@ -35,4 +35,5 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         token_logprobs=token_logprobs,
         pack_weights=pack_weights,
         compile_layers=compile_layers,
+        guard=kernels.guard,
     )

@@ -48,7 +48,7 @@ class CompiledLayers:
         if len(hidden) > PACKED_FOR or not self.head:
             return self.model.logits(hidden)
         vocab_size = len(self.model.lm_head)
-        logits = torch.empty((len(hidden), vocab_size), dtype=hidden.dtype)
+        logits = hidden.new_empty((len(hidden), vocab_size))
         pointers = (hidden.data_ptr(), self.head, 0, logits.data_ptr())
         kernels.linear(*pointers, *hidden.shape, vocab_size, numba.get_num_threads())
         return logits

@@ -90,9 +90,8 @@ def has_amx_layout(weight: Tensor) -> bool:
     pointer = ctypes.cast(address(weight), ctypes.POINTER(ctypes.c_int16))
     shape = (outputs // 32, inputs // 2, 32, 2)
     blocks = torch.from_numpy(np.ctypeslib.as_array(pointer, shape))
-    columns = torch.linspace(0, inputs - 1, PACKED_FOR).long()
-    units = torch.zeros(PACKED_FOR, inputs, dtype=weight.dtype)
-    units[torch.arange(PACKED_FOR), columns] = 1
+    columns = torch.from_numpy(np.linspace(0, inputs - 1, PACKED_FOR).astype(np.int64))
+    units = F.one_hot(columns, inputs).to(weight.dtype)
     expected = blocks[:, columns // 2, :, columns % 2].flatten(1).view(weight.dtype)
     # AMX treats denormal numbers as 0.
     return bool(((linear(units, weight, None) - expected).abs() < 1e-37).all())

@@ -5,6 +5,7 @@ replaces nothing, runs on every device, and is the reference that the tests comp
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +52,8 @@ class Attention(Protocol):
 class Backend:
     """Everything that a device brings. runner/backends.py selects one."""
 
+    # (shape) -> an uninitialized weight. The runner sets its dtype and device.
+    empty: Callable[..., Tensor] = torch.empty
     # (x [T, I], weight [O, I], bias [O] or None) -> [T, O]
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
     # See models/layers.py. Both may overwrite their arguments.
@@ -72,6 +75,7 @@ class Backend:
     # (a decode step, memory for the hidden states [N, E] of N rows) -> the step, captured. The step
     # takes rows [S] and returns hidden states [S, E] and tokens [S]; see gpu/graphs.py.
     capture_decode: Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any] | None = None
+    guard: Callable[[], AbstractContextManager[object]] = nullcontext  # held while a step runs
     # Whether decode steps are built from the mirror of the rows on the device.
     mirrors_rows: bool = False
 

@@ -34,18 +34,19 @@ def silu_and_mul(x: Tensor) -> Tensor:
 class RotaryEmbedding:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of the two halves of a head.
 
-    It owns the tables `cos` and `sin` [max_position, D]. Their rows are (cos, cos) and (-sin, sin).
+    It owns the tables `cos` and `sin` [max_len, D]. Their rows are (cos, cos) and (-sin, sin).
     `factor` is that of linear position interpolation (Chen et al. 2023, arXiv:2306.15595).
+    The tables have the dtype and the device of `like`.
     """
 
-    def __init__(self, head_dim: int, max_position: int, theta: float, factor: float) -> None:
+    def __init__(self, dim: int, max_len: int, theta: float, factor: float, like: Tensor) -> None:
         # Computed on the CPU in float32 and then moved, so that every device has the same numbers.
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
         frequencies = 1.0 / (theta**exponents) / factor
-        angles = torch.outer(torch.arange(max_position, device="cpu").float(), frequencies)
+        angles = torch.outer(torch.arange(max_len, device="cpu").float(), frequencies)
         cos, sin = angles.cos(), angles.sin()  # [P, D / 2]
         table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)))
-        self.cos, self.sin = table.to(torch.get_default_device(), torch.get_default_dtype())
+        self.cos, self.sin = table.to(like)
 
     def at(self, positions: Tensor) -> Rope:
         """positions [T] -> cos, sin [T, 1, D]: looked up once per step, used by every layer."""

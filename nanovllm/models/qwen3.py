@@ -25,8 +25,8 @@ class Linear:
     """y = x W^T + b. Projections of the same input (q, k, v; gate, up) are one Linear."""
 
     def __init__(self, inputs: int, outputs: int, backend: Backend, bias: bool = False) -> None:
-        self.weight = torch.empty(outputs, inputs)
-        self.bias = torch.empty(outputs) if bias else None
+        self.weight = backend.empty(outputs, inputs)
+        self.bias = backend.empty(outputs) if bias else None
         self.linear = backend.linear
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class SelfAttention:
         self.o_proj = Linear(self.sizes[0], hidden, backend, config.output_bias)
         self.norms: Norms = None  # norm weights of q and k
         if config.qk_norm:
-            self.norms = torch.empty(config.head_dim), torch.empty(config.head_dim)
+            self.norms = backend.empty(config.head_dim), backend.empty(config.head_dim)
 
     def __call__(self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: Attention) -> Tensor:
         qkv = self.qkv_proj(x)  # [T, (H + 2K) D]
@@ -73,9 +73,9 @@ class MLP:
 class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
         self.backend, self.eps = backend, config.rms_norm_eps
-        self.input_layernorm = torch.empty(config.hidden_size)
+        self.input_layernorm = backend.empty(config.hidden_size)
         self.self_attn = SelfAttention(config, layer, backend)
-        self.post_attention_layernorm = torch.empty(config.hidden_size)
+        self.post_attention_layernorm = backend.empty(config.hidden_size)
         self.mlp = MLP(config, backend)
 
     def linears(self) -> tuple[Linear, ...]:
@@ -103,16 +103,16 @@ class DecoderLayer:
 
 
 class Qwen3:
-    """Uses torch's default dtype and device. Weights are uninitialized until they are loaded."""
+    """`backend.empty` makes the weights, which are uninitialized until they are loaded."""
 
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
-        self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = backend.empty(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(
-            config.head_dim, max_model_len, config.rope_theta, config.rope_factor
+            config.head_dim, max_model_len, config.rope_theta, config.rope_factor, self.embed_tokens
         )
         self.layers = [DecoderLayer(config, i, backend) for i in range(config.num_layers)]
-        self.norm = torch.empty(config.hidden_size)
+        self.norm = backend.empty(config.hidden_size)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = torch.empty_like(self.embed_tokens)

@@ -4,6 +4,7 @@ It owns the model, the KV cache (through its attention), the rows and the captur
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,7 @@ from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import Chunk, StepOutput, StepPlan, Yield
 from nanovllm.runner import memory
-from nanovllm.runner.backends import (
-    device_guard,
-    pick_backend,
-    pick_device,
-    pick_dtype,
-    torch_defaults,
-)
+from nanovllm.runner.backends import device_guard, pick_backend, pick_device, pick_dtype
 from nanovllm.runner.openmp import check_openmp
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
@@ -53,7 +48,8 @@ class ModelRunner:
         self.guard = (
             ThreadLimit() if self.device.type == "cpu" else partial(device_guard, self.device)
         )
-        with device_guard(self.device):
+        remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
+        with device_guard(self.device), memory.explain_out_of_memory(remedy):
             self._start(config, directory, max_model_len, capture_decode)
 
     def _start(
@@ -69,15 +65,19 @@ class ModelRunner:
         backend = pick_backend(
             config.attention_backend, self.device, self.dtype, model_config.num_weights
         )
+        # torch's defaults for dtype and device would apply to other threads too.
+        backend = replace(backend, empty=partial(torch.empty, dtype=self.dtype, device=self.device))
         if capture_decode is None and not config.enforce_eager:
             capture_decode = backend.capture_decode
+        self.backend_guard = backend.guard()
         self.sample, self.token_logprobs = backend.sample, backend.token_logprobs
 
         # 1. The model.
         weight_bytes = model_config.num_weights * self.dtype.itemsize
         memory.check_weights(directory.name, weight_bytes, self.dtype, free_before)
-        with torch_defaults(self.device, self.dtype):
-            self.model = Qwen3(model_config, max_model_len, backend)
+        block_bytes = self.block_bytes(block_size)
+        memory.check_cache(config, block_bytes, free_before)
+        self.model = Qwen3(model_config, max_model_len, backend)
         tensors = self.model.checkpoint_tensors()
         if config.load_format == "dummy":
             random_weights(tensors, config.seed)
@@ -110,7 +110,6 @@ class ModelRunner:
         plans = memory.largest_plans(
             config.max_num_batched_tokens, num_seqs, max_model_len, block_size
         )
-        block_bytes = self.block_bytes(block_size)
         self.num_blocks = memory.num_kv_blocks(
             config, max_model_len, block_bytes, free_before, plans, profile
         )
@@ -137,7 +136,7 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
-        with torch.inference_mode(), self.guard():
+        with torch.inference_mode(), self.guard(), self.backend_guard:
             self.rows.apply(plan)
             if plan.block_moves:
                 self.attention.copy_blocks(plan.block_moves)
