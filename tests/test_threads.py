@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from conftest import make_checkpoint, random_llm, weights_of
 from test_api import is_idle
 
 from nanovllm import LLM, SamplingParams
@@ -319,7 +319,7 @@ def test_engines_of_two_dtypes_start_at_once(path: Path, backend: str) -> None:
             for _ in range(10):
                 barrier.wait()
                 llm = random_llm(path, dtype=dtype, **options)
-                for name, tensor in llm.engine.runner.model.checkpoint_tensors().items():
+                for name, tensor in weights_of(llm).items():
                     assert tensor.dtype is getattr(torch, dtype), name
                 assert llm.engine.runner.model.rotary.cos.dtype is getattr(torch, dtype)
                 assert call(llm, "generate", prompt, GREEDY) == want[dtype]

@@ -1,12 +1,20 @@
 """The parts of a transformer layer in plain torch: the reference of every fused kernel."""
 
-from typing import TypeAlias
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Norms: TypeAlias = tuple[Tensor, Tensor] | None  # weights [D] of the norms of q and k
+from nanovllm.models.weights import Part
+
+if TYPE_CHECKING:
+    from nanovllm.models.backend import Backend
+
+Norms: TypeAlias = "tuple[Tensor, Tensor] | None"  # weights [D] of the norms of q and k
 Rope: TypeAlias = tuple[Tensor, Tensor]  # cos, sin [T, 1, D] of the step's positions
 
 
@@ -29,6 +37,45 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """SwiGLU (Shazeer 2020, arXiv:2002.05202): x [T, 2F] = (gate, up) -> silu(gate) * up [T, F]."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+class Linear:
+    """y = x W^T + b. Projections of the same input (q, k, v; gate, up) are one Linear.
+
+    The backend may replace `weight` by another layout once it is loaded.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        parts: dict[str, int],
+        backend: Backend,
+        bias: bool = False,
+        tied: Tensor | None = None,
+    ) -> None:
+        """parts: the name of each projection in a checkpoint -> its number of outputs.
+
+        tied: the weight of another module, which is used in place of an own one.
+        """
+        outputs = sum(parts.values())
+        self.parts, self.backend = parts, backend
+        self.weight = backend.empty(outputs, inputs) if tied is None else tied
+        self.bias = backend.empty(outputs) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, I] -> [T, O]."""
+        return self.backend.linear(x, self)
+
+    def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
+        for kind, whole in (("weight", self.weight), ("bias", self.bias)):
+            if whole is not None:
+                rows = whole.split(list(self.parts.values()))
+                for name, part in zip(self.parts, rows, strict=True):
+                    yield Part.whole(f"{prefix}{name}.{kind}", part)
+
+
+def linear(x: Tensor, module: Linear) -> Tensor:
+    return F.linear(x, module.weight, module.bias)
 
 
 class RotaryEmbedding:
