@@ -176,16 +176,14 @@ def test_rules_are_forgotten_with_their_request(checkpoint: Path) -> None:
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
     ruled = SamplingParams(repetition_penalty=1.5, **greedy)
     llm.generate([[1, 2], [3, 4]], ruled, use_tqdm=False)
-    rows = llm.engine.runner.rows
-    sampled_again = []
-    sampling_batch = rows.sampling_batch
+    runner, sampled_again = llm.engine.runner, []
+    sampling_batch = runner.mirror.sampling_batch
 
     def watched(rows: torch.Tensor) -> object:
         sampled_again.append(rows)
         return sampling_batch(rows)
 
-    runner = llm.engine.runner
-    runner.rows.sampling_batch = watched
+    runner.mirror.sampling_batch = watched
     llm.generate([[1, 2]], SamplingParams(**greedy), use_tqdm=False)  # in one of the rows
     # `decode_batch` asks once per decode step; a row with rules would ask once more.
     assert len(sampled_again) == 5

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import AGING, Scheduler
+from nanovllm.engine.policies import AGING
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.lessons.oracle import OracleRunner, answer, make_samples
 from nanovllm.plan import StepPlan

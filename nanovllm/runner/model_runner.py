@@ -20,6 +20,7 @@ from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.plan import Chunk, StepOutput, StepPlan, Yield
 from nanovllm.runner import memory
 from nanovllm.runner.backends import device_guard, pick_device, pick_dtype
+from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.model_loader import load_model
 from nanovllm.runner.openmp import check_openmp
 from nanovllm.runner.pending import PendingOutput, start_copy
@@ -63,8 +64,9 @@ class ModelRunner:
                 config.kvcache_block_size,
                 model_config.vocab_size,
                 self.device,
-                mirrored=self.backend.mirrors_rows or capture_decode is not None,
             )
+            mirrored = self.backend.mirrors_rows or capture_decode is not None
+            self.mirror = Mirror(self.rows) if mirrored else None
             # The model, or what computes the same in fewer calls.
             self.compiled_model: Any = self.model
             self.graphs: Any = None
@@ -80,8 +82,10 @@ class ModelRunner:
             self.rows.apply(plan)
             if plan.block_moves:
                 self.attention.copy_blocks(plan.block_moves)
-            if self.rows.mirror is not None and not plan.chunks:
-                return self._run_decode(plan.decode_rows).wait
+            if self.mirror is not None:
+                self.mirror.apply(plan)
+                if not plan.chunks:
+                    return self._run_decode(plan.decode_rows, self.mirror).wait
             step = self.rows.build(plan)
             self.attention.prepare(step.forward)
             hidden = self.compiled_model.forward(step.forward, self.attention)
@@ -92,7 +96,7 @@ class ModelRunner:
             self._yield_of_chunks(plan.chunks, hidden, output)
             return output.wait
 
-    def _run_decode(self, decode_rows: list[int]) -> PendingOutput:
+    def _run_decode(self, decode_rows: list[int], mirror: Mirror) -> PendingOutput:
         """Execute a step without chunks, from the mirror of the rows."""
         if self.graphs is not None:
             hidden, tokens = self.graphs.replay(decode_rows)
@@ -102,11 +106,12 @@ class ModelRunner:
         if rules is None:
             return PendingOutput(start_copy(tokens))
         rows = to_device(np.array(decode_rows), self.device)
-        return self._sample(hidden, self.rows.sampling_batch(rows), rows, rules)
+        return self._sample(hidden, mirror.sampling_batch(rows), rows, rules)
 
     def _decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Sample a token for each of `rows` [S] -> hidden states [S, E] and tokens [S]."""
-        batch, sampling = self.rows.decode_batch(rows)
+        assert self.mirror is not None
+        batch, sampling = self.mirror.decode_batch(rows)
         self.attention.prepare(batch)
         hidden = self.compiled_model.forward(batch, self.attention)
         tokens = self.backend.sample(self.compiled_model.logits(hidden), sampling)
