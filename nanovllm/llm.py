@@ -21,7 +21,7 @@ from nanovllm.engine.output_processor import Request
 from nanovllm.models.checkpoint import EMBEDDED, GenerationDefaults, config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig, read_json
 from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.start import make_runner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import CallArguments, check_call, missing
 
@@ -258,9 +258,9 @@ def make_engine(model: str, config: EngineConfig) -> LLMEngine:
     eos_token_ids = defaults.eos_token_ids
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
-    runner = ModelRunner(config, model_config, directory, max_model_len)
+    runner = make_runner(config, model_config, directory, max_model_len)
     num_tokens = runner.num_blocks * config.kvcache_block_size
-    size = (runner.num_blocks + 1) * runner.block_bytes(config.kvcache_block_size)
+    size = runner.attention.cache.nbytes
     logger.info(
         f"{directory.name} on {runner.device} in {str(runner.dtype).removeprefix('torch.')}: "
         f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "

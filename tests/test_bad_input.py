@@ -23,7 +23,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import VLLM_OPTIONS, EngineConfig, EngineOptions
 from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
-from nanovllm.runner import model_runner
+from nanovllm.runner import start
 
 NAN, INF = float("nan"), float("inf")
 
@@ -596,7 +596,7 @@ def test_sizes_that_cannot_be_allocated(
     path: Path, monkeypatch: pytest.MonkeyPatch, options: dict, word: str
 ) -> None:
     """Refused before the weights are loaded."""
-    monkeypatch.setattr(model_runner, "Qwen3", None)
+    monkeypatch.setattr(start, "Qwen3", None)
     with pytest.raises(ValueError, match=word):
         random_llm(path, **options)
 
@@ -608,7 +608,7 @@ def test_other_parts_that_cannot_be_allocated(
     def fail(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory") if part == "Rows" else MemoryError
 
-    monkeypatch.setattr(model_runner, part, fail)
+    monkeypatch.setattr(start, part, fail)
     with pytest.raises(ValueError, match="out of memory; lower max_num_seqs, max_model_len or"):
         random_llm(path)
 

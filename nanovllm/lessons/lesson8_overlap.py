@@ -30,6 +30,7 @@ from nanovllm.lessons.lesson import Question, link, say, show_source, show_table
 from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.plan import Chunk, Join, RowSampling, StepOutput, StepPlan, Yield
+from nanovllm.runner import start
 from nanovllm.runner.model_runner import ModelRunner
 
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
@@ -152,7 +153,7 @@ def make_runner(backend: str, dtype: str = "float32", capture: Any = None) -> Mo
     directory, options = find_checkpoint(EMBEDDED), dict(max_num_seqs=8, num_kvcache_blocks=64)
     config = EngineConfig("cpu", dtype, attention_backend=backend, **options)  # type: ignore
     model_config = ModelConfig.from_file(config_file(directory))
-    return ModelRunner(config, model_config, directory, 128, capture)
+    return start.make_runner(config, model_config, directory, 128, capture)
 
 
 def decoding(runner: ModelRunner, num: int) -> Callable[[], list[int]]:
