@@ -23,7 +23,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import VLLM_OPTIONS, EngineConfig
 from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
-from nanovllm.runner import model_runner
+from nanovllm.runner import memory, model_runner
 
 NAN, INF = float("nan"), float("inf")
 
@@ -610,6 +610,14 @@ def test_sizes_that_cannot_be_allocated(
     monkeypatch.setattr(model_runner, "Qwen3", None)
     with pytest.raises(ValueError, match=word):
         random_llm(path, **options)
+
+
+def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it names no option that has an effect on a GPU only."""
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 64 << 20)
+    with pytest.raises(ValueError, match="block and the null block need .* MiB. Lower") as error:
+        random_llm(path, kvcache_block_size=2**20, num_kvcache_blocks=None)
+    assert str(error.value).endswith("Lower kvcache_block_size, or end other programs")
 
 
 @pytest.mark.parametrize("part", ["Rows", "Qwen3"])
