@@ -38,7 +38,9 @@ def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         if graphs:
-            patch.setattr("nanovllm.llm.make_runner", partial(make_runner, capture_decode=stand_in))
+            patch.setattr(
+                "nanovllm.loading.make_runner", partial(make_runner, capture_decode=stand_in)
+            )
         llm = LLM(str(path), **(settings | options))
     assert (llm.engine.runner.graphs is not None) == graphs
     return llm

@@ -83,7 +83,7 @@ def test_n_samples_compute_their_prompt_once() -> None:
     assert len({tuple(s.output_ids) for s in samples}) > 1
 
 
-def test_fully_cached_prompt_computes_one_token() -> None:
+def test_fully_cached_prompt_computes_its_last_block() -> None:
     engine = Engine(blocks=20, size=4, seqs=2, budget=100)
     first = sequence([1, 2, 3, 4] * 3, 3)
     engine.add(first)

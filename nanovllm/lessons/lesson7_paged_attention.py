@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import ForwardBatch
+from nanovllm.config import EMBEDDED
 from nanovllm.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
 from nanovllm.lessons.lesson import Question, link, say, show_source, show_table, timed
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Attention
-from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
+from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner.backends import pick_backend
