@@ -112,11 +112,8 @@ class Scheduler:
         """
         step = InFlightStep(plan := StepPlan())
         decoding: list[Sequence] = []
-        budget, block_size, preemptions = (
-            self.token_budget,
-            self.blocks.block_size,
-            self.preemptions,
-        )
+        budget, block_size = self.token_budget, self.blocks.block_size
+        preemptions = self.preemptions
 
         # 1. Running sequences, oldest first. Only the most recently admitted is ever preempted, so
         #    the sequences that are already in this plan stay in it.
