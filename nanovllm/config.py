@@ -142,7 +142,9 @@ class EngineConfig:
                 raise TypeError(unknown_name("option", name, known))
             else:
                 harmless, reason = VLLM_OPTIONS[name]
-                if reason and value is not None and value not in harmless:
+                # An array has no truth value, so only plain values are compared.
+                plain = isinstance(value, bool | int | float | str | list | tuple | dict)
+                if reason and value is not None and not (plain and value in harmless):
                     raise ValueError(f"{name}={value!r} is not supported: {reason}")
                 logger.debug(f"{name}={value!r} is an option of vLLM and changes nothing here")
         return cls(**own)
@@ -154,7 +156,7 @@ class EngineConfig:
         check_scalars(self, LIMITS)
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?", self.device):
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
             )
@@ -172,13 +174,13 @@ LIMITS: Limits = {
     "scheduling_policy": ("fcfs", "sjf"),
     "attention_backend": ("auto", "triton", "numba", "sdpa"),
     "load_format": ("auto", "dummy"),
+    "max_num_seqs": (1, 2**20),
+    "kvcache_block_size": (1, 2**20),
     "max_model_len": (2, math.inf),  # a prompt and an output have at least one token each
 } | dict.fromkeys(
     (
-        "max_num_seqs",
         "max_num_batched_tokens",
         "kv_cache_memory_bytes",
-        "kvcache_block_size",
         "num_kvcache_blocks",
         "tensor_parallel_size",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 MISSING: Any = None  # the default of `prompts`, so that `prompt_token_ids` alone is explained
 logger = logging.getLogger("nanovllm")
+# Held while an engine loads its tokenizer: transformers imports its modules when they are used, and
+# an import that another thread has begun fails there with ImportError.
+START_LOCK = threading.Lock()
 
 
 def _with_fields(init: Callable[..., None], options: type) -> inspect.Signature:
@@ -243,7 +247,8 @@ def make_engine(model: str, config: EngineConfig) -> LLMEngine:
         home = directory
         if config.tokenizer is not None:
             home = find_checkpoint(config.tokenizer, weights=False)
-        tokenizer = load_tokenizer(home)
+        with START_LOCK:
+            tokenizer = load_tokenizer(home)
     if window is not None and max_model_len > window:
         raise ValueError(
             f"{directory.name} attends over a sliding window of {window} tokens, which is not "
@@ -304,12 +309,13 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 def show_log() -> None:
     """Print this package's log to stderr, unless the program configures logging itself."""
-    if logger.handlers or logger.level != logging.NOTSET:
-        return
-    handler = logging.StreamHandler()
-    handler.addFilter(lambda record: not logging.getLogger().handlers)
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    with START_LOCK:
+        if logger.handlers or logger.level != logging.NOTSET:
+            return
+        handler = logging.StreamHandler()
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def pair_up(

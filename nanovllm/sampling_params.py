@@ -87,9 +87,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_scalars(self, LIMITS)
-        for name in ("top_p", "repetition_penalty"):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} must be more than 0, not 0")
+        if self.top_p == 0:
+            raise ValueError("top_p must be more than 0, not 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
@@ -158,7 +157,7 @@ LIMITS: Limits = {
     "min_tokens": (0, math.inf),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, math.inf),
+    "repetition_penalty": (0.01, math.inf),  # a logit divided by less could be infinite
     "logprobs": (-1, math.inf),
     "prompt_logprobs": (-1, math.inf),
 }

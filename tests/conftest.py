@@ -76,6 +76,12 @@ def make_checkpoint(
     return model
 
 
+def weights_of(llm: LLM) -> dict[str, torch.Tensor]:
+    """The weights of a model whose backend does not pack them, by their names in a checkpoint."""
+    parts = llm.engine.runner.model.checkpoint_parts()
+    return {part.name: part.store.__self__ for part in parts}
+
+
 def random_llm(path: Path, **options: object) -> LLM:
     settings = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=64)
     return LLM(str(path), **(settings | options))

@@ -7,7 +7,10 @@ import pickle
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +18,12 @@ import pytest
 import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import VLLM_OPTIONS, EngineConfig, EngineOptions
 from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
+from nanovllm.runner import model_runner
 
 NAN, INF = float("nan"), float("inf")
 
@@ -495,6 +500,183 @@ def test_broken_tokenizer(path: Path, tmp_path: Path, name: str, text: str) -> N
     (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=name):
         LLM(str(tmp_path))
+
+
+# ---- files that cannot be read, sizes that cannot be allocated, values that are none ----
+
+KINDS = ["directory", "dangling link", "loop of links", "FIFO", "no permission"]
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    """A FIFO is not opened, which would wait for a writer."""
+    for file in find_checkpoint("qwen3-nano").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    path, open_path = tmp_path / name, Path.open
+    path.unlink(missing_ok=True)
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "dangling link":
+        path.symlink_to("nowhere")
+    elif kind == "loop of links":
+        path.symlink_to(name)
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.write_text("{}")
+        refusal = PermissionError(13, "Permission denied")
+
+        def refuse(opened: Path, *args: object, **kwargs: object) -> object:
+            if opened == path:
+                raise refusal
+            return open_path(opened, *args, **kwargs)
+
+        # Not by chmod, because root may read every file.
+        monkeypatch.setattr(Path, "open", refuse)
+
+    def waited(number: int, frame: object) -> None:
+        raise TimeoutError("a file was opened that never ends")
+
+    before = signal.signal(signal.SIGALRM, waited)
+    signal.alarm(60)
+    try:
+        with pytest.raises(
+            ValueError, match=rf"{name} cannot be read \(.+\); replace or remove it"
+        ):
+            LLM(str(tmp_path))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    if name == "model.safetensors":  # random weights do not need it
+        LLM(str(tmp_path), load_format="dummy", num_kvcache_blocks=8)
+
+
+def test_a_package_in_a_zip_file(tmp_path: Path) -> None:
+    package = Path(nanovllm.__file__).parent
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as file:
+        for path in package.rglob("*.py"):
+            file.write(path, path.relative_to(package.parent))
+    code = "import nanovllm; print(nanovllm.__file__); nanovllm.LLM()"
+    variables = os.environ | {"PYTHONPATH": str(tmp_path / "package.zip")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=variables, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "package.zip" in done.stdout
+    assert re.search("ValueError: .*is not a directory; pip install the package", done.stderr)
+
+
+SIZES = [
+    ({"max_num_seqs": 10**9}, "max_num_seqs must be between 1 and 1048576"),
+    ({"max_num_seqs": 10**20}, "max_num_seqs must be between 1 and 1048576"),
+    ({"kvcache_block_size": 10**12}, "kvcache_block_size must be between 1 and 1048576"),
+    ({"kvcache_block_size": 2**20, "num_kvcache_blocks": 10**5}, "lower .*kvcache_block_size"),
+    ({"num_kvcache_blocks": 10**9}, r"a KV cache of [\d,]+ bytes .* lower num_kvcache_blocks"),
+    ({"num_kvcache_blocks": 10**20}, r"a KV cache of [\d,]+ bytes .* lower num_kvcache_blocks"),
+    ({"num_kvcache_blocks": None, "kv_cache_memory_bytes": 10**25}, "lower .*_memory_bytes"),
+    ({"device": "cuda:99999999999999999999"}, "device must be"),
+]
+
+
+@pytest.mark.parametrize(("options", "word"), SIZES, ids=str)
+def test_sizes_that_cannot_be_allocated(
+    path: Path, monkeypatch: pytest.MonkeyPatch, options: dict, word: str
+) -> None:
+    """Refused before the weights are loaded."""
+    monkeypatch.setattr(model_runner, "Qwen3", None)
+    with pytest.raises(ValueError, match=word):
+        random_llm(path, **options)
+
+
+@pytest.mark.parametrize("part", ["Rows", "Qwen3"])
+def test_other_parts_that_cannot_be_allocated(
+    path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory") if part == "Rows" else MemoryError
+
+    monkeypatch.setattr(model_runner, part, fail)
+    with pytest.raises(ValueError, match="out of memory; lower max_num_seqs, max_model_len or"):
+        random_llm(path)
+
+
+def test_models_that_no_file_system_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a" * 5000, "/" + "a/" * 5000, "./a\0b"):
+        with pytest.raises(ValueError, match="there is no directory"):
+            LLM(name)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(ValueError, match="there is no directory"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", [np.array([1, 2]), np.array([]), torch.ones(2), [np.ones(2)]])
+@pytest.mark.parametrize("option", ["rope_scaling", "logits_processors", "hf_overrides"])
+def test_arrays_as_options(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{option}=.* is not supported"):
+        EngineConfig.from_options({option: value})
+
+
+@pytest.mark.parametrize("dtype", ["os.system", "auto", "int8", "torch", ""])
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_stored_dtypes_that_are_none(path: Path, tmp_path: Path, field: str, dtype: str) -> None:
+    names = {"dtype": None, "torch_dtype": None, field: dtype}
+    with pytest.raises(
+        ValueError, match=rf"config\.json: {field} must be one of float32, bfloat16"
+    ):
+        random_llm(edited(path, tmp_path, **names))
+
+
+def test_penalty_that_overflows(llm: LLM) -> None:
+    for penalty in (1e-38, 0.0099):
+        with pytest.raises(ValueError, match=r"repetition_penalty must be 0\.01 or more"):
+            SamplingParams(repetition_penalty=penalty)
+    params = SamplingParams(repetition_penalty=0.01, temperature=0, max_tokens=3, ignore_eos=True)
+    # The least penalty prefers the tokens of the prompt, and not token 0.
+    tokens = llm.generate([5, 6, 7], params, use_tqdm=False)[0]["token_ids"]
+    assert set(tokens) <= {5, 6, 7}
+
+
+@pytest.mark.parametrize("do_sample", [True, False, None])
+def test_generation_config_is_checked_also_if_it_is_greedy(
+    tmp_path: Path, do_sample: bool | None
+) -> None:
+    for field, wrong in (
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-38),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_k", "a"),
+        ("min_p", 2),
+        ("max_new_tokens", 0),
+        ("min_new_tokens", -1),
+    ):
+        text = json.dumps({"do_sample": do_sample, field: wrong, "eos_token_id": 0})
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"generation_config\.json: {field} must be"):
+            GenerationDefaults.from_directory(tmp_path)
+    fields = {"do_sample": do_sample, "temperature": 0.7, "top_k": None, "min_new_tokens": 0}
+    text = json.dumps(fields | {"eos_token_id": 0})
+    (tmp_path / "generation_config.json").write_text(text)
+    temperature = 0.7 if do_sample else 0.0
+    got = GenerationDefaults.from_directory(tmp_path).sampling
+    assert got == SamplingParams(temperature=temperature)
 
 
 def test_harmless_sliding_window(path: Path, tmp_path: Path) -> None:

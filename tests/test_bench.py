@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from conftest import make_checkpoint, random_llm, weights_of
 
 from nanovllm.benchmarks import baselines, machine, modes, roofline, throughput, workloads
 from nanovllm.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload
@@ -63,9 +63,9 @@ def test_the_file_of_a_shape_holds_the_dummy_weights(tmp_path):
     directory = workloads.write_shape("cpu-small", tmp_path)
     plain = dict(attention_backend="sdpa")  # its weights are not packed
     llm = random_llm(directory, load_format="dummy", **plain)
-    dummy = llm.engine.runner.model.checkpoint_tensors()
+    dummy = weights_of(llm)
     workloads.write_weights(directory, torch.float32)
-    loaded = random_llm(directory, **plain).engine.runner.model.checkpoint_tensors()
+    loaded = weights_of(random_llm(directory, **plain))
     assert all(torch.equal(dummy[name], loaded[name]) for name in dummy)
 
 
@@ -194,7 +194,7 @@ BAD_INPUT = {
     "--json /no/where.json": "cannot write /no/where.json; name a file in a directory that exists",
     "--set max_num_seqs": "max_num_seqs: give OPTION=VALUE",
     "--set max_num_seq=3": "did you mean 'max_num_seqs'?",
-    "--set max_num_seqs=0": "must be at least 1",
+    "--set max_num_seqs=0": "max_num_seqs must be between 1",
     "--model /no/model": "there is no directory '/no/model'",
     "--model x --shape cpu-small": "give one of them",
     "--workload nano --model qwen3-nano": "qwen3-nano ends at 1,024",

@@ -78,7 +78,7 @@ def test_rows_build_what_the_plan_says() -> None:
             assert batch.logits_indices.tolist() == [e for e, _, _ in draws]
             assert sampling.seeds.tolist() == [self.seeds[row] for _, row, _ in draws]
             assert sampling.positions.tolist() == [p for _, _, p in draws]
-            self.rows.last_tokens[step.sampling_rows] = torch.tensor(drawn, dtype=torch.int64)
+            self.rows.record(step.sampling_rows, torch.tensor(drawn, dtype=torch.int64))
             self.before = list(self.last)
             return drawn
 

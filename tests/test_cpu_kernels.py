@@ -110,7 +110,7 @@ def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
-    table = RotaryEmbedding(dim, 50, 100.0, 1.0)
+    table = RotaryEmbedding(dim, 50, 100.0, 1.0, like=torch.empty(0))
     cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8])))
     cache = torch.full((2, 6, kv_heads, size, dim), 7.0, dtype=dtype)
     slots = np.array([4, 9, 3, 17, 11])
@@ -261,7 +261,7 @@ def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> Non
     make_checkpoint(tmp_path, family, tie=tie)
     llm = random_llm(tmp_path, dtype="bfloat16", num_kvcache_blocks=1000)
     runner = llm.engine.runner
-    model, compiled, sizes = runner.model, runner.executor, []
+    model, compiled, sizes = runner.model, runner.compiled_model, []
     assert isinstance(compiled, CompiledLayers)
 
     class Both:
@@ -282,7 +282,7 @@ def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> Non
 
     calls = []
     layers = cpu.decode_layers
-    runner.executor = Both
+    runner.compiled_model = Both
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:
@@ -323,7 +323,7 @@ def test_without_amx(tmp_path) -> None:
         "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
-        "assert llm.engine.runner.executor is llm.engine.runner.model\n"
+        "assert llm.engine.runner.compiled_model is llm.engine.runner.model\n"
         "assert not cpu.attend_packs_amx.signatures and not cpu.linear.signatures\n"
         "assert cpu.attend_packs.signatures\n"
     )

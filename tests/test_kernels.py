@@ -208,7 +208,9 @@ def test_norm_rope_store(
     num, kv_heads = heads
     qkv = torch.randn(tokens, (num + 2 * kv_heads) * dim).to(dtype)
     weights = [torch.rand(dim).to(dtype) + 0.5 if norm else None for _ in range(2)]
-    tables = RotaryEmbedding(dim, 200, 1e4, 1.0).at(torch.randint(200, (tokens,)))
+    tables = RotaryEmbedding(dim, 200, 1e4, 1.0, like=torch.empty(0)).at(
+        torch.randint(200, (tokens,))
+    )
     cos, sin = (table.to(dtype) for table in tables)
     slot_mapping = torch.randperm(5 * 16)[:tokens]
     caches = [torch.full((5, kv_heads, 16, dim), NAN, dtype=dtype) for _ in range(4)]

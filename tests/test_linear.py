@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import SamplingParams
-from nanovllm.cpu.linear import address, has_amx_layout, linear, packed, padded_tokens
+from nanovllm.cpu.linear import address, has_amx_layout, packed, padded_tokens, product
 
 needs_tiles = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 tiles on this processor"
@@ -32,7 +32,7 @@ def test_packed_equals_plain(shape: tuple[int, int], bias: bool) -> None:
     assert tiles.is_mkldnn
     for tokens in (1, 2, 16, 17, 64, 65, 300):
         x = torch.randn(tokens, shape[1]).bfloat16()
-        assert torch.equal(linear(x, tiles, b), F.linear(x, weight, b))
+        assert torch.equal(product(x, tiles, b), F.linear(x, weight, b))
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 100])
@@ -41,7 +41,7 @@ def test_large_float32_weights_are_packed(tokens: int) -> None:
     blocked, bias = packed(weight), weights(600, dtype=torch.float32)
     assert blocked.is_mkldnn
     wanted = F.linear(x.double(), weight.double(), bias.double())
-    torch.testing.assert_close(linear(x, blocked, bias).double(), wanted, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(product(x, blocked, bias).double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,21 +97,21 @@ def test_engine_packs_bf16(tmp_path: Path, tie: bool) -> None:
     make_checkpoint(tmp_path, tie=tie)
     for dtype in ("bfloat16", "float32"):
         model = random_llm(tmp_path, dtype=dtype).engine.runner.model
-        products = [product for layer in model.layers for product in layer.linears()]
-        packed_ones = [p.weight.is_mkldnn for p in products] + [model.lm_head.is_mkldnn]
+        packed_ones = [module.weight.is_mkldnn for module in model.linears()]
         assert set(packed_ones) == {dtype == "bfloat16"}
         assert not model.embed_tokens.is_mkldnn  # a table that is looked up
 
 
 MEMORY = """
-import sys
+import math, sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 import torch
 from nanovllm.models.config import ModelConfig
 from nanovllm.cpu import linear
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.runner.backends import torch_defaults
 
 def private():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
@@ -124,17 +124,17 @@ def packed(weight):
     return tiles
 
 config = ModelConfig.from_file(Path(sys.argv[1]) / "config.json")
-with torch_defaults(torch.device("cpu"), torch.bfloat16):
-    model = Qwen3(config, 512, PLAIN)
-    places = model.checkpoint_tensors().values()
-    for p in places:
-        p.zero_()
-    size = sum(p.nbytes for p in places)
-    del places, p
-    inner(model.layers[0].mlp.down_proj.weight)
+model = Qwen3(config, 512, replace(PLAIN, empty=partial(torch.empty, dtype=torch.bfloat16)))
+size = 0
+for part in model.checkpoint_parts():
+    part.store(torch.zeros(part.shape))
+    size += 2 * math.prod(part.shape)
+del part
+inner(model.layers[0].mlp.down_proj.weight)
 before, linear.packed = private(), packed
-linear.pack_weights(model)
-print((peak - before) / size, (private() - before) / size, model.lm_head.nbytes / size)
+for module in model.linears():
+    linear.pack(module)
+print((peak - before) / size, (private() - before) / size, model.lm_head.weight.nbytes / size)
 """
 
 

@@ -31,13 +31,14 @@ def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT)
     join = Join(1, [], RowSampling(0.0, 0, rules=rules), PROMPT, output[:1])
     state = RulesState(2, 40, len(logits), device)
     state.join(join.row, PROMPT, output[:1])
-    batch = RulesBatch([(0, row := RowRules(rules, join, device))], state)
+    batch = RulesBatch([(0, RowRules(rules, join, device))], state)
     for token in output[1:]:
-        batch.apply(logits[None], position, int(position) + 1)
-        batch.append(position, torch.tensor([token]))
-        row.output.append(token)
+        batch.length = int(position) + 1
+        batch.apply(logits[None], position)
+        batch.append(position, torch.tensor([token]), lambda token=token: [token])
         position = position + 1
-    return batch.apply(logits[None], position, int(position) + 1)[0]
+    batch.length = int(position) + 1
+    return batch.apply(logits[None], position)[0]
 
 
 IDS = torch.tensor([PROMPT + OUTPUT])
@@ -94,9 +95,10 @@ def test_penalties_of_rows_of_every_length() -> None:
                 wanted[i, token] *= 1 / 1.5 if wanted[i, token] > 0 else 1.5
                 count = tokens[len(row.prompt) :].count(token)
                 wanted[i, token] -= 0.3 * count + 0.7 * (count > 0)
-        torch.testing.assert_close(batch.apply(logits, positions, max(map(len, known)) + 1), wanted)
+        batch.length = max(map(len, known)) + 1
+        torch.testing.assert_close(batch.apply(logits, positions), wanted)
         sampled = torch.randint(size, (len(rows),))
-        batch.append(positions, sampled)
+        batch.append(positions, sampled, sampled.tolist)
         for tokens, token in zip(known, sampled.tolist(), strict=True):
             tokens.append(token)
 

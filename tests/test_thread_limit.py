@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +87,28 @@ def test_the_setting_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatch)
     assert torch.get_num_threads() == 2
 
 
+def test_other_threads_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that uses torch for the first time during a step, and after it."""
+    limited = limit(monkeypatch, 2, *[(i, 2 * i, 0) for i in range(5)])
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(torch.get_num_threads())
+        during.set()
+        assert after.wait(60)
+        seen.append(torch.get_num_threads())
+
+    during, after = threading.Event(), threading.Event()
+    other = threading.Thread(target=look)
+    with limited():
+        assert torch.get_num_threads() == 1
+        other.start()
+        assert during.wait(60)
+    after.set()
+    other.join(60)
+    assert seen == [2, 2]
+
+
 def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path)
     torch.set_num_threads(2)
@@ -93,7 +116,7 @@ def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.Monkey
     seen: list[int] = []
     runner = llm.engine.runner
     looks = itertools.count()
-    runner.guard = limit(monkeypatch, 2, *[(i, 2 * next(looks), 0) for i in range(99)])
+    runner.limits = limit(monkeypatch, 2, *[(i, 2 * next(looks), 0) for i in range(99)])
     forward = runner.model.forward
 
     def watched(*args: object) -> torch.Tensor:

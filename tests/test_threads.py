@@ -1,6 +1,7 @@
 """Several callers of one engine: threads, logits processors, forked processes, copies."""
 
 import copy
+import logging
 import os
 import pickle
 import re
@@ -13,10 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import make_checkpoint, random_llm
+import torch
+from conftest import make_checkpoint, random_llm, weights_of
 from test_api import is_idle
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.llm import show_log
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -291,6 +294,118 @@ def test_processor_that_calls_its_engine(path: Path, how: str) -> None:
         llm.generate([1, 2], params, use_tqdm=False)
     assert is_idle(llm.engine)
     assert len(llm.generate([1, 2], GREEDY, use_tqdm=False)) == 1
+
+
+# ---- engines that start at the same time ----
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+def test_engines_of_two_dtypes_start_at_once(path: Path, backend: str) -> None:
+    """Each has its own dtype, and tensors that the program makes meanwhile have torch's default."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    options = dict(attention_backend=backend, load_format="dummy")
+    dtypes = ("float32", "bfloat16")
+    prompt = list(range(1, 9))
+    want = {
+        d: call(random_llm(path, dtype=d, **options), "generate", prompt, GREEDY) for d in dtypes
+    }
+    barrier, running = threading.Barrier(2, timeout=60), len(dtypes)
+    others: set[torch.dtype] = set()
+
+    def start(dtype: str) -> None:
+        nonlocal running
+        try:
+            for _ in range(10):
+                barrier.wait()
+                llm = random_llm(path, dtype=dtype, **options)
+                for name, tensor in weights_of(llm).items():
+                    assert tensor.dtype is getattr(torch, dtype), name
+                assert llm.engine.runner.model.rotary.cos.dtype is getattr(torch, dtype)
+                assert call(llm, "generate", prompt, GREEDY) == want[dtype]
+        except BaseException:
+            barrier.abort()
+            raise
+        finally:
+            running -= 1
+
+    def watch() -> None:
+        while running:
+            others.add(torch.ones(1).dtype)
+
+    run_in_threads([*(lambda d=d: start(d) for d in dtypes), watch])
+    assert others == {torch.float32}
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+def test_torch_defaults_of_the_program_change_nothing(path: Path, backend: str) -> None:
+    if backend == "numba":
+        pytest.importorskip("numba")
+    prompt, outputs = list(range(1, 9)), []
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, repetition_penalty=1.1)
+    try:
+        for dtype, device in ((torch.float32, "cpu"), (torch.bfloat16, "meta")):
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(device)
+            llm = random_llm(path, attention_backend=backend)
+            outputs.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[0].cumulative_logprob == outputs[1].cumulative_logprob
+
+
+FIRST_START = """
+import sys, threading
+from nanovllm import LLM, SamplingParams
+
+barrier, texts = threading.Barrier(4, timeout=60), []
+
+def start(dtype: str) -> None:
+    barrier.wait()
+    llm = LLM(dtype=dtype, device="cpu", attention_backend=sys.argv[1], num_kvcache_blocks=64)
+    for _ in range(5):
+        barrier.wait()
+        texts.append(llm.generate("What is 12 + 30?\\n", use_tqdm=False)[0]["text"])
+
+threads = [threading.Thread(target=start, args=[d]) for d in ("float32", "bfloat16") * 2]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert texts == ["12 + 30 = 42"] * 20, texts
+"""
+
+
+@pytest.mark.parametrize("case", ["sdpa", "numba"])
+def test_the_first_engines_start_at_once(case: str) -> None:
+    """In a process that has imported neither transformers nor Numba, and with each kind of threads.
+
+    Numba has the threads of "workqueue" where it finds no OpenMP. Two calls at once end the process.
+    """
+    if case == "numba":
+        pytest.importorskip("numba")
+    variables = os.environ | {"NUMBA_THREADING_LAYER": "workqueue", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_START, case],
+        env=variables, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_log_is_set_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(logging.StreamHandler):
+        def __init__(self) -> None:
+            time.sleep(0.1)
+            super().__init__()
+
+    logger = logging.getLogger("nanovllm")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr(logging, "StreamHandler", Slow)
+    run_in_threads([show_log, show_log])
+    assert len(logger.handlers) == 1
 
 
 # ---- copies and processes ----

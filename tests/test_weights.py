@@ -1,6 +1,7 @@
 """Loading: single and sharded files, random weights, and memory that is held once."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -8,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from conftest import make_checkpoint, random_llm, weights_of
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.runner import memory, model_runner
+from nanovllm.runner import memory, model_loader
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -36,8 +37,8 @@ def test_shards_equal_one_file(tmp_path: Path) -> None:
     make_checkpoint(one, tie=True)
     shard(one, many)
     a, b = random_llm(one), random_llm(many)
-    for name, tensor in a.engine.runner.model.checkpoint_tensors().items():
-        assert torch.equal(tensor, b.engine.runner.model.checkpoint_tensors()[name])
+    for name, tensor in weights_of(a).items():
+        assert torch.equal(tensor, weights_of(b)[name])
 
 
 def test_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
@@ -94,9 +95,9 @@ def test_weights_that_do_not_fit(
 ) -> None:
     """Refused before they are loaded; the size is that of the loaded model."""
     make_checkpoint(tmp_path, **config)
-    tensors = random_llm(tmp_path).engine.runner.model.checkpoint_tensors()
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    monkeypatch.setattr(model_runner, "load_weights", None)
+    parts = random_llm(tmp_path).engine.runner.model.checkpoint_parts()
+    size = sum(4 * math.prod(part.shape) for part in parts)
+    monkeypatch.setattr(model_loader, "load_weights", None)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size - 1)
     with pytest.raises(
         ValueError, match=r"weights of .* GiB in float32.* free on cpu; use a small"
@@ -104,7 +105,7 @@ def test_weights_that_do_not_fit(
         random_llm(tmp_path)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size)
     with pytest.raises(TypeError, match="not callable"):
-        random_llm(tmp_path)
+        random_llm(tmp_path, num_kvcache_blocks=1)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size // 2 - 1)
     with pytest.raises(ValueError, match="in bfloat16"):
         random_llm(tmp_path, dtype="bfloat16", load_format="dummy")
@@ -152,12 +153,13 @@ def test_cache_size_options(tmp_path: Path) -> None:
 
 
 MEMORY = """
-import sys, torch
+import math, sys, torch
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.runner.backends import torch_defaults
 from nanovllm.models.weights import load_weights
 from nanovllm.models.checkpoint import weight_files
 
@@ -168,10 +170,9 @@ path, dtype = Path(sys.argv[1]), getattr(torch, sys.argv[2])
 torch.ones(8, 8) @ torch.ones(8, 8)
 config = ModelConfig.from_file(path / "config.json")
 before = private()
-with torch_defaults(torch.device("cpu"), dtype):
-    model = Qwen3(config, 512, PLAIN)
-load_weights(model.checkpoint_tensors(), weight_files(path))
-size = sum(p.nbytes for p in model.checkpoint_tensors().values())
+model = Qwen3(config, 512, replace(PLAIN, empty=partial(torch.empty, dtype=dtype)))
+load_weights(model.checkpoint_parts(), weight_files(path))
+size = sum(dtype.itemsize * math.prod(p.shape) for p in model.checkpoint_parts())
 assert size > 100e6, size
 print((private() - before) / size)
 """

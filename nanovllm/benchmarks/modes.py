@@ -42,7 +42,7 @@ def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 20
             assert step is not None
             rows.apply(step.plan)
             batch = rows.build(step.plan)
-            rows.last_tokens[batch.sampling_rows] = tokens
+            rows.record(batch.sampling_rows, tokens)
             built = time.perf_counter()
             scheduler.commit(step, sampled)
             times.append((scheduled - start, built - scheduled, time.perf_counter() - built))

@@ -17,7 +17,7 @@ from nanovllm.models.backend import PLAIN
 from nanovllm.models.checkpoint import EMBEDDED
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import random_weights
+from nanovllm.models.weights import Part, random_weights
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ def write_weights(directory: Path, dtype: torch.dtype) -> None:
     """Write the random weights beside config.json, for engines that cannot make them themselves."""
     config = ModelConfig.from_file(directory / "config.json")
     with torch.device("meta"):
-        places = Qwen3(config, 16, PLAIN).checkpoint_tensors()
-    weights = {name: torch.empty(place.shape, dtype=dtype) for name, place in places.items()}
-    random_weights(weights, seed=0)
+        parts = list(Qwen3(config, 16, PLAIN).checkpoint_parts())
+    weights = {part.name: torch.empty(part.shape, dtype=dtype) for part in parts}
+    stored = [Part.whole(name, weight) for name, weight in weights.items()]
+    random_weights(stored, 0, torch.device("cpu"))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

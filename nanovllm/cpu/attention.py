@@ -82,10 +82,9 @@ class NumbaAttention(PlainAttention):
         fits = kernels.fits_amx(self.group_size, block_size, self.dim)
         use_amx = dtype is torch.bfloat16 and fits and kernels.has_amx()
         self.use_amx = True if use_amx else None  # Numba selects the kernel by the type
-        threads = torch.get_num_threads()
-        kernels.compile_all(self.example, self.use_amx)
-        sampler.compile_all()
-        torch.set_num_threads(threads)  # Numba's start resets OpenMP's threads
+        with kernels.guard():
+            kernels.compile_all(self.example, self.use_amx)
+            sampler.compile_all()
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -223,7 +222,7 @@ class NumbaAttention(PlainAttention):
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`."""
         step: AttentionPlan = batch.attention
-        out = torch.empty((len(qkv), self.heads, self.dim), dtype=qkv.dtype)
+        out = qkv.new_empty((len(qkv), self.heads, self.dim))
         if step.prompts:
             q, kv = qkv[:, : self.heads].transpose(0, 1), qkv[:, self.heads :]
             for tokens, padded in step.prompts:

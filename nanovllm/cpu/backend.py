@@ -5,7 +5,7 @@ import torch
 from nanovllm.cpu import kernels
 from nanovllm.cpu.attention import NumbaAttention
 from nanovllm.cpu.layers import compile_layers
-from nanovllm.cpu.linear import linear, pack_weights
+from nanovllm.cpu.linear import linear, pack
 from nanovllm.cpu.sampler import sample, token_logprobs
 from nanovllm.models.backend import Backend
 
@@ -33,6 +33,7 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         fused_attention=True,
         sample=sample,
         token_logprobs=token_logprobs,
-        pack_weights=pack_weights,
+        pack=pack,
         compile_layers=compile_layers,
+        guard=kernels.guard,
     )

@@ -53,10 +53,9 @@ def compile_now(dtype: torch.dtype) -> None:
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            threads = torch.get_num_threads()
-            kernels.compile_all(kernels.DTYPE_EXAMPLE[dtype], use_amx(dtype))
-            sampler.compile_all()
-            torch.set_num_threads(threads)  # Numba's start resets OpenMP's threads
+            with kernels.guard():
+                kernels.compile_all(kernels.DTYPE_EXAMPLE[dtype], use_amx(dtype))
+                sampler.compile_all()
             path.touch()
 
 

@@ -22,6 +22,9 @@ import ctypes
 import logging
 import platform
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numba
@@ -38,6 +41,18 @@ from nanovllm.models.layers import add_rms_norm as plain_add_rms_norm
 if numba.config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, so Numba compiles nothing; unset it")
 logger = logging.getLogger("nanovllm")
+LOCK = threading.RLock()
+
+
+def guard() -> AbstractContextManager[object]:
+    """Return what must be held while kernels run: LOCK if two threads may not call them at once.
+
+    Numba has such a layer of threads, "workqueue", where it finds neither OpenMP nor TBB.
+    """
+    # In a thread of its own: Numba's start sets the number of OpenMP's threads of its thread.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(get_num_threads).result()
+    return LOCK if numba.threading_layer() == "workqueue" else nullcontext()
 
 
 def can_cache_code() -> bool:
@@ -287,7 +302,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2F] = (gate, up) side by side -> silu(gate) * up [T, F]."""
     rows, size = len(x), x.shape[1] // 2
-    out = torch.empty((rows, size), dtype=x.dtype)
+    out = x.new_empty((rows, size))
     arguments = (x.data_ptr(), out.data_ptr(), rows, size, DTYPE_EXAMPLE[x.dtype])
     if rows * size <= SERIAL_ELEMENTS:
         _silu_and_mul_rows(*arguments, 0, rows)

@@ -25,7 +25,8 @@ class CompiledLayers:
         self.model = model
         layers = zip(model.layers, attention.kv_addresses, strict=True)
         self.addresses = np.array([(*addresses(layer), *kv) for layer, kv in layers], np.int64)
-        self.head = address(model.lm_head) if has_amx_layout(model.lm_head) else 0
+        head = model.lm_head.weight
+        self.head = address(head) if has_amx_layout(head) else 0
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Same as Qwen3.forward, which runs large steps and those that need torch's attention."""
@@ -47,8 +48,8 @@ class CompiledLayers:
         """hidden [R, E] -> logits [R, V]."""
         if len(hidden) > PACKED_FOR or not self.head:
             return self.model.logits(hidden)
-        vocab_size = len(self.model.lm_head)
-        logits = torch.empty((len(hidden), vocab_size), dtype=hidden.dtype)
+        vocab_size = self.model.config.vocab_size
+        logits = hidden.new_empty((len(hidden), vocab_size))
         pointers = (hidden.data_ptr(), self.head, 0, logits.data_ptr())
         kernels.linear(*pointers, *hidden.shape, vocab_size, numba.get_num_threads())
         return logits

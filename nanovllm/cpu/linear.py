@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.layers import Linear
 
 # Up to this many tokens, oneDNN needs no new code for another number, so there is no padding.
 EXACT_TOKENS = 16
@@ -29,16 +29,20 @@ PACKED_FOR = 64
 LARGE = 1 << 18  # elements of a float32 weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, module: Linear) -> Tensor:
     """x [T, I], weight [O, I] plain or packed -> [T, O]."""
+    return product(x, module.weight, module.bias)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     tokens = len(x)
     padding = padded_tokens(tokens) - tokens
     if padding:
         x = F.pad(x, (0, 0, 0, padding))
-    product = torch.ops.mkldnn._linear_pointwise.default
-    return product(x, weight, bias, "none", [], None)[:tokens]
+    linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
+    return linear_pointwise(x, weight, bias, "none", [], None)[:tokens]
 
 
 def padded_tokens(tokens: int) -> int:
@@ -51,15 +55,9 @@ def padded_tokens(tokens: int) -> int:
     return -(-tokens // step) * step if tokens > EXACT_TOKENS else tokens
 
 
-def pack_weights(model: Qwen3) -> None:
-    """Pack the weights of the linear layers and the head, one after the other to save memory.
-
-    A tied head is packed beside the embedding table, which stays as it is.
-    """
-    for layer in model.layers:
-        for module in layer.linears():
-            module.weight = packed(module.weight)
-    model.lm_head = packed(model.lm_head)
+def pack(module: Linear) -> None:
+    """Pack the weight of a Linear. A tied head is packed beside the embedding table, which stays."""
+    module.weight = packed(module.weight)
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -90,12 +88,11 @@ def has_amx_layout(weight: Tensor) -> bool:
     pointer = ctypes.cast(address(weight), ctypes.POINTER(ctypes.c_int16))
     shape = (outputs // 32, inputs // 2, 32, 2)
     blocks = torch.from_numpy(np.ctypeslib.as_array(pointer, shape))
-    columns = torch.linspace(0, inputs - 1, PACKED_FOR).long()
-    units = torch.zeros(PACKED_FOR, inputs, dtype=weight.dtype)
-    units[torch.arange(PACKED_FOR), columns] = 1
+    columns = torch.from_numpy(np.linspace(0, inputs - 1, PACKED_FOR).astype(np.int64))
+    units = F.one_hot(columns, inputs).to(weight.dtype)
     expected = blocks[:, columns // 2, :, columns % 2].flatten(1).view(weight.dtype)
     # AMX treats denormal numbers as 0.
-    return bool(((linear(units, weight, None) - expected).abs() < 1e-37).all())
+    return bool(((product(units, weight) - expected).abs() < 1e-37).all())
 
 
 def address(weight: Tensor) -> int:

@@ -227,10 +227,10 @@ def show_layers() -> None:
         measure("Numba kernels, float32", runner)
     if layers is not None and layers.kernels.has_amx():
         runner = make_runner("auto", "bfloat16")
-        one_call, runner.executor = runner.executor, runner.model
+        one_call, runner.compiled_model = runner.compiled_model, runner.model
         if one_call is not runner.model:
             measure("Numba kernels, bfloat16", runner)
-            runner.executor = one_call
+            runner.compiled_model = one_call
             measure("all layers in one call, bfloat16", runner)
     say("""Last the CPU. Its kernels combine many small operators, because a call costs microseconds
         whatever it computes. A decode step of 8 sequences:""")

@@ -5,17 +5,17 @@ replaces nothing, runs on every device, and is the reference that the tests comp
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from nanovllm.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.layers import Norms, Rope, add_rms_norm, silu_and_mul
+from nanovllm.models.layers import Linear, Norms, Rope, add_rms_norm, linear, silu_and_mul
 from nanovllm.models.logit_rules import token_logprobs
 from nanovllm.models.sampler import sample
 
@@ -51,8 +51,12 @@ class Attention(Protocol):
 class Backend:
     """Everything that a device brings. runner/backends.py selects one."""
 
-    # (x [T, I], weight [O, I], bias [O] or None) -> [T, O]
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = F.linear
+    # (shape) -> an uninitialized weight. The runner sets its dtype and device.
+    empty: Callable[..., Tensor] = torch.empty
+    # (x [T, I], Linear) -> [T, O]
+    linear: Callable[[Tensor, Linear], Tensor] = linear
+    # Changes how a Linear is stored, once it is loaded.
+    pack: Callable[[Linear], None] = lambda module: None
     # See models/layers.py. Both may overwrite their arguments.
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = (
         add_rms_norm
@@ -65,13 +69,12 @@ class Backend:
     sample: Callable[[Tensor, SamplingBatch], Tensor] = sample
     # See models/logit_rules.py.
     token_logprobs: Callable[[Tensor, Tensor, int], Tensor] = token_logprobs
-    # Changes the layout of a model's weights once they are loaded.
-    pack_weights: Callable[[Any], None] = lambda model: None
     # (model, attention) -> an object with the model's `forward` and `logits`, or None.
     compile_layers: Callable[[Any, Any], Any] = lambda model, attention: None
     # (a decode step, memory for the hidden states [N, E] of N rows) -> the step, captured. The step
     # takes rows [S] and returns hidden states [S, E] and tokens [S]; see gpu/graphs.py.
     capture_decode: Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any] | None = None
+    guard: Callable[[], AbstractContextManager[object]] = nullcontext  # held while a step runs
     # Whether decode steps are built from the mirror of the rows on the device.
     mirrors_rows: bool = False
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nanovllm.models.config import check_field, read_fields, read_json
 from nanovllm.sampling_params import SamplingParams
@@ -27,23 +27,43 @@ def find_checkpoint(model: str, revision: str | None = None, weights: bool = Tru
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
     name = os.fspath(model)
-    if name == EMBEDDED:
-        return Path(__file__).parent.parent / "demo" / EMBEDDED
     if not name:
         raise ValueError(f"model is empty; give a directory, a hub id, or {EMBEDDED!r}")
+    patterns = WANTED if weights else [w for w in WANTED if "tensors" not in w]
     path = Path(os.path.expanduser(name))
-    if path.is_dir():
+    if name == EMBEDDED:
+        path = Path(__file__).parent.parent / "demo" / EMBEDDED
+        if not path.is_dir():
+            raise ValueError(
+                f"{path} is not a directory; pip install the package, do not import it from a zip file"
+            )
+    # Unlike Path's methods, these are false also where a directory above may not be entered.
+    if os.path.isdir(path):
+        check_files(path, patterns)
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise ValueError(f"{name} is a file; give the directory that holds config.json beside it")
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise ValueError(
             f"there is no directory {name!r}; give a local directory, a hub id like "
             f"'Qwen/Qwen3-0.6B', or {EMBEDDED!r} for the embedded model"
         )
-    return _download(
-        name, revision, WANTED if weights else [w for w in WANTED if "tensors" not in w]
-    )
+    path = _download(name, revision, patterns)
+    check_files(path, patterns)
+    return path
+
+
+def check_files(directory: Path, patterns: list[str]) -> None:
+    """Raise ValueError for a file that cannot be read. Opening a FIFO would wait for a writer."""
+    for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise OSError("it is not a regular file")
+            path.open("rb").close()
+        except OSError as error:  # a dangling link, a loop of links, no permission
+            raise ValueError(
+                f"{path} cannot be read ({error.strerror or error}); replace or remove it"
+            ) from None
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
@@ -108,6 +128,12 @@ def weight_files(directory: Path) -> list[Path]:
     )
 
 
+# Names in generation_config.json -> names in SamplingParams.
+SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
+    name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+}
+
+
 @dataclass(frozen=True)
 class GenerationDefaults:
     """The fields of generation_config.json that this engine uses."""
@@ -127,22 +153,12 @@ class GenerationDefaults:
         eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
         for token in eos_ids:
             check_field(source, "eos_token_id", token, int, (0, math.inf))
-        sampling: dict[str, Any] = {}
-        if has_file:
-            # transformers' default is greedy, so a file that does not mention sampling is greedy.
-            if raw.get("do_sample"):
-                names = ("temperature", "top_k", "top_p", "min_p")
-                sampling = {n: raw[n] for n in names if raw.get(n) is not None}
-            else:
-                sampling = {"temperature": 0.0}
-            for theirs, ours in (
-                ("max_new_tokens", "max_tokens"),
-                ("min_new_tokens", "min_tokens"),
-                ("repetition_penalty", "repetition_penalty"),
-            ):
-                if raw.get(theirs):
-                    sampling[ours] = raw[theirs]
+        fields = {ours: raw[theirs] for theirs, ours in SAMPLING_FIELDS.items() if theirs in raw}
         try:
-            return cls(frozenset(eos_ids), SamplingParams(**sampling))
+            sampling = SamplingParams(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
+        # transformers' default is greedy, so a file that does not mention sampling is greedy.
+        if has_file and not raw.get("do_sample"):
+            sampling.temperature = 0.0
+        return cls(frozenset(eos_ids), sampling)

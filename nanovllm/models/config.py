@@ -10,21 +10,22 @@ from typing import Any
 
 from nanovllm.config import DTYPES, check_scalar
 
+SIZE = (1, 2**31 - 1)
+STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
 # The fields of config.json and generation_config.json that are read: type, and range or choices.
 # SamplingParams checks its own fields.
-SIZE = (1, 2**31 - 1)
 FIELDS: dict[str, tuple[type, tuple[Any, ...]]] = {
     "architectures": (list, ()),
     "attention_bias": (bool, ()),
     "do_sample": (bool, ()),
-    "dtype": (str, ()),
+    "dtype": (str, STORED),
     "factor": (float, (1, math.inf)),
     "head_dim": (int, SIZE),
     "hidden_act": (str, ("silu",)),
     "hidden_size": (int, SIZE),
     "intermediate_size": (int, SIZE),
     "layer_types": (list, ()),
-    "max_new_tokens": (int, (0, math.inf)),
+    "max_new_tokens": (int, (1, math.inf)),
     "max_position_embeddings": (int, (1, 10_000_000)),
     "max_window_layers": (int, (0, math.inf)),
     "min_new_tokens": (int, (0, math.inf)),
@@ -38,7 +39,7 @@ FIELDS: dict[str, tuple[type, tuple[Any, ...]]] = {
     "rope_type": (str, ()),
     "sliding_window": (int, SIZE),
     "tie_word_embeddings": (bool, ()),
-    "torch_dtype": (str, ()),
+    "torch_dtype": (str, STORED),
     "type": (str, ()),
     "use_sliding_window": (bool, ()),
     "vocab_size": (int, SIZE),

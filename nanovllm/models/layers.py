@@ -1,12 +1,20 @@
 """The parts of a transformer layer in plain torch: the reference of every fused kernel."""
 
-from typing import TypeAlias
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-Norms: TypeAlias = tuple[Tensor, Tensor] | None  # weights [D] of the norms of q and k
+from nanovllm.models.weights import Part
+
+if TYPE_CHECKING:
+    from nanovllm.models.backend import Backend
+
+Norms: TypeAlias = "tuple[Tensor, Tensor] | None"  # weights [D] of the norms of q and k
 Rope: TypeAlias = tuple[Tensor, Tensor]  # cos, sin [T, 1, D] of the step's positions
 
 
@@ -31,21 +39,61 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+class Linear:
+    """y = x W^T + b. Projections of the same input (q, k, v; gate, up) are one Linear.
+
+    The backend may replace `weight` by another layout once it is loaded.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        parts: dict[str, int],
+        backend: Backend,
+        bias: bool = False,
+        tied: Tensor | None = None,
+    ) -> None:
+        """parts: the name of each projection in a checkpoint -> its number of outputs.
+
+        tied: the weight of another module, which is used in place of an own one.
+        """
+        outputs = sum(parts.values())
+        self.parts, self.backend = parts, backend
+        self.weight = backend.empty(outputs, inputs) if tied is None else tied
+        self.bias = backend.empty(outputs) if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, I] -> [T, O]."""
+        return self.backend.linear(x, self)
+
+    def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
+        for kind, whole in (("weight", self.weight), ("bias", self.bias)):
+            if whole is not None:
+                rows = whole.split(list(self.parts.values()))
+                for name, part in zip(self.parts, rows, strict=True):
+                    yield Part.whole(f"{prefix}{name}.{kind}", part)
+
+
+def linear(x: Tensor, module: Linear) -> Tensor:
+    return F.linear(x, module.weight, module.bias)
+
+
 class RotaryEmbedding:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of the two halves of a head.
 
-    It owns the tables `cos` and `sin` [max_position, D]. Their rows are (cos, cos) and (-sin, sin).
+    It owns the tables `cos` and `sin` [max_len, D]. Their rows are (cos, cos) and (-sin, sin).
     `factor` is that of linear position interpolation (Chen et al. 2023, arXiv:2306.15595).
+    The tables have the dtype and the device of `like`.
     """
 
-    def __init__(self, head_dim: int, max_position: int, theta: float, factor: float) -> None:
+    def __init__(self, dim: int, max_len: int, theta: float, factor: float, like: Tensor) -> None:
         # Computed on the CPU in float32 and then moved, so that every device has the same numbers.
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
         frequencies = 1.0 / (theta**exponents) / factor
-        angles = torch.outer(torch.arange(max_position, device="cpu").float(), frequencies)
+        angles = torch.outer(torch.arange(max_len, device="cpu").float(), frequencies)
         cos, sin = angles.cos(), angles.sin()  # [P, D / 2]
         table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)))
-        self.cos, self.sin = table.to(torch.get_default_device(), torch.get_default_dtype())
+        self.cos, self.sin = table.to(like)
 
     def at(self, positions: Tensor) -> Rope:
         """positions [T] -> cos, sin [T, 1, D]: looked up once per step, used by every layer."""

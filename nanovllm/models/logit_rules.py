@@ -140,6 +140,7 @@ class RulesBatch:
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         self.state, device, vocab_size = state, state.logits.device, state.logits.shape[1]
         self.rows = [row.row for _, row in rows]
+        self.length = 0  # more than the position of any token that is sampled next; set by Rows
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
         self.errors: dict[int, Exception] = {}  # of the last `apply`, by row
 
@@ -175,10 +176,10 @@ class RulesBatch:
         self.num_logprobs = max((k for *_, k in self.reported), default=0)
         self.changes_logits = bool(allowed or edited or penalized or self.host_rules)
 
-    def apply(self, logits: Tensor, positions: Tensor, length: int) -> Tensor:
+    def apply(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return logits [R, V] with the rules applied, in float32; the next call overwrites them.
 
-        positions [R] of the tokens to be sampled; `length` is more than all of these.
+        positions [R] of the tokens to be sampled.
         """
         logits = self.state.logits[: len(logits)].copy_(logits)
         flat, vocab_size = logits.view(-1), logits.shape[1]
@@ -191,7 +192,7 @@ class RulesBatch:
             flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
         if len(self.penalized):
             at = positions[self.penalized]
-            self.known = tokens, counts = self.state.read(self.penalized_rows, at, length)
+            self.known = tokens, counts = self.state.read(self.penalized_rows, at, self.length)
             where = tokens + self.penalized[:, None] * vocab_size
             x = flat[where]
             scaled = torch.where(x > 0, x / self.repetition, x * self.repetition)
@@ -205,11 +206,18 @@ class RulesBatch:
                 logits[i].fill_(HIDDEN)
         return logits
 
-    def append(self, positions: Tensor, tokens: Tensor) -> None:
-        """Add the tokens [R] that were sampled from what `apply` returned."""
+    def append(self, positions: Tensor, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
+        """Add the tokens [R] that were sampled from what `apply` returned.
+
+        `token_ids` waits for the device and returns them. Only rules on the host need it.
+        """
         if len(self.penalized):
             at = self.penalized
             self.state.append(self.penalized_rows, positions[at], self.known, tokens[at])
+        if self.host_rules:
+            ids = token_ids()
+            for i, row in self.host_rules:
+                row.output.append(ids[i])
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:

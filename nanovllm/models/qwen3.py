@@ -11,39 +11,30 @@ Shapes: T tokens of the step, R rows that sample a token, E hidden size, H query
 D head size, F feed-forward size, V vocabulary.
 """
 
-import torch
+from collections.abc import Iterator
+
 from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.batch import ForwardBatch
 from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.layers import Norms, Rope, RotaryEmbedding, rms_norm, rotate
-
-
-class Linear:
-    """y = x W^T + b. Projections of the same input (q, k, v; gate, up) are one Linear."""
-
-    def __init__(self, inputs: int, outputs: int, backend: Backend, bias: bool = False) -> None:
-        self.weight = torch.empty(outputs, inputs)
-        self.bias = torch.empty(outputs) if bias else None
-        self.linear = backend.linear
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight, self.bias)
+from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding, rms_norm, rotate
+from nanovllm.models.weights import Part
 
 
 class SelfAttention:
     def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
         self.layer, self.backend, self.eps = layer, backend, config.rms_norm_eps
         self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        self.sizes = [heads * config.head_dim for heads in self.heads]
+        sizes = [heads * config.head_dim for heads in self.heads]
         hidden, bias = config.hidden_size, config.attention_bias
-        self.qkv_proj = Linear(hidden, sum(self.sizes), backend, bias)
-        self.o_proj = Linear(self.sizes[0], hidden, backend, config.output_bias)
+        names = "q_proj", "k_proj", "v_proj"
+        self.qkv_proj = Linear(hidden, dict(zip(names, sizes, strict=True)), backend, bias)
+        self.o_proj = Linear(sizes[0], {"o_proj": hidden}, backend, config.output_bias)
         self.norms: Norms = None  # norm weights of q and k
         if config.qk_norm:
-            self.norms = torch.empty(config.head_dim), torch.empty(config.head_dim)
+            self.norms = backend.empty(config.head_dim), backend.empty(config.head_dim)
 
     def __call__(self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: Attention) -> Tensor:
         qkv = self.qkv_proj(x)  # [T, (H + 2K) D]
@@ -59,12 +50,19 @@ class SelfAttention:
             attention.store(self.layer, k, v, batch)
         return self.o_proj(attention.attend(self.layer, q, batch))
 
+    def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
+        yield from self.qkv_proj.checkpoint_parts(prefix)
+        yield from self.o_proj.checkpoint_parts(prefix)
+        for name, norm in zip(("q_norm", "k_norm"), self.norms or (), strict=False):
+            yield Part.whole(f"{prefix}{name}.weight", norm)
+
 
 class MLP:
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         self.backend = backend
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, backend)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, backend)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, backend)
+        self.down_proj = Linear(inner, {"down_proj": hidden}, backend)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))
@@ -73,14 +71,22 @@ class MLP:
 class DecoderLayer:
     def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
         self.backend, self.eps = backend, config.rms_norm_eps
-        self.input_layernorm = torch.empty(config.hidden_size)
+        self.input_layernorm = backend.empty(config.hidden_size)
         self.self_attn = SelfAttention(config, layer, backend)
-        self.post_attention_layernorm = torch.empty(config.hidden_size)
+        self.post_attention_layernorm = backend.empty(config.hidden_size)
         self.mlp = MLP(config, backend)
 
     def linears(self) -> tuple[Linear, ...]:
         attn, mlp = self.self_attn, self.mlp
         return attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+    def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
+        yield from self.self_attn.checkpoint_parts(prefix + "self_attn.")
+        for module in (self.mlp.gate_up_proj, self.mlp.down_proj):
+            yield from module.checkpoint_parts(prefix + "mlp.")
+        yield Part.whole(prefix + "input_layernorm.weight", self.input_layernorm)
+        name = prefix + "post_attention_layernorm.weight"
+        yield Part.whole(name, self.post_attention_layernorm)
 
     def __call__(
         self,
@@ -103,19 +109,20 @@ class DecoderLayer:
 
 
 class Qwen3:
-    """Uses torch's default dtype and device. Weights are uninitialized until they are loaded."""
+    """`backend.empty` makes the weights, which are uninitialized until they are loaded."""
 
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
-        self.embed_tokens = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = backend.empty(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(
-            config.head_dim, max_model_len, config.rope_theta, config.rope_factor
+            config.head_dim, max_model_len, config.rope_theta, config.rope_factor, self.embed_tokens
         )
         self.layers = [DecoderLayer(config, i, backend) for i in range(config.num_layers)]
-        self.norm = torch.empty(config.hidden_size)
-        self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            self.lm_head = torch.empty_like(self.embed_tokens)
+        self.norm = backend.empty(config.hidden_size)
+        tied = self.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = Linear(
+            config.hidden_size, {"lm_head": config.vocab_size}, backend, tied=tied
+        )
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         """The hidden states of the step's tokens, after the last norm: [T, E]."""
@@ -127,33 +134,19 @@ class Qwen3:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> logits [R, V]."""
-        return self.backend.linear(hidden, self.lm_head, None)
+        return self.lm_head(hidden)
 
-    def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Map the name of each checkpoint tensor to a weight of the model or a slice of one."""
-        tensors: dict[str, Tensor] = {
-            "model.embed_tokens.weight": self.embed_tokens,
-            "model.norm.weight": self.norm,
-        }
-        if not self.config.tie_word_embeddings:
-            tensors["lm_head.weight"] = self.lm_head
+    def linears(self) -> Iterator[Linear]:
+        """Every Linear, the head last. A tied head shares the weight of the embedding table."""
+        for layer in self.layers:
+            yield from layer.linears()
+        yield self.lm_head
+
+    def checkpoint_parts(self) -> Iterator[Part]:
+        """The tensors of a checkpoint, and where each of them goes."""
+        yield Part.whole("model.embed_tokens.weight", self.embed_tokens)
         for i, layer in enumerate(self.layers):
-            prefix, attn, mlp = f"model.layers.{i}.", layer.self_attn, layer.mlp
-            tensors[prefix + "input_layernorm.weight"] = layer.input_layernorm
-            tensors[prefix + "post_attention_layernorm.weight"] = layer.post_attention_layernorm
-            for name, part in zip("qkv", attn.qkv_proj.weight.split(attn.sizes), strict=True):
-                tensors[f"{prefix}self_attn.{name}_proj.weight"] = part
-            if attn.qkv_proj.bias is not None:
-                for name, part in zip("qkv", attn.qkv_proj.bias.split(attn.sizes), strict=True):
-                    tensors[f"{prefix}self_attn.{name}_proj.bias"] = part
-            tensors[prefix + "self_attn.o_proj.weight"] = attn.o_proj.weight
-            if attn.o_proj.bias is not None:
-                tensors[prefix + "self_attn.o_proj.bias"] = attn.o_proj.bias
-            if attn.norms is not None:
-                for name, weight in zip("qk", attn.norms, strict=True):
-                    tensors[f"{prefix}self_attn.{name}_norm.weight"] = weight
-            gate, up = mlp.gate_up_proj.weight.chunk(2)
-            tensors[prefix + "mlp.gate_proj.weight"] = gate
-            tensors[prefix + "mlp.up_proj.weight"] = up
-            tensors[prefix + "mlp.down_proj.weight"] = mlp.down_proj.weight
-        return tensors
+            yield from layer.checkpoint_parts(f"model.layers.{i}.")
+        yield Part.whole("model.norm.weight", self.norm)
+        if not self.config.tie_word_embeddings:
+            yield from self.lm_head.checkpoint_parts("")

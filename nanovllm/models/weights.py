@@ -1,9 +1,10 @@
-"""Loads safetensors into the model's weights, one tensor at a time.
+"""Loads safetensors into the parts of a model, one tensor at a time.
 
-It changes the tensors of the model's `checkpoint_tensors`. The files are memory-mapped, so loading
-holds the weights once, and the pages of one tensor.
+The files are memory-mapped, so loading holds the weights once, and the pages of one tensor.
 """
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,10 +20,26 @@ IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
 DTYPES = ("BF16", "F16", "F32", "F64")
 
 
-def load_weights(places: dict[str, Tensor], files: list[Path]) -> None:
-    """Fill all places. Raises ValueError with the tensors that do not fit them one to one."""
-    missing, unexpected, misshapen, repeated = dict.fromkeys(places), [], [], []
-    with tqdm(total=len(places), desc="Loading weights", unit="tensor", delay=1) as bar:
+@dataclass(slots=True, frozen=True)
+class Part:
+    """A tensor of a checkpoint, which slice of it is wanted, and what stores that slice."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    store: Callable[[Tensor], object]  # converts dtype and device
+    wanted: tuple[slice, ...] = (slice(None),)
+
+    @classmethod
+    def whole(cls, name: str, weight: Tensor) -> "Part":
+        """All of a checkpoint tensor, which is copied to `weight`."""
+        return cls(name, tuple(weight.shape), weight.copy_)
+
+
+def load_weights(parts: Iterable[Part], files: list[Path]) -> None:
+    """Store all parts. Raises ValueError with the tensors that do not fit them one to one."""
+    known = {part.name: part for part in parts}
+    missing, unexpected, misshapen, repeated = dict.fromkeys(known), [], [], []
+    with tqdm(total=len(known), desc="Loading weights", unit="tensor", delay=1) as bar:
         for path in files:
             try:
                 reader = safe_open(path, framework="pt")
@@ -30,8 +47,8 @@ def load_weights(places: dict[str, Tensor], files: list[Path]) -> None:
                 raise unreadable(path, "a readable safetensors file", error) from None
             with reader as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
-                    place = places.get(name)
-                    if place is None:
+                    part = known.get(name)
+                    if part is None:
                         if not name.endswith(IGNORED):
                             unexpected.append(name)
                         continue
@@ -40,11 +57,11 @@ def load_weights(places: dict[str, Tensor], files: list[Path]) -> None:
                         continue
                     tensor = file.get_slice(name)
                     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-                    if shape != tuple(place.shape) or dtype not in DTYPES:
-                        expected = f"{tuple(place.shape)} of {', '.join(DTYPES)}"
+                    if shape != part.shape or dtype not in DTYPES:
+                        expected = f"{part.shape} of {', '.join(DTYPES)}"
                         misshapen.append(f"{name} is {shape} of {dtype}, expected {expected}")
                     else:
-                        place.copy_(file.get_tensor(name))
+                        part.store(tensor[part.wanted])
                     del missing[name]
                     bar.update()
     wrong = []
@@ -61,17 +78,16 @@ def load_weights(places: dict[str, Tensor], files: list[Path]) -> None:
         raise ValueError(f"{files[0].parent} does not fit its config.json; {'; '.join(wrong)}")
 
 
-def random_weights(places: dict[str, Tensor], seed: int) -> None:
-    """Fill all places for load_format="dummy": small random weights, unit norms, zero biases."""
-    device = next(iter(places.values())).device
+def random_weights(parts: Iterable[Part], seed: int, device: torch.device) -> None:
+    """Store small random weights, unit norms and zero biases, for load_format="dummy"."""
     generator = torch.Generator(device).manual_seed(seed % 2**63)
-    for name, place in places.items():
-        if name.endswith("norm.weight"):
-            place.fill_(1.0)
-        elif name.endswith(".bias"):
-            place.zero_()
+    for part in parts:
+        if part.name.endswith("norm.weight"):
+            weight = torch.ones(part.shape, device=device)
+        elif part.name.endswith(".bias"):
+            weight = torch.zeros(part.shape, device=device)
         else:
-            noise = torch.randn(
-                place.shape, generator=generator, device=device, dtype=torch.float32
+            weight = 0.02 * torch.randn(
+                part.shape, generator=generator, device=device, dtype=torch.float32
             )
-            place.copy_(noise * 0.02)
+        part.store(weight[part.wanted])

@@ -11,8 +11,7 @@ The folders gpu/ and cpu/ are imported here, by name, when they are selected.
 
 import importlib
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -90,15 +89,3 @@ def cpu_has_fast_bf16() -> bool:
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current device of this thread, because Triton launches on it."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-@contextmanager
-def torch_defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Create tensors on this device and with this dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            yield
-    finally:
-        torch.set_default_dtype(before)

@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +47,24 @@ def check_weights(name: str, weight_bytes: int, dtype: torch.dtype, before: Snap
         )
 
 
+def check_cache(config: EngineConfig, block_bytes: int, before: Snapshot) -> None:
+    """Raise ValueError if the options ask for a KV cache that does not fit the free memory."""
+    size = config.kv_cache_memory_bytes or 0
+    if config.num_kvcache_blocks is not None:
+        size = (config.num_kvcache_blocks + 1) * block_bytes
+    if size > before.free:
+        raise ValueError(
+            f"a KV cache of {size:,} bytes does not fit the {before.free:,} that are free on "
+            f"{before.device}; lower num_kvcache_blocks, kvcache_block_size or kv_cache_memory_bytes"
+        )
+
+
 def num_kv_blocks(
     config: EngineConfig,
     max_model_len: int,
     block_bytes: int,
     before: Snapshot,
-    largest_plans: list[StepPlan],
+    largest_plans: Iterable[StepPlan],
     run: Callable[[StepPlan], None],
 ) -> int:
     """Return the number of blocks for requests.
@@ -87,15 +99,15 @@ def num_kv_blocks(
         raise ValueError(
             f"too little memory for the KV cache: it may take {where}; one request of "
             f"max_model_len={max_model_len} needs {(per_sequence + 1) * block_bytes / 2**20:,.0f} "
-            "MiB. Lower max_model_len, max_num_batched_tokens or max_num_seqs, or raise "
-            "gpu_memory_utilization"
+            "MiB. Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, "
+            "or raise gpu_memory_utilization"
         )
     return num
 
 
 def largest_plans(
     max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
-) -> list[StepPlan]:
+) -> Iterator[StepPlan]:
     """Steps that need the most memory, and launch every variant of the kernels.
 
     A decode of all rows with rules, a decode of one row, and a step with as many tokens in as many
@@ -114,11 +126,9 @@ def largest_plans(
     rules = LogitRules(
         repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
     )
-    return [
-        StepPlan(joins(max_num_seqs, rules), decode_rows=list(range(max_num_seqs))),
-        StepPlan(joins(max_num_seqs, None), decode_rows=[0]),
-        StepPlan(chunks=[Chunk(row, 0, [0] * length, Yield.TOKEN) for row in range(num_rows)]),
-    ]
+    yield StepPlan(joins(max_num_seqs, rules), decode_rows=list(range(max_num_seqs)))
+    yield StepPlan(joins(max_num_seqs, None), decode_rows=[0])
+    yield StepPlan(chunks=[Chunk(row, 0, [0] * length, Yield.TOKEN) for row in range(num_rows)])
 
 
 def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:

@@ -15,7 +15,7 @@ def start_copy(tensor: Tensor) -> Callable[[], Any]:
     """Start copying to the host. Returns a function that waits and returns a list."""
     if tensor.device.type != "cuda":
         return tensor.clone().tolist  # the next replay of a graph may overwrite it
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()

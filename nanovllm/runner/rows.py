@@ -25,7 +25,7 @@ from nanovllm.plan import FILTERS, Join, LogitRules, StepPlan, Yield
 class StepBatch:
     """A plan as tensors; R of its S sequences sample a token.
 
-    Steady decode steps share one StepBatch: only `forward` and `sampling.positions` change.
+    Steady decode steps share one StepBatch: only `forward`, `rules` and `sampling.positions` change.
     """
 
     decode_rows: list[int]  # the decode rows; [] for a plan with chunks
@@ -36,8 +36,8 @@ class StepBatch:
     logits_indices: Tensor  # [R] int64
     sampling: SamplingBatch
     sampling_rows: Tensor  # [R] int64
-    rules: RulesBatch | None
     forward: ForwardBatch = field(init=False)
+    rules: RulesBatch | None = None
 
 
 @dataclass(slots=True)
@@ -89,7 +89,10 @@ class Rows:
             )
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the joins and new blocks of a plan."""
+        """Apply the joins and new blocks of a plan, and advance the positions of its rows.
+
+        The mirror's positions follow here for a plan with chunks; else `decode_batch` advances them.
+        """
         for join in plan.joins:
             row, table, sampling = join.row, join.block_table, join.sampling
             self.block_tables[row, : len(table)] = table
@@ -102,6 +105,9 @@ class Rows:
                 self.rules[row] = self._join_rules(join, sampling.rules)
         for row, index, block in plan.new_blocks:
             self.block_tables[row, index] = block
+        self.positions[plan.decode_rows] += 1
+        for chunk in plan.chunks:
+            self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
         if self.mirror is None:
             return
         if plan.joins:
@@ -113,6 +119,9 @@ class Rows:
         if plan.new_blocks:
             new_rows, index, block = self._send(np.array(plan.new_blocks).T.copy())
             self.mirror.block_tables[new_rows, index] = block.int()
+        if plan.chunks:
+            moved = [*(chunk.row for chunk in plan.chunks), *plan.decode_rows]
+            self.mirror.positions[self._send(np.array(moved))] = self._send(self.positions[moved])
 
     def _join_rules(self, join: Join, rules: LogitRules) -> RowRules:
         try:
@@ -124,15 +133,12 @@ class Rows:
             return RowRules(rules, join, self.device)
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """Build the batch of any plan from the host arrays. Advances the positions of its rows."""
+        """Build the batch of a plan from the host arrays, after `apply`."""
         chunks, decode_rows = plan.chunks, plan.decode_rows
         if chunks or self.step is None or self.step.decode_rows != decode_rows:
             self.step = self._start_step(plan)
         step = self.step
         rows, num_chunks = step.rows, len(chunks)
-        for chunk in chunks:
-            self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
-        self.positions[rows[num_chunks:]] += 1
         context_lens = self.positions[rows]
         positions, token_rows = context_lens - 1, rows  # a decode computes its last position
         decoding = step.sampling_rows[len(step.sampling_rows) - len(decode_rows) :]
@@ -154,8 +160,7 @@ class Rows:
             logits_indices=step.logits_indices,
             num_decodes=len(decode_rows),
         )
-        if self.mirror is not None:
-            self.mirror.positions[self._send(rows)] = forward.context_lens
+        step.rules = self.with_rules(rows[step.samples].tolist()) if self.rules else None
         step.sampling.positions = forward.context_lens
         if chunks:
             step.sampling.positions = self._send(context_lens[step.samples])
@@ -164,7 +169,7 @@ class Rows:
     def decode_batch(self, rows: Tensor) -> tuple[ForwardBatch, SamplingBatch]:
         """Build a decode of `rows` [S] from the mirror alone, so that it can be captured.
 
-        Advances the positions of the rows on the device; `advance` does it on the host.
+        Advances the positions of the rows on the device.
         """
         mirror, size = self.mirror, rows.shape[0]
         assert mirror is not None
@@ -196,9 +201,13 @@ class Rows:
             mirror.params[:, rows], mirror.seeds[rows], mirror.positions[rows]
         )
 
-    def advance(self, decode_rows: list[int]) -> None:
-        """Advance the host's positions, as `decode_batch` advances the mirror's."""
-        self.positions[decode_rows] += 1
+    def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """Keep the tokens that were sampled for `rows` [R], which their next step computes.
+
+        Returns them with 0 in place of -1, which is an error; see models/sampler.py.
+        """
+        self.last_tokens[rows] = tokens = tokens.clamp(min=0)
+        return tokens
 
     def with_rules(self, rows: list[int]) -> RulesBatch | None:
         """The rules of `rows`, if any of them has rules."""
@@ -207,7 +216,9 @@ class Rows:
         if self.rules_batch is None or self.rules_batch[0] != rows:
             ruled = [(i, self.rules[row]) for i, row in enumerate(rows) if row in self.rules]
             self.rules_batch = rows, RulesBatch(ruled, self.rules_state)
-        return self.rules_batch[1]
+        batch = self.rules_batch[1]
+        batch.length = int(self.positions[batch.rows].max()) + 1
+        return batch
 
     def _forward_batch(
         self,
@@ -269,7 +280,6 @@ class Rows:
             query_start_loc=self._send(np.concatenate(([0], ends)).astype(np.int32)),
             logits_indices=self._send(ends[samples] - 1),
             sampling=sampling,
-            rules=self.with_rules(sampling_rows.tolist()),
         )
 
     def _send(self, x: Any) -> Tensor:

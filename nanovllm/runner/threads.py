@@ -5,11 +5,13 @@ process occupies, all others wait for it and spin: beside one busy process, two 
 are up to ten times slower than one.
 """
 
+import ctypes
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +29,10 @@ class ThreadLimit:
     def __init__(self) -> None:
         self.cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self.limit = self.most = quota(len(self.cores))
-        self.chosen = "OMP_NUM_THREADS" in os.environ or not Path("/proc/stat").is_file()
+        # For this thread alone. torch.set_num_threads also sets it for those that start later.
+        library = ctypes.CDLL(None) if Path("/proc/stat").is_file() else None
+        self.set_num_threads: Any = getattr(library, "omp_set_num_threads", None)
+        self.chosen = "OMP_NUM_THREADS" in os.environ or self.set_num_threads is None
         self.default = torch.get_num_threads()
         self.last = self.look()
 
@@ -56,11 +61,11 @@ class ThreadLimit:
         if self.limit >= before:
             yield
             return
-        torch.set_num_threads(self.limit)
+        self.set_num_threads(self.limit)
         try:
             yield
         finally:
-            torch.set_num_threads(before)
+            self.set_num_threads(before)
 
 
 def busy_ticks(stat: str, cores: list[int]) -> int:
