@@ -40,7 +40,7 @@ def check(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Check:
     def run(task: str, solution: Path) -> tuple[int, str]:
         monkeypatch.chdir(EXERCISES.parents[1])
         monkeypatch.setenv("SOLUTION", str(solution))
-        options = ["-x", "--noconftest", "-p", "no:cacheprovider"]
+        options = ["-x", "-n0", "--noconftest", "-p", "no:cacheprovider"]
         result = pytester.runpytest_inprocess(*options, str(EXERCISES / f"build_{task}.py"))
         return int(result.ret), result.stdout.str() + result.stderr.str()
 
