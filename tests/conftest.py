@@ -10,8 +10,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
 from nanovllm import LLM
 
 # Tiny products gain nothing from threads, and a busy machine makes them wait for one another.
@@ -55,6 +53,9 @@ def make_checkpoint(
     The weights are large enough for decisive logits. Every norm weight and bias is random: fresh
     ones are 1 and 0, which would hide a dropped term.
     """
+    # Tests that make no checkpoint do not wait for it.
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     make = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
     config_class, model_class = make[family]

@@ -178,7 +178,9 @@ def test_training_script_resumes(tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(train, "POOL", 48)
     monkeypatch.setattr(train, "BATCH_TOKENS", 1024)
-    config = train.model_config(build()).to_dict()
+    tokenizer = build()  # takes five seconds, and would be made three times
+    monkeypatch.setattr(train, "build", lambda: tokenizer)
+    config = train.model_config(tokenizer).to_dict()
     sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=2, num_hidden_layers=2)
     small = Qwen3Config(**(config | sizes | {"layer_types": None}))
     monkeypatch.setattr(train, "model_config", lambda tokenizer: small)
