@@ -10,23 +10,32 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
 from nanovllm import LLM
 
 # Tiny products gain nothing from threads, and a busy machine makes them wait for one another.
 torch.set_num_threads(1)
 
-# The CPU's kernels are compiled before the first test; otherwise small models run in plain torch.
-try:
-    from nanovllm.cpu.compile import compile_now
-except ImportError:
-    pass  # without Numba
-else:
+VOCAB = 199
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two processes run the whole suite. What the command line names runs in this process alone, so
+    does everything with a debugger, and where there is a GPU, whose memory one engine takes."""
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return 2 if whole and cores > 1 and not torch.cuda.is_available() else 0
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the CPU's kernels before the first test; otherwise small models run in plain torch."""
+    if session.config.getoption("numprocesses"):
+        return  # the two processes do it, one of them at a time
+    try:
+        from nanovllm.cpu.compile import compile_now
+    except ImportError:
+        return  # without Numba
     for dtype in (torch.float32, torch.bfloat16):
         compile_now(dtype)
-
-VOCAB = 199
 
 
 def make_checkpoint(
@@ -44,6 +53,9 @@ def make_checkpoint(
     The weights are large enough for decisive logits. Every norm weight and bias is random: fresh
     ones are 1 and 0, which would hide a dropped term.
     """
+    # Tests that make no checkpoint do not wait for it.
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     make = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
     config_class, model_class = make[family]

@@ -1,16 +1,19 @@
 """`python -m nanovllm.lessons build NAME`, and what its checks say about right and wrong solutions."""
 
-import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nanovllm.lessons import build_it
 
-TESTS = Path(__file__).parent
+pytest_plugins = ["pytester"]
+
+EXERCISES = Path(__file__).parent / "exercises"
 # (task, a piece of the solution, what replaces it, the check that fails first, part of its message)
 WRONG = [
     ("policy", "AGING * seq.arrival - (", "-(", "test_order_of_admission", "order of admission is [1, 0, 2], but it is [1, 2, 0]"),
@@ -24,41 +27,47 @@ WRONG = [
 ]  # fmt: skip
 
 
-def check(task: str, solution: Path) -> tuple[int, str]:
-    """Run the checks of a task as a learner does -> exit status, output.
+Check = Callable[[str, Path], tuple[int, str]]
 
-    They need nothing of conftest.py, which takes seconds.
+
+@pytest.fixture
+def check(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Run the checks of a task on a solution, in this process -> exit status, output.
+
+    They need nothing of conftest.py. pytester forgets the modules that they import.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "--noconftest", "-p", "no:cacheprovider"]
-    environment = os.environ | {"SOLUTION": str(solution), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(TESTS / f"build_{task}.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=TESTS.parent,
-        env=environment,
-    )
-    return done.returncode, done.stdout + done.stderr
+
+    def run(task: str, solution: Path) -> tuple[int, str]:
+        monkeypatch.chdir(EXERCISES.parents[1])
+        monkeypatch.setenv("SOLUTION", str(solution))
+        options = ["-x", "-n0", "--noconftest", "-p", "no:cacheprovider"]
+        result = pytester.runpytest_inprocess(*options, str(EXERCISES / f"build_{task}.py"))
+        return int(result.ret), result.stdout.str() + result.stderr.str()
+
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", build_it.TASKS)
-def test_the_solution_passes(task: str) -> None:
-    status, output = check(task, TESTS / "solutions" / f"{task}.py")
+def test_the_solution_passes(check: Check, task: str) -> None:
+    status, output = check(task, EXERCISES / "solutions" / f"{task}.py")
     assert status == 0, output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", build_it.TASKS)
 def test_the_stub_fails(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    check: Check,
+    task: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     build_it.write(task)
     stub = tmp_path / f"{task}.py"
     assert (
-        f"SOLUTION={stub} python -m pytest -x --tb=short tests/build_{task}.py"
+        f"SOLUTION={stub} python -m pytest -x --tb=short tests/exercises/build_{task}.py"
         in capsys.readouterr().out
     )
     status, output = check(task, stub)
@@ -71,20 +80,36 @@ def test_the_stub_fails(
     ("task", "old", "new", "name", "message"), WRONG, ids=[f"{w[0]}: {w[2]}" for w in WRONG]
 )
 def test_a_wrong_solution_fails(
-    task: str, old: str, new: str, name: str, message: str, tmp_path: Path
+    check: Check, task: str, old: str, new: str, name: str, message: str, tmp_path: Path
 ) -> None:
-    text = (TESTS / "solutions" / f"{task}.py").read_text()
+    text = (EXERCISES / "solutions" / f"{task}.py").read_text()
     assert text.count(old) == 1
     (tmp_path / "wrong.py").write_text(text.replace(old, new))
     status, output = check(task, tmp_path / "wrong.py")
     assert status == 1, output
     assert message in output
-    assert f"FAILED tests/build_{task}.py::{name}" in output
+    assert f"FAILED tests/exercises/build_{task}.py::{name}" in output
     assert not re.search(r"build_\w+\.py:\d", output)  # the message alone, without a traceback
 
 
 @pytest.mark.slow
-def test_a_missing_solution_is_named(tmp_path: Path) -> None:
+def test_the_printed_command_checks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a process of its own, with conftest.py, as a learner runs it."""
+    monkeypatch.chdir(tmp_path)
+    build_it.write("policy")
+    [line] = [x.strip() for x in capsys.readouterr().out.splitlines() if "SOLUTION=" in x]
+    command = line.replace(" python ", f" {shlex.quote(sys.executable)} ")
+    done = subprocess.run(
+        command, shell=True, cwd=EXERCISES.parents[1], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "is to be written; see the top of this file" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_missing_solution_is_named(check: Check, tmp_path: Path) -> None:
     status, output = check("policy", tmp_path / "none.py")
     assert status == 2
     assert f"There is no file {tmp_path / 'none.py'}. `python -m nanovllm.lessons build" in output

@@ -28,11 +28,12 @@ from nanovllm.lessons.oracle import (
 )
 from nanovllm.plan import StepPlan
 
-HISTORIES, SLOW = 20_000, pytest.mark.slow
+# Of 500 histories, 5 show the rarest fault of mutants.py, and 15 the next: of 4,000, dozens.
+HISTORIES, SLOW = 4000, pytest.mark.slow
 MACHINE = settings(max_examples=400, stateful_step_count=40, deadline=None)
 
 
-PARTS = [range(200), range(200, 5000), *(range(i, i + 5000) for i in range(5000, HISTORIES, 5000))]
+PARTS = [range(200), *(range(i, i + 950) for i in range(200, HISTORIES, 950))]
 
 
 @pytest.mark.parametrize("seeds", [PARTS[0], *(pytest.param(p, marks=SLOW) for p in PARTS[1:])])
@@ -48,7 +49,7 @@ def test_random_histories(seeds: range) -> None:
 
 @pytest.mark.slow
 def test_rows_build_what_the_plan_says() -> None:
-    """The runner's own batches beside the oracle's reading of the same plans, over 800 histories."""
+    """The runner's own batches beside the oracle's reading of the same plans, over 200 histories."""
     import numpy as np
     import torch
 
@@ -82,7 +83,7 @@ def test_rows_build_what_the_plan_says() -> None:
             self.before = list(self.last)
             return drawn
 
-    for seed in range(800):
+    for seed in range(200):
         history = History(seed)
         runner = Both(history.num_blocks, history.size, history.max_num_seqs)
         runner.before = [0] * history.max_num_seqs

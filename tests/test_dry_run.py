@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from conftest import make_checkpoint
 
-pytestmark = pytest.mark.slow  # five processes, two at a time
+# Five processes, two at a time. All tests look at what they found, so one worker runs them.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dry_run")]
 
 ROOT = Path(__file__).parent.parent
 SCENARIOS = {

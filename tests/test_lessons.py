@@ -1,5 +1,6 @@
 """What the lessons share, lesson 3, and the command."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -57,18 +58,24 @@ def test_lesson_3(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_command() -> None:
-    def run(*args: str) -> str:
-        line = [sys.executable, "-m", "nanovllm.lessons", *args]
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert not done.stderr
-        return done.stdout
-
-    shown = run("3")
-    assert shown.startswith("Lesson 3: blocks, block tables, slots.")
-    assert "python -m nanovllm.lessons 3 --answers ... ..." in shown
-    assert "block_table =" not in run("3", "--answers", "29", "2")
+def test_command(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    line = [sys.executable, "-m", "nanovllm.lessons", "3"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Lesson 3: blocks, block tables, slots.")
+    assert "python -m nanovllm.lessons 3 --answers ... ..." in done.stdout
+    assert "block_table =" in done.stdout
+    # The command sets the level of the log; pytest restores it.
+    caplog.set_level(logging.INFO, "nanovllm")
+    monkeypatch.setattr(sys, "argv", ["lessons", "3", "--answers", "29", "2"])
+    command.main()
+    compared = capsys.readouterr().out
+    assert "29 is right" in compared
+    assert "block_table =" not in compared
 
 
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:

@@ -1,5 +1,6 @@
 """The numbers are transformers' numbers: logits to 1e-4 and 64 greedy tokens, in float32."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,18 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return torch.randint(1, VOCAB, (length,), generator=generator).tolist()
 
 
-@torch.no_grad()
 def reference(
     model: torch.nn.Module, ids: list[int], new: int = 64
 ) -> tuple[list[int], torch.Tensor]:
     """transformers' greedy tokens, and the logits of every position of prompt and answer."""
+    return cached_reference(model, tuple(ids), new)
+
+
+@functools.cache
+@torch.no_grad()
+def cached_reference(
+    model: torch.nn.Module, ids: tuple[int, ...], new: int
+) -> tuple[list[int], torch.Tensor]:
     out = model.generate(
         torch.tensor([ids]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
     )

@@ -475,7 +475,9 @@ document.body.append(el("pre", { id: "probe" }, JSON.stringify({ seen, moves }))
 def browse(path: Path, fragment: str = "") -> str:
     """Load a page in headless Chromium and return its DOM. Fails if the console has an error."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--enable-logging=stderr", "--window-size=1280,900", f"file://{path}{fragment}"]
+    command += ["--enable-logging=stderr", "--window-size=1280,900"]
+    # A second browser with the same profile would hand its page to the first.
+    command += [f"--user-data-dir={path.parent / 'profile'}", f"file://{path}{fragment}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not errors, errors

@@ -31,5 +31,5 @@ def write(which: str | None) -> None:
             f"{target} exists and is not overwritten; rename it, or work in another directory"
         ) from None
     print(f"{target} is written. The text at its top is the task. To check your solution, run")
-    print(f"  SOLUTION={target} python -m pytest -x --tb=short tests/build_{which}.py")
+    print(f"  SOLUTION={target} python -m pytest -x --tb=short tests/exercises/build_{which}.py")
     print("in a clone of the repository. It stops at the first check that fails, and says why.")

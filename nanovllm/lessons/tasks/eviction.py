@@ -22,7 +22,7 @@ where the victim is chosen. Your class overrides it, and whatever else it needs 
 good, both would be edits of that file.
 
 How to check it, in a clone of the repository (-x stops at the first check that fails):
-  SOLUTION=eviction.py python -m pytest -x --tb=short tests/build_eviction.py
+  SOLUTION=eviction.py python -m pytest -x --tb=short tests/exercises/build_eviction.py
 
 Hints: self.evictable iterates over block indices, the least recently used first, and min() returns
 the first of equal ones. Block.identity is a new number each time a block is cached, and is never

@@ -22,7 +22,7 @@ added for good. The check below does the same for the time of one test: it gener
 SamplingParams(typical_p=...).
 
 How to check it, in a clone of the repository (-x stops at the first check that fails):
-  SOLUTION=filter.py python -m pytest -x --tb=short tests/build_filter.py
+  SOLUTION=filter.py python -m pytest -x --tb=short tests/exercises/build_filter.py
 
 Hints: 0 * log 0 is NaN in torch, and one NaN makes the entropy NaN; Tensor.nansum leaves NaN out.
 Work in the sorted order to find the distance of the last token that is kept, and compare all
