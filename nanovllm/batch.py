@@ -1,6 +1,6 @@
 """The seam between the runner and the model: one step as tensors.
 
-Attention, kernels and the sampler see these two values, but no plans and no sequences.
+Attention, kernels and the sampler see only these two objects, never a plan or a sequence.
 
 A batch is ragged: S sequences are side by side without padding, chunks first, then decodes.
 

@@ -54,12 +54,12 @@ class RowSampling:
 class Yield(Enum):
     """What a row returns when its last known token has been computed."""
 
-    TOKEN = 0  # the next token, which a later step computes
-    HIDDEN_STATE = 1  # of that token, after the last norm
+    TOKEN = 0  # the next token; a later step computes its KV
+    HIDDEN_STATE = 1  # the hidden state of the last known token, after the final norm
 
 
 class BlockMove(NamedTuple):
-    """A block whose content moves to another, as in a copy-on-write."""
+    """A block whose content is copied to another, as in a copy-on-write."""
 
     source: int
     target: int
@@ -96,11 +96,11 @@ class StepPlan:
     joins: list[Join] = field(default_factory=list)
     # (row, index in the block table, block) for rows that joined in an earlier step.
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    # Made before anything is computed, and every read precedes every write.
+    # The runner makes them before it computes anything, and reads all sources before it writes.
     block_moves: list[BlockMove] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    # Rows that compute the token that was sampled for them last. Only the runner may know it yet,
-    # because a sampled token need not return to the host before it is computed.
+    # Rows whose input is the token that they sampled last. The engine may not know it yet, because
+    # it can be computed before it reaches the host.
     decode_rows: list[int] = field(default_factory=list)
     num_tokens: int = 0  # computed by this step; at most the token budget
 
@@ -109,7 +109,7 @@ class StepPlan:
 class StepOutput:
     """What the rows of one step yielded."""
 
-    # Of the rows that yield one, in plan order: a list, because a step has hundreds.
+    # One for each row that yields a token, in plan order: a list, because there can be hundreds.
     token_ids: list[int]
     # Row -> [E]
     hidden_states: dict[int, list[float]] = field(default_factory=dict)

@@ -251,7 +251,7 @@ class Trace(Observer):
             event["dropped"] = dropped
         self._add(event)
 
-    def abandoned(self, error: BaseException) -> None:
+    def reverted(self, error: BaseException) -> None:
         self._in_flight.clear()
         self._add(self._changes() | Event(failed=describe(error)))
 

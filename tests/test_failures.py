@@ -14,7 +14,11 @@ from test_api import ctrl_c_interrupts, is_idle  # noqa: F401 (a fixture)
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.detokenizer import Detokenizer
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.output_processor import Request
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.lessons.oracle import OracleRunner, make_samples
 from nanovllm.models.logit_rules import RowRules, RulesState
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -223,3 +227,54 @@ def test_min_tokens_beyond_any_length(path: Path) -> None:
     params = SamplingParams(temperature=0, min_tokens=2**63, max_tokens=None, stop_token_ids=[3])
     out = llm.generate([1, 2], params, use_tqdm=False)[0].outputs[0]
     assert (len(out.token_ids), out.finish_reason) == (10, "length")
+
+
+# ---- a failure between two changes ----
+
+
+def test_a_commit_that_fails_revives_no_finished_sequence() -> None:
+    """The runner returns too few tokens, after the first of them has ended its sequence."""
+    blocks = BlockManager(20, 4)
+    scheduler, runner = Scheduler(blocks, 4, 100), OracleRunner(20, 4, 4)
+    first, second = (make_samples([i, 1, 2], 3 + i, arrival=i)[0] for i in (1, 2))
+    scheduler.add(first)
+    scheduler.add(second)
+    step = scheduler.schedule()
+    with pytest.raises(ValueError, match="shorter"):
+        scheduler.commit(step, runner.run(step.plan)[:1])
+    scheduler.revert_in_flight()
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        scheduler.commit(step, runner.run(step.plan))
+    assert (len(first.output_ids), len(second.output_ids)) == (1, 2)
+    assert blocks.num_available == 20
+
+
+def test_results_of_an_aborted_request_are_not_those_of_its_successor(path: Path) -> None:
+    """A new request has its id, while the step of the old one is in flight."""
+    llm = random_llm(path, async_scheduling=True)
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1)
+    want = llm.generate([7, 8], params, use_tqdm=False)[0].prompt_logprobs
+    engine = llm.engine
+    engine.add_request([1, 2, 3, 4, 5, 6], params, request_id="a")
+    engine.step()
+    engine.abort_request("a")
+    engine.add_request([7, 8], params, request_id="a")
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [len(o.prompt_logprobs) for o in outputs] == [2]
+    assert list(outputs[0].prompt_logprobs[1]) == list(want[1])
+
+
+def test_a_policy_that_raises_queues_nothing(path: Path) -> None:
+    llm = random_llm(path)
+
+    def fails(seq: Sequence, blocks: BlockManager) -> int:
+        raise ZeroDivisionError
+
+    key, llm.engine.scheduler.policy_key = llm.engine.scheduler.policy_key, fails
+    with pytest.raises(ZeroDivisionError):
+        llm.engine.add_request([1, 2], GREEDY)
+    llm.engine.scheduler.policy_key = key
+    assert is_idle(llm.engine)

@@ -277,7 +277,7 @@ def test_an_interrupted_plan_is_reverted(fails_at: int) -> None:
     engine.blocks.append_block = failing
     with pytest.raises(KeyboardInterrupt):
         engine.run()
-    engine.scheduler.abandon()
+    engine.scheduler.revert_in_flight()
     engine.run()
     assert all(right(s) for s in seqs)
 

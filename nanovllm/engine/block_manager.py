@@ -173,11 +173,11 @@ class BlockManager:
         seq.num_computed = len(matched) * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """Share with `child` the blocks of `parent` up to and including token `num_computed`.
+        """Share with `child` the blocks of the first `num_computed` tokens of `parent`.
 
-        The last of these blocks is copied by the first of the two that writes into it.
+        The last of these blocks is copied by whichever of the two writes to it first.
         """
-        child.block_table = parent.block_table[: num_computed // self.block_size + 1]
+        child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
         for index in child.block_table:
             self.blocks[index].ref_count += 1
         child.num_computed = num_computed
@@ -207,7 +207,7 @@ class BlockManager:
         return copy
 
     def num_evictable(self, matched: list[Block]) -> int:
-        """The number of these blocks that have no owner: sharing makes them unavailable."""
+        """How many of these blocks have no owner, and so stop being available when shared."""
         return sum(block.ref_count == 0 for block in matched)
 
     def append_block(self, seq: Sequence) -> int:

@@ -8,7 +8,7 @@ It owns the input processor, the scheduler and the output processor, and is give
 folder imports no torch.
 
 Several threads may use an engine. One of them at a time runs a step, which serves the requests of
-all; the others wait for its end. No lock is held while the runner works, so that requests can be
+all; the others wait for its end. `lock` is not held while the runner works, so that requests can be
 added and aborted during a step.
 """
 
@@ -90,7 +90,7 @@ class LLMEngine:
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, stream: bool = False
     ) -> Request:
-        """Queue a request whose caller reads its `output`, or `read_stream` while it runs."""
+        """Queue a request whose caller reads `output` at its end, or `read_stream` while it runs."""
         return self._add(prompt, sampling_params, held=True, stream=stream)
 
     def _add(
@@ -123,9 +123,8 @@ class LLMEngine:
                     "gpu_memory_utilization)"
                 )
             self.num_requests += 1
-            request = self.outputs.add(seqs, text, params, held, stream)
             self.scheduler.add(seqs[0])
-            return request
+            return self.outputs.add(seqs, text, params, held, stream)
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End a request, or several, in any state and free the blocks. Unknown ids are ignored."""
@@ -136,11 +135,11 @@ class LLMEngine:
         self.abort(list(self.outputs.requests.values()))
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End those of the requests that have not ended, even if others have their ids by now.
+        """End the given requests that are unfinished. A newer request with the same id is not affected.
 
         The garbage collector calls this for an abandoned stream, in the middle of any code. It
-        therefore never waits: while the engine is being changed, the requests are only noted. They
-        then end with the present step or before the next one.
+        therefore never waits: while another call holds the lock, it only records the requests. They
+        then end with the current step or before the next one.
         """
         self._to_abort.extend(requests)
         self._abort_noted()
@@ -168,7 +167,7 @@ class LLMEngine:
     # ---- the loop ----
 
     def run(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """Run steps until these requests have ended. Yields after each step, with those it ran."""
+        """Run steps until the requests have ended. Yields those that were unfinished, after each."""
         while requests:
             self.run_step()
             yield requests
@@ -185,7 +184,7 @@ class LLMEngine:
         """Plan and launch one step, and commit the steps whose results are due.
 
         If another thread is running a step, this only waits for its end. If a step fails, the
-        sequences of the steps in flight return to the waiting queue and the error is raised. The
+        running sequences return to the waiting queue and the error is raised. The
         engine remains usable. Ctrl-C is raised when the step is complete; a second one at once.
         """
         with self._claim_step() as interrupt:
@@ -205,7 +204,7 @@ class LLMEngine:
 
     @contextmanager
     def _claim_step(self) -> Iterator[DeferredInterrupt | None]:
-        """Make this the thread that runs a step. Yields None if another has run one meanwhile."""
+        """Make this the thread that runs a step. If another runs one, wait for it and yield None."""
         if self._stepping == threading.get_ident():
             raise RuntimeError(
                 "a logits processor cannot run the engine that calls it; use another LLM"
@@ -222,9 +221,9 @@ class LLMEngine:
                 yield interrupt
             except BaseException as error:
                 with self.lock:
-                    self.scheduler.abandon()
+                    self.scheduler.revert_in_flight()
                     self.outputs.collect_finished(self.outputs.sequences())
-                    self.observer.abandoned(error)
+                    self.observer.reverted(error)
                 raise
             finally:
                 self._stepping = None

@@ -16,7 +16,7 @@ class Observer:
     def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None:
         """A step is committed; `progressed` are the sequences that got a result."""
 
-    def abandoned(self, error: BaseException) -> None:
+    def reverted(self, error: BaseException) -> None:
         """A step failed, and all steps in flight are reverted."""
 
 

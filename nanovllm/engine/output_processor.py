@@ -205,7 +205,7 @@ class OutputProcessor:
         if output.errors or output.logprobs or output.prompt_logprobs:
             sequences = step.sequences()
             for row, error in output.errors.items():  # it got no token, which ended it
-                if (request := self.requests.get(sequences[row].request_id)) is not None:
+                if (request := self._request_of(sequences[row])) is not None:
                     self._note_error(request, error)
             self._add_logprobs(step, output, sequences, failed)
         ended: list[tuple[Sequence, str, str | None]] = []
@@ -214,6 +214,11 @@ class OutputProcessor:
                 if (stop := self._detokenize(seq)) is not None:
                     ended.append((seq, "stop", stop))
         return ended + [(sample.seq, "error", None) for r in failed for sample in r.samples]
+
+    def _request_of(self, seq: Sequence) -> Request | None:
+        """The request of a sequence, unless it has ended. Another may have its id by now."""
+        request = self.requests.get(seq.request_id)
+        return request if request and request.samples[seq.index].seq is seq else None
 
     @contextmanager
     def _contain_errors(self, request: Request, failed: list[Request]) -> Iterator[None]:
@@ -286,7 +291,7 @@ class OutputProcessor:
                     sample.logprobs.append(request.decode_logprobs(logprobs, seq, position))
         for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True):
             targets = output.prompt_logprobs.get(chunk.row, [])
-            owner = self.requests.get(seq.request_id)
+            owner = self._request_of(seq)
             if targets and owner is not None:
                 with self._contain_errors(owner, failed):
                     for position, entry in enumerate(targets, chunk.start + 1):

@@ -3,9 +3,9 @@
 It owns the waiting and running queues, the rows and the steps in flight, and changes sequences and,
 through its BlockManager, their blocks. It has no clock: the same calls give the same decisions.
 
-As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans for each
-running sequence, oldest first, and then for each waiting one its uncomputed tokens, as many as the
-token budget allows. This rule covers iteration-level batching (Orca, OSDI 2022), chunked prompts
+As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
+uncomputed tokens as the token budget allows: first those of running sequences, oldest first, then
+those of waiting ones. This rule covers iteration-level batching (Orca, OSDI 2022), chunked prompts
 (Sarathi-Serve, arXiv:2403.02310), prefix hits and resumption after preemption.
 
     add -> WAITING --admit--> RUNNING --commit: stop or length--> FINISHED
@@ -29,7 +29,7 @@ WHY_WAITING = {
     "preempted": "a step that preempts admits nothing",
     "seqs": "max_num_seqs sequences run",
     "in flight": "a token of the first is in flight",
-    "blocks": "there are too few blocks for the first, with one left for each running sequence",
+    "blocks": "the first needs more blocks than remain after reserving one for each running sequence",
 }
 
 
@@ -65,13 +65,13 @@ class Scheduler:
         self.policy_key = POLICIES[policy]
         # Sorted: (not at the head, key, arrival, sample index, sequence); see _enqueue.
         self.waiting: list[tuple[bool, int, int, int, Sequence]] = []
-        self.why_waiting = ""  # a key of WHY_WAITING after a plan that admitted not all
+        self.why_waiting = ""  # a key of WHY_WAITING if the last plan left sequences waiting
         self.running: list[Sequence] = []  # in order of admission
         self.in_flight: deque[InFlightStep] = deque()
         self.preemptions = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0  # of admitted sequences
-        self.cached_tokens = 0  # those of them that were taken from the prefix cache
+        self.cached_tokens = 0  # those of them that were shared and not computed
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def has_work(self) -> bool:
@@ -88,7 +88,7 @@ class Scheduler:
         insort(self.waiting, (not at_head, key, seq.arrival, seq.index, seq))
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """Run `child`, whose first `num_computed` tokens are the parent's and computed.
+        """Run `child`, which shares its first `num_computed` tokens, all computed, with `parent`.
 
         It shares the parent's blocks if there is a row and room for it, and nothing waits at the
         head of the queue. If not, it waits there without blocks, as a preempted sequence does.
@@ -108,7 +108,7 @@ class Scheduler:
         """Plan one step. None if nothing can be computed before the steps in flight are committed.
 
         num_computed and num_tokens of a sequence grow here and not at commit, so that the next step
-        can be planned while this one runs. `abandon` reverts this.
+        can be planned while this one runs. `revert_in_flight` reverts this.
         """
         step = InFlightStep(plan := StepPlan())
         decoding: list[Sequence] = []
@@ -136,7 +136,7 @@ class Scheduler:
                 if seq.num_computed % block_size == 0:
                     self.blocks.cache_full_blocks(seq)
 
-        # 2. Waiting sequences, until one has to wait longer.
+        # 2. Waiting sequences, until one cannot be admitted.
         self.why_waiting = ""
         while self.waiting and not self.why_waiting:
             seq = self.waiting[0][-1]
@@ -155,7 +155,7 @@ class Scheduler:
     def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
         """Plan the known tokens of a running sequence, at most `budget`. Returns how many."""
         tokens = min(seq.num_tokens - seq.num_computed, budget)
-        # Without tokens its result is in flight, or it waits for a token that is chosen elsewhere.
+        # None are left if its result is in flight or its next token has not been chosen yet.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
         plan, start, end = step.plan, seq.num_computed, seq.num_computed + tokens
@@ -196,7 +196,7 @@ class Scheduler:
         return new
 
     def _make_room(self, seq: Sequence, tokens: int) -> bool:
-        """Preempt sequences, in the end `seq` itself, until its next `tokens` have blocks.
+        """Preempt sequences, `seq` itself last, until there are blocks for its next `tokens`.
 
         Returns whether `seq` still runs.
         """
@@ -226,7 +226,7 @@ class Scheduler:
     def _has_room(self, seq: Sequence, matched: list[Block]) -> bool:
         """Whether there are blocks for all tokens of `seq` and the reserve.
 
-        A sequence that runs alone needs no reserve. One that could never run is refused before.
+        A sequence that runs alone needs no reserve: `add_request` has refused what could never run.
         """
         blocks = self.blocks
         need = blocks.num_needed(seq, seq.num_tokens) - len(matched)
@@ -279,7 +279,8 @@ class Scheduler:
         """Append the tokens of the oldest step in flight. Returns the sequences that got a result.
 
         `token_ids` has one for each chunk that yields a token and each decode row, in plan order.
-        What yields something else is not changed: its user chooses a token or finishes it.
+        A sequence that yields something else is not changed; the caller must append a token to it
+        or finish it.
         """
         assert step is self.in_flight[0], (
             "steps are committed in the order in which they were planned"
@@ -297,9 +298,8 @@ class Scheduler:
             ids = seq.token_ids
             progressed.append(seq)
             if seq.forks:
-                for (
-                    fork
-                ) in seq.forks:  # each samples its own first token from the last of the prompt
+                # Each samples its own first token, from the last of the prompt.
+                for fork in seq.forks:
                     self.fork(seq, fork, seq.num_prompt - 1)
                 seq.forks = []
             if token < 0:  # there was none to sample; see models/sampler.py
@@ -321,14 +321,16 @@ class Scheduler:
             self.running = [s for s in self.running if s.status is Status.RUNNING]
         return progressed
 
-    def abandon(self) -> None:
+    def revert_in_flight(self) -> None:
         """Revert all steps in flight after a failure.
 
-        Their sequences return to the waiting queue with their known tokens. Blocks that these steps
+        All running sequences return to the waiting queue with their known tokens. Blocks that these steps
         cached may hold anything and may be shared, so the whole prefix cache is reset.
         """
         self.in_flight.clear()
-        # A plan may have been interrupted before it was complete, so every sequence is affected.
+        # A plan or a commit may have been interrupted, so every sequence is affected, and some that
+        # have finished may still be listed.
+        self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
         for seq in reversed(list(self.running)):
             self._preempt(seq)
         for *_, seq in self.waiting:

@@ -45,21 +45,23 @@ class Sequence:
     status: Status = Status.NEW
     num_tokens: int = 0  # known tokens and placeholder tokens
     num_computed: int = 0  # tokens whose KV is in the cache after every plan made so far has run
-    decoding: bool = False  # the one token left to compute is the last that its row sampled
+    decoding: bool = False  # whether its only uncomputed token is the one that its row sampled last
     row: int = -1
     joined: bool = False  # whether a plan has told the runner about its row
     preemptions: int = 0
-    num_cached: int = 0  # prompt tokens from the prefix cache or its parent at first admission
+    num_cached: int = 0  # prompt tokens that it did not compute when it was first admitted
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the token id or string that ended it, if one did
 
     # Maintained by the block manager.
     block_table: list[int] = field(default_factory=list)
-    # Its next token may go into a block that is shared or cached.
+    # Its next token may be written to a block that is shared or cached.
     needs_copy_on_write: bool = False
     block_hashes: list[int] = field(default_factory=list)  # one per full block, chained
-    num_cached_blocks: int = 0  # full blocks whose content is cached, perhaps in another's block
-    parent_block: int = 0  # identity of the last of these, the parent of the next
+    num_cached_blocks: int = (
+        0  # full blocks whose content is cached, possibly in another sequence's
+    )
+    parent_block: int = 0  # identity of the last cached block, the parent of the next
 
     @property
     def num_output(self) -> int:

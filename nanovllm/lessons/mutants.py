@@ -74,7 +74,7 @@ MUTANTS = {
     ),
     "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
     "an abandoned step's blocks stay cached": Mutant(
-        SCHEDULER, "abandon", "A.reset_prefix_cache()", "pass"
+        SCHEDULER, "revert_in_flight", "A.reset_prefix_cache()", "pass"
     ),
     "max_length is passed by one": Mutant(
         SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"

@@ -240,8 +240,8 @@ class History:
             for c in plan.chunks:
                 self.spoil(self.runner.slot(c.row, c.start + i) for i in range(len(c.token_ids)))
         self.pending.clear()
-        self.scheduler.abandon()
-        self.observer.abandoned(RuntimeError("a step failed on purpose"))
+        self.scheduler.revert_in_flight()
+        self.observer.reverted(RuntimeError("a step failed on purpose"))
 
     def spoil(self, slots: Iterable[int]) -> None:
         for slot in slots:

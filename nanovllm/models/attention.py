@@ -23,7 +23,7 @@ class Gathered(NamedTuple):
     tokens: slice  # Q of the step's tokens
     rows: Tensor  # where the blocks of its context are, see `read_blocks`
     context_len: int
-    num_keys: int  # L, the context and padding that no query attends to
+    num_keys: int  # L: the context, plus padding to which no query attends
     mask: Tensor | None  # [Q, L] bool, true where a query attends to a key; None: all, or is_causal
     is_causal: bool  # query i attends to the keys 0 to i
 

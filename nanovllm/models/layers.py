@@ -55,7 +55,7 @@ class Linear:
     ) -> None:
         """parts: the name of each projection in a checkpoint -> its number of outputs.
 
-        tied: the weight of another module, which is used in place of an own one.
+        tied: the weight of another module, used instead of a weight of its own.
         """
         outputs = sum(parts.values())
         self.parts, self.backend = parts, backend

@@ -31,7 +31,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def draw(logits: Tensor, u: Tensor) -> Tensor:
     """The token [R] at which the cumulative probability of logits [R, V] exceeds u [R]."""
     probs = logits.softmax(dim=-1, dtype=torch.float64)
-    # On a GPU the sum may change in the last place at a probability of 0, so its rise is no proof.
+    # On a GPU, rounding can raise the sum at a token of probability 0, which must not be drawn.
     cumulative = probs.cumsum(dim=-1).masked_fill(probs == 0, 0)
     exceeds = cumulative > u[:, None] * cumulative.amax(dim=-1, keepdim=True)
     return exceeds.byte().argmax(dim=-1)  # the first
@@ -62,7 +62,7 @@ def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751): most likely tokens up to p.
+    """Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751): the most likely tokens that reach p.
 
     Keeps the fewest tokens that reach p and all as likely as the last of them; p = 1 keeps all.
     """

@@ -33,13 +33,13 @@ class ModelRunner:
         mirror: Mirror | None,
         limits: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """`limits` is entered for each step. With a mirror, decode steps are built from it."""
+        """`limits` is entered for each step. If there is a mirror, decodes are built from it."""
         self.model, self.backend = model, backend
         self.rows, self.mirror = rows, mirror
         self.device, self.dtype = rows.device, model.embed_tokens.dtype
         self.is_async = self.device.type == "cuda"  # the device works while the host plans
         self.limits, self.guard = limits, backend.guard()
-        self.compiled_model: Any = model  # or what computes the same in fewer calls
+        self.compiled_model: Any = model  # or an object that computes the same in fewer calls
         self.graphs: Any = None  # of decode steps, if they are captured
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:

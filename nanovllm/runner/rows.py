@@ -1,7 +1,7 @@
 """Rows: what the runner knows about each running sequence, and the batches that are built from it.
 
-Every running sequence has a row (vLLM: `InputBatch`). Host arrays are the source of truth for all
-but the last tokens. On a GPU, runner/mirror.py has the same arrays and builds the decode steps.
+Every running sequence has a row (vLLM: `InputBatch`). Host arrays are the source of truth for
+everything except the last sampled tokens. On a GPU, runner/mirror.py has the same arrays and builds the decode steps.
 
     rows   [ 4 | 0 | 7 | N ]   a decode of 3 rows, padded to the captured size of 4
              |   |   |   `--- row N is padding: its block table is the null block, its position 0
@@ -87,7 +87,7 @@ class Rows:
             if rules.has_penalties:
                 self.rules_state.join(join.row, join.prompt, join.output)
             return RowRules(rules, join, self.device)
-        except Exception as error:  # It ends the request when it is to sample, and no other.
+        except Exception as error:  # It ends this request, and no other, when it is to sample.
             rules = LogitRules(logits_processors=(raising(error),))
             return RowRules(rules, join, self.device)
 
