@@ -33,8 +33,7 @@ from nanovllm.benchmarks.baselines import BASELINES, vllm_version
 from nanovllm.benchmarks.machine import cpu_seconds, describe_load, other_load
 from nanovllm.benchmarks.throughput import throughput
 from nanovllm.benchmarks.workloads import SHAPES, WORKLOADS
-from nanovllm.config import DTYPES
-from nanovllm.models.checkpoint import EMBEDDED
+from nanovllm.config import DTYPES, EMBEDDED
 
 MODES = ("host_only", "startup", "memory", "kernels", "gpu_report")
 
@@ -103,6 +102,8 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError for what cannot work, before anything long runs."""
     if args.model and args.shape:
         raise ValueError(f"--model {args.model} and --shape {args.shape}: give one of them")
+    if "model" in dict(args.set):
+        raise ValueError("--set model=...: give --model instead")
     for name in ("input", "output"):
         low, high = getattr(args, name) or (1, 1)
         if low > high:

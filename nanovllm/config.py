@@ -7,13 +7,15 @@ import difflib
 import functools
 import logging
 import math
+import os
 import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
+EMBEDDED = "qwen3-nano"  # the model that ships with the package
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 logger = logging.getLogger("nanovllm")
@@ -77,35 +79,12 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     return f"unknown {kind} {name!r}; {hint}"
 
 
-class EngineOptions(TypedDict, total=False):
-    """The options of `LLM(model, **options)` for type checkers. EngineConfig documents them."""
-
-    device: str
-    dtype: str
-    seed: int
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
-    kv_cache_memory_bytes: int | None
-    kvcache_block_size: int
-    num_kvcache_blocks: int | None
-    enable_prefix_caching: bool
-    enforce_eager: bool
-    async_scheduling: bool | None
-    scheduling_policy: str
-    attention_backend: str
-    tensor_parallel_size: int
-    load_format: str
-    tokenizer: str | None
-    revision: str | None
-    skip_tokenizer_init: bool
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """The engine's options. Raises TypeError for a wrong type and ValueError for a wrong value."""
 
+    model: str | os.PathLike[str] = EMBEDDED  # a directory, a hub id or "qwen3-nano"
+    _: KW_ONLY
     device: str = "auto"  # "auto": "cuda" if torch finds a GPU, else "cpu"
     # "auto": on a GPU the checkpoint's; on a CPU bfloat16 if that is fast, else float32.
     dtype: str = "auto"
@@ -131,10 +110,18 @@ class EngineConfig:
     skip_tokenizer_init: bool = False  # work with token ids only
 
     @classmethod
-    def from_options(cls, options: EngineOptions) -> EngineConfig:
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
         """Check the names of the options. Those of vLLM that change nothing here are ignored."""
         own: dict[str, Any] = {}
         known = [f.name for f in dataclasses.fields(cls)]
+        options = dict(options)
+        if (size := options.pop("block_size", None)) is not None:  # vLLM's name
+            given = options.setdefault("kvcache_block_size", size)
+            if given is not size and given != size:
+                raise ValueError(
+                    f"block_size={size!r} and kvcache_block_size={given!r} are two names of one "
+                    "option; give one of them"
+                )
         for name, value in options.items():
             if name in known:
                 own[name] = value

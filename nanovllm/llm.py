@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from tqdm import tqdm
 
 from nanovllm.chat import Message, as_conversations, render
-from nanovllm.config import EngineConfig, EngineOptions, check_scalar
-from nanovllm.engine.input_processor import InputProcessor, Prompt, is_token_id, plain_ids
+from nanovllm.config import EMBEDDED, EngineConfig, check_scalar
+from nanovllm.engine.input_processor import Prompt, pair_up
 from nanovllm.engine.interrupt import defer_interrupt
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.output_processor import Request
-from nanovllm.models.checkpoint import EMBEDDED, GenerationDefaults, config_file, find_checkpoint
-from nanovllm.models.config import ModelConfig, read_json
+from nanovllm.loading import make_engine, show_log
 from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import CallArguments, check_call, missing
 
@@ -30,31 +24,34 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 MISSING: Any = None  # the default of `prompts`, so that `prompt_token_ids` alone is explained
-logger = logging.getLogger("nanovllm")
-# Held while an engine loads its tokenizer: transformers imports its modules when they are used, and
-# an import that another thread has begun fails there with ImportError.
-START_LOCK = threading.Lock()
+P = ParamSpec("P")
 
 
-def _with_fields(init: Callable[..., None], options: type) -> inspect.Signature:
-    """Return the signature of `init` with the fields of `options` as its keyword arguments."""
-    own = [p for p in inspect.signature(init).parameters.values() if p.kind != p.VAR_KEYWORD]
-    fields = inspect.signature(options).parameters.values()
-    return inspect.Signature([*own, *(p.replace(kind=p.KEYWORD_ONLY) for p in fields)])
+def with_parameters_of(
+    source: Callable[P, object],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Show `__init__` with the parameters of `source`: to type checkers, inspect and help()."""
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        own, *_ = inspect.signature(init).parameters.values()
+        shown = inspect.Signature([own, *inspect.signature(source).parameters.values()])
+        init.__signature__ = shown  # type: ignore[attr-defined]
+        return init
+
+    return decorate
 
 
 class LLM:
-    def __init__(self, model: str = EMBEDDED, **options: Unpack[EngineOptions]) -> None:
+    @with_parameters_of(EngineConfig)
+    def __init__(self, model: str = EMBEDDED, **options: Any) -> None:
         """Load `model`: a directory, a hub id, or "qwen3-nano", which ships with the package.
 
         The options are EngineConfig's fields. Raises ValueError for a model or a value that cannot
         work, TypeError for an option that does not exist.
         """
         show_log()
-        self.engine = self.llm_engine = make_engine(model, EngineConfig.from_options(options))
-
-    # For help() and inspect.signature: EngineConfig's fields in place of `**options`.
-    __init__.__signature__ = _with_fields(__init__, EngineConfig)  # type: ignore[attr-defined]
+        config = EngineConfig.from_options({"model": model, **options})
+        self.engine = self.llm_engine = make_engine(config)
 
     # Hidden from type checkers, which would take every attribute to exist.
     if not TYPE_CHECKING:
@@ -229,122 +226,3 @@ def raise_error(requests: list[Request]) -> None:
     for request in requests:
         if request.error is not None:
             raise request.error
-
-
-def make_engine(model: str, config: EngineConfig) -> LLMEngine:
-    """Load a checkpoint and build its engine."""
-    directory = find_checkpoint(model, config.revision, weights=config.load_format != "dummy")
-    model_config = ModelConfig.from_file(config_file(directory))
-    longest, window = model_config.max_position_embeddings, model_config.sliding_window
-    max_model_len = config.max_model_len or longest
-    if max_model_len > longest:
-        raise ValueError(
-            f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "
-            f"at most {longest}"
-        )
-    tokenizer = None
-    if not config.skip_tokenizer_init:
-        home = directory
-        if config.tokenizer is not None:
-            home = find_checkpoint(config.tokenizer, weights=False)
-        with START_LOCK:
-            tokenizer = load_tokenizer(home)
-    if window is not None and max_model_len > window:
-        raise ValueError(
-            f"{directory.name} attends over a sliding window of {window} tokens, which is not "
-            f"supported; set max_model_len={window} or less to run it within one window"
-        )
-    defaults = GenerationDefaults.from_directory(directory)
-    eos_token_ids = defaults.eos_token_ids
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos_token_ids |= {tokenizer.eos_token_id}
-    runner = ModelRunner(config, model_config, directory, max_model_len)
-    num_tokens = runner.num_blocks * config.kvcache_block_size
-    size = (runner.num_blocks + 1) * runner.block_bytes(config.kvcache_block_size)
-    logger.info(
-        f"{directory.name} on {runner.device} in {str(runner.dtype).removeprefix('torch.')}: "
-        f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
-        f"{num_tokens:,} tokens ({size / 2**20:,.0f} MiB)"
-    )
-    inputs = InputProcessor(
-        tokenizer,
-        model_config.vocab_size,
-        max_model_len,
-        eos_token_ids,
-        defaults.sampling,
-        config.seed,
-    )
-    return LLMEngine(config, runner, inputs)
-
-
-FAST_TOKENIZER = "PreTrainedTokenizerFast"
-
-
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
-    if not any((directory / name).is_file() for name in names):
-        raise ValueError(
-            f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
-            "skip_tokenizer_init=True to work with token ids"
-        )
-    try:
-        config = directory / "tokenizer_config.json"
-        if config.is_file() and read_json(config).get("tokenizer_class") == FAST_TOKENIZER:
-            # What AutoTokenizer would choose, which imports transformers' models first: 0.4 s.
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(directory)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise many
-        for path in sorted(directory.glob("*.json")):
-            read_json(path)  # raises ValueError with the name of a broken file
-        raise ValueError(
-            f"tokenizer.json or tokenizer_config.json in {directory} cannot be used "
-            f"({type(error).__name__}: {error}); fetch them again, or name another tokenizer with "
-            "tokenizer=..."
-        ) from error
-
-
-def show_log() -> None:
-    """Print this package's log to stderr, unless the program configures logging itself."""
-    with START_LOCK:
-        if logger.handlers or logger.level != logging.NOTSET:
-            return
-        handler = logging.StreamHandler()
-        handler.addFilter(lambda record: not logging.getLogger().handlers)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-
-
-def pair_up(
-    prompts: Prompt | Sequence[Prompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-) -> tuple[list[Prompt], list[SamplingParams | None]]:
-    """Return as many parameters as prompts; a single SamplingParams is repeated."""
-    items = as_list(prompts)
-    if isinstance(sampling_params, list | tuple):
-        params: list[SamplingParams | None] = list(sampling_params)
-    else:
-        params = [cast("SamplingParams | None", sampling_params)] * len(items)
-    if len(params) != len(items):
-        raise ValueError(
-            f"{len(items)} prompts but {len(params)} sampling_params; give one, or one for each"
-        )
-    return items, params
-
-
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts. Token ids are one prompt, or one for each row."""
-    items = plain_ids(prompts)
-    if isinstance(items, str | Mapping):
-        return [items]
-    if not isinstance(items, list | tuple):
-        raise TypeError(
-            f"prompts must be a string, token ids, a dict, or a list of these, not {prompts!r}"
-        )
-    # An empty array is an empty prompt, but an empty list has no prompts.
-    if (items or items is not prompts) and all(map(is_token_id, items)):
-        return [list(items)]
-    return list(items)

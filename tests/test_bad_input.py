@@ -20,10 +20,10 @@ from conftest import VOCAB, make_checkpoint, random_llm
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import VLLM_OPTIONS, EngineConfig, EngineOptions
+from nanovllm.config import VLLM_OPTIONS, EngineConfig
 from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
-from nanovllm.runner import model_runner
+from nanovllm.runner import memory, start
 
 NAN, INF = float("nan"), float("inf")
 
@@ -278,7 +278,10 @@ def test_largest_request_that_fits(llm: LLM) -> None:
 
 OPTIONS = [
     ({"max_num_seq": 4}, TypeError, "'max_num_seqs'"),
-    ({"block_size": 4}, TypeError, "kvcache_block_size"),
+    ({"blocksize": 4}, TypeError, "kvcache_block_size"),
+    ({"block_size": 4.0}, TypeError, "kvcache_block_size must be an int, not 4.0"),
+    ({"block_size": 4, "kvcache_block_size": 16}, ValueError, "=16 are two names of one option"),
+    ({"kvcache_block_size": 16, "block_size": 4}, ValueError, "block_size=4 and kvcache_block_s"),
     ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
     ({"max_num_seqs": 2.0}, TypeError, "max_num_seqs"),
     ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens"),
@@ -314,7 +317,7 @@ OPTIONS = [
     ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported: .*never"),
     ({"quantization": "awq"}, ValueError, "not quantized"),
     ({"tensor_parallel_sise": 1}, TypeError, "did you mean 'tensor_parallel_size'"),
-    ({"mamba_cache_dtype": "auto"}, TypeError, "unknown option .*; known: device, dtype"),
+    ({"mamba_cache_dtype": "auto"}, TypeError, "unknown option .*; known: model, device, dtype"),
 ]
 
 
@@ -335,7 +338,15 @@ def test_options_of_vllm_that_change_nothing(path: Path, caplog: pytest.LogCaptu
             if reason:
                 with pytest.raises(ValueError, match=re.escape(f"{name}='other' is not")):
                     EngineConfig.from_options({name: "other"})
-    assert not VLLM_OPTIONS.keys() & EngineOptions.__annotations__.keys()
+    assert not VLLM_OPTIONS.keys() & EngineConfig.__dataclass_fields__.keys()
+
+
+def test_block_size_is_another_name() -> None:
+    for options in ({"block_size": 4}, {"block_size": 4, "kvcache_block_size": 4}):
+        assert EngineConfig.from_options(options) == EngineConfig(kvcache_block_size=4)
+    options = {"kvcache_block_size": 4, "block_size": None}
+    assert EngineConfig.from_options(options).kvcache_block_size == 4
+    assert options.keys() == {"kvcache_block_size", "block_size"}
 
 
 def test_names_of_dtypes() -> None:
@@ -596,9 +607,17 @@ def test_sizes_that_cannot_be_allocated(
     path: Path, monkeypatch: pytest.MonkeyPatch, options: dict, word: str
 ) -> None:
     """Refused before the weights are loaded."""
-    monkeypatch.setattr(model_runner, "Qwen3", None)
+    monkeypatch.setattr(start, "Qwen3", None)
     with pytest.raises(ValueError, match=word):
         random_llm(path, **options)
+
+
+def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it names no option that has an effect on a GPU only."""
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 64 << 20)
+    with pytest.raises(ValueError, match="block and the null block need .* MiB. Lower") as error:
+        random_llm(path, kvcache_block_size=2**20, num_kvcache_blocks=None)
+    assert str(error.value).endswith("Lower kvcache_block_size, or end other programs")
 
 
 @pytest.mark.parametrize("part", ["Rows", "Qwen3"])
@@ -608,7 +627,7 @@ def test_other_parts_that_cannot_be_allocated(
     def fail(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory") if part == "Rows" else MemoryError
 
-    monkeypatch.setattr(model_runner, part, fail)
+    monkeypatch.setattr(start, part, fail)
     with pytest.raises(ValueError, match="out of memory; lower max_num_seqs, max_model_len or"):
         random_llm(path)
 

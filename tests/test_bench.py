@@ -193,6 +193,7 @@ BAD_INPUT = {
     "--baseline vllm --peer-python /bin/false": "--peer-python /bin/false fails",
     "--json /no/where.json": "cannot write /no/where.json; name a file in a directory that exists",
     "--set max_num_seqs": "max_num_seqs: give OPTION=VALUE",
+    "--set model=a": "give --model instead",
     "--set max_num_seq=3": "did you mean 'max_num_seqs'?",
     "--set max_num_seqs=0": "max_num_seqs must be between 1",
     "--model /no/model": "there is no directory '/no/model'",

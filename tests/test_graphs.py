@@ -7,6 +7,7 @@ rows that advance on the device, rows that the host changed in between.
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.gpu.graphs import DecodeGraphs, batch_sizes
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner import memory, model_runner
+from nanovllm.runner import memory
+from nanovllm.runner.start import make_runner
 
 
 def stand_in(decode: Callable, hidden: torch.Tensor) -> DecodeGraphs:
@@ -36,12 +38,9 @@ def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         if graphs:
-            made = model_runner.ModelRunner.__init__
-
-            def init(self: object, *args: object) -> None:
-                made(self, *args, capture_decode=stand_in)
-
-            patch.setattr(model_runner.ModelRunner, "__init__", init)
+            patch.setattr(
+                "nanovllm.loading.make_runner", partial(make_runner, capture_decode=stand_in)
+            )
         llm = LLM(str(path), **(settings | options))
     assert (llm.engine.runner.graphs is not None) == graphs
     return llm
@@ -176,16 +175,14 @@ def test_rules_are_forgotten_with_their_request(checkpoint: Path) -> None:
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
     ruled = SamplingParams(repetition_penalty=1.5, **greedy)
     llm.generate([[1, 2], [3, 4]], ruled, use_tqdm=False)
-    rows = llm.engine.runner.rows
-    sampled_again = []
-    sampling_batch = rows.sampling_batch
+    runner, sampled_again = llm.engine.runner, []
+    sampling_batch = runner.mirror.sampling_batch
 
     def watched(rows: torch.Tensor) -> object:
         sampled_again.append(rows)
         return sampling_batch(rows)
 
-    runner = llm.engine.runner
-    runner.rows.sampling_batch = watched
+    runner.mirror.sampling_batch = watched
     llm.generate([[1, 2]], SamplingParams(**greedy), use_tqdm=False)  # in one of the rows
     # `decode_batch` asks once per decode step; a row with rules would ask once more.
     assert len(sampled_again) == 5
@@ -203,7 +200,7 @@ def test_an_engine_with_graphs_is_freed_at_once(checkpoint: Path) -> None:
 
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kvcache_blocks=4)
     model_config = ModelConfig.from_file(checkpoint / "config.json")
-    runner = model_runner.ModelRunner(config, model_config, checkpoint, 32, record)
+    runner = make_runner(config, model_config, checkpoint, 32, record)
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -256,7 +253,7 @@ def test_profile_steps_are_the_largest_that_can_occur(
         num_kvcache_blocks=4,
     )
     model_config = ModelConfig.from_file(checkpoint / "config.json")
-    runner = model_runner.ModelRunner(config, model_config, checkpoint, 32, stand_in)
+    runner = make_runner(config, model_config, checkpoint, 32, stand_in)
     runner.graphs, seen = None, []
     forward = runner.model.forward
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ RANKS = [
     {"models"},
     {"cpu", "gpu"},
     {"engine", "runner"},
+    {"loading"},
     {"llm"},
     {"trace"},
 ]

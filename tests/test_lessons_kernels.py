@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.config import EMBEDDED
 from nanovllm.lessons import lesson7_paged_attention as paged
 from nanovllm.lessons import lesson8_overlap as overlap
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
+from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
 
 

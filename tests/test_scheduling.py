@@ -6,7 +6,8 @@ import random
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import AGING, Scheduler
+from nanovllm.engine.policies import AGING
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.lessons.oracle import OracleRunner, answer, make_samples
 from nanovllm.plan import StepPlan
@@ -82,7 +83,7 @@ def test_n_samples_compute_their_prompt_once() -> None:
     assert len({tuple(s.output_ids) for s in samples}) > 1
 
 
-def test_fully_cached_prompt_computes_one_token() -> None:
+def test_fully_cached_prompt_computes_its_last_block() -> None:
     engine = Engine(blocks=20, size=4, seqs=2, budget=100)
     first = sequence([1, 2, 3, 4] * 3, 3)
     engine.add(first)

@@ -19,7 +19,7 @@ from conftest import make_checkpoint, random_llm, weights_of
 from test_api import is_idle
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.llm import show_log
+from nanovllm.loading import show_log
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

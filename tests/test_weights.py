@@ -13,7 +13,7 @@ from conftest import make_checkpoint, random_llm, weights_of
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.runner import memory, model_loader
+from nanovllm.runner import memory, start
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -97,7 +97,7 @@ def test_weights_that_do_not_fit(
     make_checkpoint(tmp_path, **config)
     parts = random_llm(tmp_path).engine.runner.model.checkpoint_parts()
     size = sum(4 * math.prod(part.shape) for part in parts)
-    monkeypatch.setattr(model_loader, "load_weights", None)
+    monkeypatch.setattr(start, "load_weights", None)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size - 1)
     with pytest.raises(
         ValueError, match=r"weights of .* GiB in float32.* free on cpu; use a small"
@@ -144,7 +144,7 @@ def test_cache_size_options(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     runner = random_llm(tmp_path, num_kvcache_blocks=7).engine.runner
     assert runner.num_blocks == 7
-    block = runner.block_bytes(16)
+    block = runner.model.config.block_bytes(16, runner.dtype.itemsize)
     assert runner.attention.cache.nbytes == 8 * block
     llm = random_llm(tmp_path, num_kvcache_blocks=None, kv_cache_memory_bytes=10 * block + 1)
     assert llm.engine.runner.num_blocks == 9  # and the null block

@@ -27,8 +27,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.benchmarks import baselines, machine, report, roofline, workloads
 from nanovllm.benchmarks.baselines import Engine
 from nanovllm.benchmarks.workloads import Workload
-from nanovllm.config import EngineConfig
-from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
+from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.backends import pick_device, pick_dtype
 from nanovllm.runner.memory import available_host_memory
@@ -44,7 +44,7 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     spec = replace(workloads.WORKLOADS[args.workload], **numbers)
     shape = args.shape or (None if args.model else spec.model)
     model = shape or args.model or EMBEDDED
-    engine = EngineConfig.from_options(options)  # type: ignore[arg-type]
+    engine = EngineConfig.from_options(options)
     device = pick_device(engine.device)
     directory = workloads.write_shape(shape, temporary) if shape else find_checkpoint(model)
     config = ModelConfig.from_file(config_file(directory))

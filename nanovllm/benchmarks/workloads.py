@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from nanovllm.config import EMBEDDED
 from nanovllm.models.backend import PLAIN
-from nanovllm.models.checkpoint import EMBEDDED
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import Part, random_weights

@@ -87,7 +87,8 @@ class BlockManager:
     def match(self, seq: Sequence) -> list[Block]:
         """Return the cached blocks that hold the beginning of `seq`. Changes only its hashes.
 
-        The block of its last token is left to compute, because the logits of that are needed.
+        The block of its last token is not matched, because the logits of that token are needed: at
+        least 1 and at most `block_size` tokens remain to be computed.
         """
         matched: list[Block] = []
         if not self.enable_prefix_caching or not self.index:

@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, cast
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling
@@ -174,6 +174,38 @@ class InputProcessor:
         """The tokens that end the output."""
         own = frozenset(params.stop_token_ids or ())
         return own if params.ignore_eos else own | self.eos_token_ids
+
+
+def pair_up(
+    prompts: "Prompt | Iterable[Prompt]",
+    sampling_params: SamplingParams | Iterable[SamplingParams] | None,
+) -> tuple[list[Prompt], list[SamplingParams | None]]:
+    """Return as many parameters as prompts; a single SamplingParams is repeated."""
+    items = as_list(prompts)
+    if isinstance(sampling_params, list | tuple):
+        params: list[SamplingParams | None] = list(sampling_params)
+    else:
+        params = [cast("SamplingParams | None", sampling_params)] * len(items)
+    if len(params) != len(items):
+        raise ValueError(
+            f"{len(items)} prompts but {len(params)} sampling_params; give one, or one for each"
+        )
+    return items, params
+
+
+def as_list(prompts: "Prompt | Iterable[Prompt]") -> list[Prompt]:
+    """Return a list of prompts. Token ids are one prompt, or one for each row."""
+    items = plain_ids(prompts)
+    if isinstance(items, str | Mapping):
+        return [items]
+    if not isinstance(items, list | tuple):
+        raise TypeError(
+            f"prompts must be a string, token ids, a dict, or a list of these, not {prompts!r}"
+        )
+    # An empty array is an empty prompt, but an empty list has no prompts.
+    if (items or items is not prompts) and all(map(is_token_id, items)):
+        return [list(items)]
+    return list(items)
 
 
 def plain_ids(prompt: Any) -> Any:

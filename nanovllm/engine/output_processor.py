@@ -193,8 +193,10 @@ class OutputProcessor:
     def process(
         self, step: InFlightStep, output: StepOutput, progressed: list[Sequence]
     ) -> list[tuple[Sequence, str, str | None]]:
-        """Process the results of a step. Returns (sequence, finish_reason, stop_reason) for those
-        that a stop string ends, and for all samples of a request that ends with an error.
+        """Process the results of a step, and return what ends sequences beside their last token.
+
+        These are (sequence, finish_reason, stop_reason): for a stop string, and for an error, which
+        ends all samples of its request.
         """
         self.num_output_tokens += len(progressed)
         if step.plan.chunks:
@@ -283,10 +285,8 @@ class OutputProcessor:
                 with self._contain_errors(request, failed):
                     sample.logprobs.append(request.decode_logprobs(logprobs, seq, position))
         for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True):
-            targets, owner = (
-                output.prompt_logprobs.get(chunk.row),
-                self.requests.get(seq.request_id),
-            )
+            targets = output.prompt_logprobs.get(chunk.row, [])
+            owner = self.requests.get(seq.request_id)
             if targets and owner is not None:
                 with self._contain_errors(owner, failed):
                     for position, entry in enumerate(targets, chunk.start + 1):

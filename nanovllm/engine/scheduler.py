@@ -19,11 +19,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import Chunk, Join, StepOutput, StepPlan, Yield
 
-# The waiting sequence with the smallest key is admitted first.
-PolicyKey = Callable[[Sequence, BlockManager], int]
 # Why the first waiting sequence is not admitted.
 WHY_WAITING = {
     "budget": "the token budget is spent",
@@ -32,25 +31,6 @@ WHY_WAITING = {
     "in flight": "a token of the first is in flight",
     "blocks": "there are too few blocks for the first, with one left for each running sequence",
 }
-# Under "sjf" one position in the order of arrival is worth this many tokens.
-AGING = 16
-
-
-def first_come_first_served(seq: Sequence, blocks: BlockManager) -> int:
-    return seq.arrival
-
-
-def shortest_job_first(seq: Sequence, blocks: BlockManager) -> int:
-    """Uncached prompt tokens, aged by arrival. The key is fixed when the request is queued.
-
-    A request that arrives `d` requests later overtakes this one only if AGING * d is less than this
-    one's uncached tokens, so at most uncached / AGING requests do.
-    """
-    uncached = seq.num_prompt - len(blocks.match(seq)) * blocks.block_size
-    return uncached + AGING * seq.arrival
-
-
-POLICIES: dict[str, PolicyKey] = {"fcfs": first_come_first_served, "sjf": shortest_job_first}
 
 
 @dataclass(slots=True)
@@ -132,11 +112,8 @@ class Scheduler:
         """
         step = InFlightStep(plan := StepPlan())
         decoding: list[Sequence] = []
-        budget, block_size, preemptions = (
-            self.token_budget,
-            self.blocks.block_size,
-            self.preemptions,
-        )
+        budget, block_size = self.token_budget, self.blocks.block_size
+        preemptions = self.preemptions
 
         # 1. Running sequences, oldest first. Only the most recently admitted is ever preempted, so
         #    the sequences that are already in this plan stay in it.

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any
 
 from nanovllm.engine import block_manager
-from nanovllm.engine.scheduler import shortest_job_first
+from nanovllm.engine.policies import shortest_job_first
 from nanovllm.lessons.lesson import (
     WIDTH,
     Question,

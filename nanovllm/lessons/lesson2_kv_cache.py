@@ -16,6 +16,7 @@ from nanovllm.lessons import lesson1_no_cache
 from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
 from nanovllm.lessons.lesson1_no_cache import GREEDY, LENGTHS, PROMPT, block_table, measure
 from nanovllm.models.attention import PlainAttention
+from nanovllm.models.config import ModelConfig
 from nanovllm.plan import Chunk, Join, StepPlan, Yield
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -92,14 +93,14 @@ def run() -> list[Question]:
 
     say("""The price is memory, a key and a value for each layer and KV head:
         2 * layers * KV heads * head size * bytes of a number.""")
-    c = runner.model_config
+    c = runner.model.config
     shapes = [
         ("embedded model, float32", f"2 * {c.num_layers} * {c.num_kv_heads} * {c.head_dim} * 4"),
         ("Qwen3-0.6B, bfloat16", "2 * 28 * 8 * 128 * 2"),
     ]
     rows = [
         (*shape, f"{size:,}", f"{1000 * size / 1e6:.1f} MB")
-        for shape, size in zip(shapes, (runner.block_bytes(1), qwen3_bytes(8)), strict=True)
+        for shape, size in zip(shapes, (c.block_bytes(1, 4), qwen3_bytes(8)), strict=True)
     ]
     show_table(("model", "arithmetic", "bytes a token", "1,000 tokens"), rows)
     slots = len(block_table(llm)) * llm.engine.scheduler.blocks.block_size
@@ -115,7 +116,7 @@ def run() -> list[Question]:
         link(PlainAttention.store),
         link(PlainAttention.attend_gathered, "read_blocks"),
         link(Scheduler.schedule, "decode_rows.append"),
-        link(ModelRunner.block_bytes),
+        link(ModelConfig.block_bytes),
     )
     length = 60
     _, computed, _ = measure(generate, llm, prompt, length)

@@ -99,7 +99,7 @@ def run() -> list[Question]:
         sequence, so that it can go on (Scheduler.reserve).""")
     show_source(
         link(BlockManager.append_block),
-        link(Rows._forward_batch, "slot_mapping"),
+        link(Rows.forward_batch, "slot_mapping"),
         link(BlockManager._take_block),
         link(Scheduler.reserve),
     )

@@ -88,7 +88,7 @@ def run() -> list[Question]:
     llm = make_llm(**OPTIONS, max_num_seqs=16)
     runner = llm.engine.runner
     assert isinstance(runner, ModelRunner)
-    weights = runner.model_config.num_weights * runner.dtype.itemsize / 2**20
+    weights = runner.model.config.num_weights * runner.dtype.itemsize / 2**20
     say(f"""Why a batch helps: a decode step reads {weights:.0f} MiB of weights and makes the same
         calls to torch's operators for the linear layers, whether it computes 1 row or 16. Only
         attention works on each row separately. With so few weights the calls take more time than

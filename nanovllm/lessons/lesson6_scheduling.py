@@ -11,7 +11,8 @@ again later, as in vLLM (Kwon et al. 2023, arXiv:2309.06180).
 from statistics import mean, median
 
 from nanovllm import LLM, SamplingParams, Trace
-from nanovllm.engine.scheduler import AGING, Scheduler, shortest_job_first
+from nanovllm.engine.policies import AGING, shortest_job_first
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
 from nanovllm.trace import State
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import ForwardBatch
+from nanovllm.config import EMBEDDED
 from nanovllm.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
 from nanovllm.lessons.lesson import Question, link, say, show_source, show_table, timed
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Attention
-from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
+from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner.backends import pick_backend
@@ -92,10 +93,13 @@ def make_steps(contexts: list[int]) -> tuple[ForwardBatch, ForwardBatch]:
     counts = [-(-context // BLOCK) for context in contexts]
     tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
     rows = Rows(len(contexts), max(counts), BLOCK, 1, CPU)
-    rows.apply(StepPlan([Join(i, table.tolist(), GREEDY) for i, table in enumerate(tables)]))
+    joins = [Join(i, table.tolist(), GREEDY) for i, table in enumerate(tables)]
     prompts = [Chunk(i, 0, [0] * (context - 1), Yield.TOKEN) for i, context in enumerate(contexts)]
-    prefill = rows.build(StepPlan(chunks=prompts)).forward
-    return prefill, rows.build(StepPlan(decode_rows=list(range(len(contexts))))).forward
+    batches = []
+    for plan in (StepPlan(joins, chunks=prompts), StepPlan(decode_rows=list(range(len(joins))))):
+        rows.apply(plan)
+        batches.append(rows.build(plan).forward)
+    return batches[0], batches[1]
 
 
 def triton_kernels() -> Any:

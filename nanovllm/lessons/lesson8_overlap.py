@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import SamplingParams
-from nanovllm.config import EngineConfig
+from nanovllm.config import EMBEDDED, EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import Observer
@@ -27,9 +27,10 @@ from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.gpu.graphs import DecodeGraphs
 from nanovllm.lessons.lesson import Question, link, say, show_source, show_table, timed
-from nanovllm.models.checkpoint import EMBEDDED, config_file, find_checkpoint
+from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.plan import Chunk, Join, RowSampling, StepOutput, StepPlan, Yield
+from nanovllm.runner import start
 from nanovllm.runner.model_runner import ModelRunner
 
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
@@ -150,9 +151,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def make_runner(backend: str, dtype: str = "float32", capture: Any = None) -> ModelRunner:
     """A ModelRunner with the embedded model and 8 rows."""
     directory, options = find_checkpoint(EMBEDDED), dict(max_num_seqs=8, num_kvcache_blocks=64)
-    config = EngineConfig("cpu", dtype, attention_backend=backend, **options)  # type: ignore
+    config = EngineConfig(device="cpu", dtype=dtype, attention_backend=backend, **options)  # type: ignore
     model_config = ModelConfig.from_file(config_file(directory))
-    return ModelRunner(config, model_config, directory, 128, capture)
+    return start.make_runner(config, model_config, directory, 128, capture)
 
 
 def decoding(runner: ModelRunner, num: int) -> Callable[[], list[int]]:

@@ -11,15 +11,17 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanovllm.config import EMBEDDED
 from nanovllm.models.config import check_field, read_fields, read_json
 from nanovllm.sampling_params import SamplingParams
 
-EMBEDDED = "qwen3-nano"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickles, no code
 
 
-def find_checkpoint(model: str, revision: str | None = None, weights: bool = True) -> Path:
+def find_checkpoint(
+    model: str | os.PathLike[str], revision: str | None = None, weights: bool = True
+) -> Path:
     """Return the directory that holds `model`. Raises ValueError with a remedy.
 
     Weights are fetched from the hub only if `weights` is true.

@@ -121,6 +121,10 @@ class ModelConfig:
             dtype=dtype if dtype in DTYPES else None,
         )
 
+    def block_bytes(self, block_size: int, itemsize: int) -> int:
+        """The bytes of a KV block, keys and values of all layers, with `itemsize` bytes a number."""
+        return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
+
     @property
     def num_weights(self) -> int:
         """The number of weights, a tied head counted once."""

@@ -90,17 +90,22 @@ def num_kv_blocks(
     per_sequence = -(-max_model_len // config.kvcache_block_size)
     if before.device.type == "cuda":
         room, where = _cuda_room(config, before, scratch)
+        least, what = per_sequence, f"one request of max_model_len={max_model_len} needs"
+        remedy = (
+            "Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, or "
+            "raise gpu_memory_utilization"
+        )
     else:
         # The other half is for activations and for other processes.
         room = min(CPU_CACHE_BYTES, available_host_memory() // 2)
         where = f"{room / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
+        least, what = 1, "one block and the null block need"
+        remedy = "Lower kvcache_block_size, or end other programs"
     num = min(room // block_bytes - 1, per_sequence * config.max_num_seqs)
-    if num < 1 or (before.device.type == "cuda" and num < per_sequence):
+    if num < least:
         raise ValueError(
-            f"too little memory for the KV cache: it may take {where}; one request of "
-            f"max_model_len={max_model_len} needs {(per_sequence + 1) * block_bytes / 2**20:,.0f} "
-            "MiB. Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, "
-            "or raise gpu_memory_utilization"
+            f"too little memory for the KV cache: it may take {where}; {what} "
+            f"{(least + 1) * block_bytes / 2**20:,.0f} MiB. {remedy}"
         )
     return num
 

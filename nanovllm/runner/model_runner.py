@@ -4,8 +4,7 @@ It owns the model, the KV cache (through its attention), the rows and the captur
 """
 
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,66 +12,35 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch, to_device
-from nanovllm.config import EngineConfig
-from nanovllm.models.backend import Attention
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.logit_rules import RulesBatch
+from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import Chunk, StepOutput, StepPlan, Yield
-from nanovllm.runner import memory
-from nanovllm.runner.backends import device_guard, pick_device, pick_dtype
-from nanovllm.runner.model_loader import load_model
-from nanovllm.runner.openmp import check_openmp
+from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
-from nanovllm.runner.threads import ThreadLimit
 
 
 class ModelRunner:
+    attention: Attention  # set by runner/start.py, once the size of its KV cache is known
+    num_blocks: int  # for requests; the null block is not counted
+
     def __init__(
         self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        directory: Path,
-        max_model_len: int,
-        capture_decode: Callable[[Callable, Tensor], Any] | None = None,
+        model: Qwen3,
+        backend: Backend,
+        rows: Rows,
+        mirror: Mirror | None,
+        limits: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """capture_decode captures decode steps; None takes the backend's, unless enforce_eager."""
-        check_openmp()
-        self.device = pick_device(config.device)
-        self.dtype = pick_dtype(config.dtype, self.device, model_config.dtype)
+        """`limits` is entered for each step. With a mirror, decode steps are built from it."""
+        self.model, self.backend = model, backend
+        self.rows, self.mirror = rows, mirror
+        self.device, self.dtype = rows.device, model.embed_tokens.dtype
         self.is_async = self.device.type == "cuda"  # the device works while the host plans
-        self.model_config = model_config
-        remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
-        with device_guard(self.device), memory.explain_out_of_memory(remedy):
-            free_before = memory.Snapshot.of(self.device)
-            weight_bytes = model_config.num_weights * self.dtype.itemsize
-            memory.check_weights(directory.name, weight_bytes, self.dtype, free_before)
-            memory.check_cache(config, self.block_bytes(config.kvcache_block_size), free_before)
-            self.model, self.backend = load_model(
-                config, model_config, directory, max_model_len, self.dtype, self.device
-            )
-            self.limits = (
-                ThreadLimit() if self.device.type == "cpu" else partial(device_guard, self.device)
-            )
-            self.guard = self.backend.guard()
-            if capture_decode is None and not config.enforce_eager:
-                capture_decode = self.backend.capture_decode
-            self.rows = Rows(
-                config.max_num_seqs,
-                -(-max_model_len // config.kvcache_block_size),
-                config.kvcache_block_size,
-                model_config.vocab_size,
-                self.device,
-                mirrored=self.backend.mirrors_rows or capture_decode is not None,
-            )
-            # The model, or what computes the same in fewer calls.
-            self.compiled_model: Any = self.model
-            self.graphs: Any = None
-            self._make_cache(config, max_model_len, free_before)
-            compiled = self.backend.compile_layers(self.model, self.attention)
-            self.compiled_model = compiled or self.model
-            if capture_decode is not None:
-                self._capture(config.max_num_seqs, capture_decode)
+        self.limits, self.guard = limits, backend.guard()
+        self.compiled_model: Any = model  # or what computes the same in fewer calls
+        self.graphs: Any = None  # of decode steps, if they are captured
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
@@ -80,8 +48,10 @@ class ModelRunner:
             self.rows.apply(plan)
             if plan.block_moves:
                 self.attention.copy_blocks(plan.block_moves)
-            if self.rows.mirror is not None and not plan.chunks:
-                return self._run_decode(plan.decode_rows).wait
+            if self.mirror is not None:
+                self.mirror.apply(plan)
+                if not plan.chunks:
+                    return self._run_decode(plan.decode_rows, self.mirror).wait
             step = self.rows.build(plan)
             self.attention.prepare(step.forward)
             hidden = self.compiled_model.forward(step.forward, self.attention)
@@ -92,21 +62,22 @@ class ModelRunner:
             self._yield_of_chunks(plan.chunks, hidden, output)
             return output.wait
 
-    def _run_decode(self, decode_rows: list[int]) -> PendingOutput:
+    def _run_decode(self, decode_rows: list[int], mirror: Mirror) -> PendingOutput:
         """Execute a step without chunks, from the mirror of the rows."""
         if self.graphs is not None:
             hidden, tokens = self.graphs.replay(decode_rows)
         else:
-            hidden, tokens = self._decode(to_device(np.array(decode_rows), self.device))
+            hidden, tokens = self.decode(to_device(np.array(decode_rows), self.device))
         rules = self.rows.with_rules(decode_rows)
         if rules is None:
             return PendingOutput(start_copy(tokens))
         rows = to_device(np.array(decode_rows), self.device)
-        return self._sample(hidden, self.rows.sampling_batch(rows), rows, rules)
+        return self._sample(hidden, mirror.sampling_batch(rows), rows, rules)
 
-    def _decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Sample a token for each of `rows` [S] -> hidden states [S, E] and tokens [S]."""
-        batch, sampling = self.rows.decode_batch(rows)
+        assert self.mirror is not None
+        batch, sampling = self.mirror.decode_batch(rows)
         self.attention.prepare(batch)
         hidden = self.compiled_model.forward(batch, self.attention)
         tokens = self.backend.sample(self.compiled_model.logits(hidden), sampling)
@@ -159,51 +130,3 @@ class ModelRunner:
             output.hidden_states = start_copy(
                 hidden[to_device(np.array(wanted), self.device)].float()
             )
-
-    def block_bytes(self, block_size: int) -> int:
-        c = self.model_config
-        return 2 * c.num_layers * block_size * c.num_kv_heads * c.head_dim * self.dtype.itemsize
-
-    # ---- start-up ----
-
-    def _make_cache(
-        self, config: EngineConfig, max_model_len: int, free_before: memory.Snapshot
-    ) -> None:
-        """Make the KV cache, which takes the memory that weights and the largest steps leave."""
-        block_size = config.kvcache_block_size
-
-        def make_attention(num_blocks: int) -> Attention:
-            return self.backend.attention(
-                self.model_config, num_blocks, block_size, self.dtype, self.device
-            )
-
-        def profile(plan: StepPlan) -> None:
-            self.attention = make_attention(1)  # everything is written to the null block
-            self.attention.copy_blocks([(0, 0)])
-            self.run(plan)
-
-        plans = memory.largest_plans(
-            config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size
-        )
-        block_bytes = self.block_bytes(block_size)
-        self.num_blocks = memory.num_kv_blocks(
-            config, max_model_len, block_bytes, free_before, plans, profile
-        )
-        with memory.explain_out_of_memory(
-            f"a KV cache of {self.num_blocks} blocks takes {(self.num_blocks + 1) * block_bytes:,} "
-            "bytes, more than the memory holds; lower num_kvcache_blocks or kv_cache_memory_bytes"
-        ):
-            self.attention = make_attention(self.num_blocks + 1)
-
-    def _capture(self, num_seqs: int, capture_decode: Callable[[Callable, Tensor], Any]) -> None:
-        """Capture the decode steps, which makes each a single call."""
-        shape = num_seqs, self.model_config.hidden_size
-        hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
-        with (
-            torch.inference_mode(),
-            memory.explain_out_of_memory(
-                "the remaining memory does not hold the CUDA graphs; lower max_num_seqs, "
-                "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"
-            ),
-        ):
-            self.graphs = capture_decode(self._decode, hidden)

@@ -1,7 +1,7 @@
 """Rows: what the runner knows about each running sequence, and the batches that are built from it.
 
 Every running sequence has a row (vLLM: `InputBatch`). Host arrays are the source of truth for all
-but the last tokens. A mirror advances on a GPU, so a steady decode needs nothing from the host.
+but the last tokens. On a GPU, runner/mirror.py has the same arrays and builds the decode steps.
 
     rows   [ 4 | 0 | 7 | N ]   a decode of 3 rows, padded to the captured size of 4
              |   |   |   `--- row N is padding: its block table is the null block, its position 0
@@ -40,17 +40,6 @@ class StepBatch:
     rules: RulesBatch | None = None
 
 
-@dataclass(slots=True)
-class Mirror:
-    """The host arrays of Rows as tensors on the device, and a range of numbers."""
-
-    block_tables: Tensor  # [N + 1, B] int32
-    positions: Tensor  # [N + 1] int64
-    params: Tensor  # [1 + number of filters, N + 1] float32
-    seeds: Tensor  # [N + 1] int64
-    counting: Tensor  # [N + 2] int32: 0, 1, 2, ...
-
-
 class Rows:
     def __init__(
         self,
@@ -59,12 +48,8 @@ class Rows:
         block_size: int,
         vocab_size: int,
         device: torch.device,
-        mirrored: bool = False,
     ) -> None:
-        """N = `num_rows`; a sequence has at most B = `max_blocks` blocks.
-
-        mirrored: whether `decode_batch` is used, which reads the mirror.
-        """
+        """N = `num_rows`; a sequence has at most B = `max_blocks` blocks."""
         self.num_rows, self.block_size, self.device = num_rows, block_size, device
         self.block_tables = np.zeros((num_rows + 1, max_blocks), np.int32)
         self.positions = np.zeros(num_rows + 1, np.int64)  # of the next token to compute
@@ -78,21 +63,9 @@ class Rows:
         # The last sampled tokens [N + 1] exist on the device only: the host may not have them yet.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.step: StepBatch | None = None  # the last step built
-        self.mirror: Mirror | None = None
-        if mirrored:
-            self.mirror = Mirror(
-                block_tables=torch.tensor(self.block_tables, device=device),
-                positions=torch.tensor(self.positions, device=device),
-                params=torch.tensor(self.params, device=device),
-                seeds=torch.tensor(self.seeds, device=device),
-                counting=torch.arange(num_rows + 2, dtype=torch.int32, device=device),
-            )
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the joins and new blocks of a plan, and advance the positions of its rows.
-
-        The mirror's positions follow here for a plan with chunks; else `decode_batch` advances them.
-        """
+        """Apply the joins and new blocks of a plan, and advance the positions of its rows."""
         for join in plan.joins:
             row, table, sampling = join.row, join.block_table, join.sampling
             self.block_tables[row, : len(table)] = table
@@ -108,20 +81,6 @@ class Rows:
         self.positions[plan.decode_rows] += 1
         for chunk in plan.chunks:
             self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
-        if self.mirror is None:
-            return
-        if plan.joins:
-            joined = [join.row for join in plan.joins]
-            rows = self._send(np.array(joined))
-            self.mirror.block_tables[rows] = self._send(self.block_tables[joined])
-            self.mirror.params[:, rows] = self._send(self.params[:, joined])
-            self.mirror.seeds[rows] = self._send(self.seeds[joined])
-        if plan.new_blocks:
-            new_rows, index, block = self._send(np.array(plan.new_blocks).T.copy())
-            self.mirror.block_tables[new_rows, index] = block.int()
-        if plan.chunks:
-            moved = [*(chunk.row for chunk in plan.chunks), *plan.decode_rows]
-            self.mirror.positions[self._send(np.array(moved))] = self._send(self.positions[moved])
 
     def _join_rules(self, join: Join, rules: LogitRules) -> RowRules:
         try:
@@ -148,8 +107,8 @@ class Rows:
             positions = np.concatenate((*spans, positions[num_chunks:]))
             token_rows = np.repeat(rows, step.query_lens)
             known = np.array([token for c in chunks for token in c.token_ids], np.int64)
-            input_ids = torch.cat((self._send(known), input_ids))
-        step.forward = forward = self._forward_batch(
+            input_ids = torch.cat((self.send(known), input_ids))
+        step.forward = forward = self.forward_batch(
             self.block_tables[:, : -(-int(context_lens.max()) // self.block_size)],
             rows,
             token_rows,
@@ -163,43 +122,8 @@ class Rows:
         step.rules = self.with_rules(rows[step.samples].tolist()) if self.rules else None
         step.sampling.positions = forward.context_lens
         if chunks:
-            step.sampling.positions = self._send(context_lens[step.samples])
+            step.sampling.positions = self.send(context_lens[step.samples])
         return step
-
-    def decode_batch(self, rows: Tensor) -> tuple[ForwardBatch, SamplingBatch]:
-        """Build a decode of `rows` [S] from the mirror alone, so that it can be captured.
-
-        Advances the positions of the rows on the device.
-        """
-        mirror, size = self.mirror, rows.shape[0]
-        assert mirror is not None
-        mirror.positions[-1:].zero_()  # padding stays in slot 0 of the null block
-        positions = mirror.positions[rows]
-        context_lens = positions + 1
-        mirror.positions[rows] = context_lens
-        forward = self._forward_batch(
-            mirror.block_tables,
-            rows,
-            rows,
-            positions,
-            context_lens,
-            input_ids=self.last_tokens[rows],
-            query_start_loc=mirror.counting[: size + 1],
-            logits_indices=mirror.counting[:size],
-            num_decodes=size,
-        )
-        return forward, self.sampling_batch(rows)
-
-    def sampling_batch(self, rows: Tensor) -> SamplingBatch:
-        """How the rows [R] sample the token at their next position, from the mirror.
-
-        It has all filters, because a graph is captured before it is known which are used.
-        """
-        assert self.mirror is not None
-        mirror = self.mirror
-        return self._sampling_batch(
-            mirror.params[:, rows], mirror.seeds[rows], mirror.positions[rows]
-        )
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Keep the tokens that were sampled for `rows` [R], which their next step computes.
@@ -220,7 +144,7 @@ class Rows:
         batch.length = int(self.positions[batch.rows].max()) + 1
         return batch
 
-    def _forward_batch(
+    def forward_batch(
         self,
         tables: Any,
         rows: Any,
@@ -236,22 +160,22 @@ class Rows:
         blocks = tables[token_rows, positions // self.block_size]
         return ForwardBatch(
             input_ids=input_ids,
-            positions=self._send(positions),
-            slot_mapping=self._send(blocks * self.block_size + positions % self.block_size),
+            positions=self.send(positions),
+            slot_mapping=self.send(blocks * self.block_size + positions % self.block_size),
             query_start_loc=query_start_loc,
-            context_lens=self._send(context_lens),
-            block_tables=self._send(tables[rows]),
+            context_lens=self.send(context_lens),
+            block_tables=self.send(tables[rows]),
             logits_indices=logits_indices,
             num_decodes=num_decodes,
         )
 
-    def _sampling_batch(self, params: Any, seeds: Any, positions: Any) -> SamplingBatch:
-        temperature, *values = (self._send(x) for x in params)
+    def sampling_batch(self, params: Any, seeds: Any, positions: Any) -> SamplingBatch:
+        temperature, *values = (self.send(x) for x in params)
         filters = {
             name: value.long() if isinstance(off, int) else value
             for (name, off), value in zip(FILTERS.items(), values, strict=True)
         }
-        return SamplingBatch(temperature, self._send(seeds), self._send(positions), filters)
+        return SamplingBatch(temperature, self.send(seeds), self.send(positions), filters)
 
     def _start_step(self, plan: StepPlan) -> StepBatch:
         chunks = plan.chunks
@@ -264,7 +188,7 @@ class Rows:
         sampling_rows = rows[samples]
         params = self.params.take(sampling_rows, axis=1)  # each row contiguous, as kernels expect
         # `sampling_rows` stands in for the positions, which `build` sets.
-        sampling = self._sampling_batch(params, self.seeds[sampling_rows], sampling_rows)
+        sampling = self.sampling_batch(params, self.seeds[sampling_rows], sampling_rows)
         random = params[0] > 0
         sampling.all_greedy = not random.any()
         for (name, off), values in zip(FILTERS.items(), params[1:], strict=True):
@@ -276,11 +200,11 @@ class Rows:
             rows=rows,
             query_lens=query_lens,
             samples=samples,
-            sampling_rows=self._send(sampling_rows),
-            query_start_loc=self._send(np.concatenate(([0], ends)).astype(np.int32)),
-            logits_indices=self._send(ends[samples] - 1),
+            sampling_rows=self.send(sampling_rows),
+            query_start_loc=self.send(np.concatenate(([0], ends)).astype(np.int32)),
+            logits_indices=self.send(ends[samples] - 1),
             sampling=sampling,
         )
 
-    def _send(self, x: Any) -> Tensor:
+    def send(self, x: Any) -> Tensor:
         return x if isinstance(x, Tensor) else to_device(x, self.device)

@@ -9,7 +9,8 @@ import pytest
 from build_check import check_history, expect, load, make_samples
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import AGING, POLICIES, Scheduler
+from nanovllm.engine.policies import AGING, POLICIES
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 
 longest_output_first = load("policy.py", "longest_output_first")

@@ -20,7 +20,7 @@ What must stay true:
   - Every request gets the same tokens as under any other policy.
 
 Where it goes. A policy is a key: the scheduler admits the waiting sequence with the smallest one.
-See PolicyKey and POLICIES in nanovllm/engine/scheduler.py, and the two policies there.
+See PolicyKey and POLICIES in nanovllm/engine/policies.py, and the two policies there.
 docs/contributing.md says how one is added for good.
 
 How to check it, in a clone of the repository (-x stops at the first check that fails):
@@ -33,7 +33,7 @@ of each key.
 """
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import AGING  # noqa: F401
+from nanovllm.engine.policies import AGING  # noqa: F401
 from nanovllm.engine.sequence import Sequence
 
 

@@ -1,7 +1,7 @@
 """A solution of `python -m nanovllm.lessons build policy`."""
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import AGING
+from nanovllm.engine.policies import AGING
 from nanovllm.engine.sequence import Sequence
 
 

@@ -1,0 +1,111 @@
+"""Loading: from the options of `LLM()` to an engine with its checkpoint and tokenizer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.models.checkpoint import GenerationDefaults, config_file, find_checkpoint
+from nanovllm.models.config import ModelConfig, read_json
+from nanovllm.runner.start import make_runner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger("nanovllm")
+# Held while a tokenizer is loaded: transformers imports its modules when they are first used, and an
+# import that another thread has begun fails there with ImportError.
+START_LOCK = threading.Lock()
+
+
+def make_engine(config: EngineConfig) -> LLMEngine:
+    """Find and load the checkpoint and its tokenizer, and build the engine."""
+    has_weights = config.load_format != "dummy"
+    directory = find_checkpoint(config.model, config.revision, weights=has_weights)
+    model_config = ModelConfig.from_file(config_file(directory))
+    longest, window = model_config.max_position_embeddings, model_config.sliding_window
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "
+            f"at most {longest}"
+        )
+    if window is not None and max_model_len > window:
+        raise ValueError(
+            f"{directory.name} attends over a sliding window of {window} tokens, which is not "
+            f"supported; set max_model_len={window} or less to run it within one window"
+        )
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        home = directory
+        if config.tokenizer is not None:
+            home = find_checkpoint(config.tokenizer, weights=False)
+        with START_LOCK:
+            tokenizer = load_tokenizer(home)
+    defaults = GenerationDefaults.from_directory(directory)
+    eos_token_ids = defaults.eos_token_ids
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos_token_ids |= {tokenizer.eos_token_id}
+    runner = make_runner(config, model_config, directory, max_model_len)
+    num_tokens = runner.num_blocks * config.kvcache_block_size
+    size = runner.attention.cache.nbytes
+    logger.info(
+        f"{directory.name} on {runner.device} in {str(runner.dtype).removeprefix('torch.')}: "
+        f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
+        f"{num_tokens:,} tokens ({size / 2**20:,.0f} MiB)"
+    )
+    inputs = InputProcessor(
+        tokenizer,
+        model_config.vocab_size,
+        max_model_len,
+        eos_token_ids,
+        defaults.sampling,
+        config.seed,
+    )
+    return LLMEngine(config, runner, inputs)
+
+
+FAST_TOKENIZER = "PreTrainedTokenizerFast"
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    if not any((directory / name).is_file() for name in names):
+        raise ValueError(
+            f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
+            "skip_tokenizer_init=True to work with token ids"
+        )
+    try:
+        config = directory / "tokenizer_config.json"
+        if config.is_file() and read_json(config).get("tokenizer_class") == FAST_TOKENIZER:
+            # What AutoTokenizer would choose, which imports transformers' models first: 0.4 s.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(directory)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise many
+        for path in sorted(directory.glob("*.json")):
+            read_json(path)  # raises ValueError with the name of a broken file
+        raise ValueError(
+            f"tokenizer.json or tokenizer_config.json in {directory} cannot be used "
+            f"({type(error).__name__}: {error}); fetch them again, or name another tokenizer with "
+            "tokenizer=..."
+        ) from error
+
+
+def show_log() -> None:
+    """Print this package's log to stderr, unless the program configures logging itself."""
+    with START_LOCK:
+        if logger.handlers or logger.level != logging.NOTSET:
+            return
+        handler = logging.StreamHandler()
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)

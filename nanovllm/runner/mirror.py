@@ -1,0 +1,71 @@
+"""Mirror: the rows on a device that works while the host plans, such as a GPU.
+
+Decode steps are built from the mirror alone. Positions advance there, and the last sampled tokens
+are there already, so a steady decode that a CUDA graph replays needs nothing from the host.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.batch import ForwardBatch, SamplingBatch
+from nanovllm.plan import StepPlan
+from nanovllm.runner.rows import Rows
+
+
+class Mirror:
+    """The arrays of Rows as tensors. N rows, and row N, which is padding."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows, device = rows, rows.device
+        self.block_tables = torch.tensor(rows.block_tables, device=device)  # [N + 1, B] int32
+        self.positions = torch.tensor(rows.positions, device=device)  # [N + 1] int64
+        self.params = torch.tensor(rows.params, device=device)  # [1 + filters, N + 1] float32
+        self.seeds = torch.tensor(rows.seeds, device=device)  # [N + 1] int64
+        # [N + 2]: 0, 1, 2, ...
+        self.counting = torch.arange(rows.num_rows + 2, dtype=torch.int32, device=device)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Send what `Rows.apply` has changed, but for what `decode_batch` advances itself."""
+        host, send = self.rows, self.rows.send
+        if plan.joins:
+            joined = [join.row for join in plan.joins]
+            rows = send(np.array(joined))
+            self.block_tables[rows] = send(host.block_tables[joined])
+            self.params[:, rows] = send(host.params[:, joined])
+            self.seeds[rows] = send(host.seeds[joined])
+        if plan.new_blocks:
+            new_rows, index, block = send(np.array(plan.new_blocks).T.copy())
+            self.block_tables[new_rows, index] = block.int()
+        if plan.chunks:
+            moved = [*(chunk.row for chunk in plan.chunks), *plan.decode_rows]
+            self.positions[send(np.array(moved))] = send(host.positions[moved])
+
+    def decode_batch(self, rows: Tensor) -> tuple[ForwardBatch, SamplingBatch]:
+        """Build a decode of `rows` [S], and advance their positions. It can be captured."""
+        size = rows.shape[0]
+        self.positions[-1:].zero_()  # padding stays in slot 0 of the null block
+        positions = self.positions[rows]
+        context_lens = positions + 1
+        self.positions[rows] = context_lens
+        forward = self.rows.forward_batch(
+            self.block_tables,
+            rows,
+            rows,
+            positions,
+            context_lens,
+            input_ids=self.rows.last_tokens[rows],
+            query_start_loc=self.counting[: size + 1],
+            logits_indices=self.counting[:size],
+            num_decodes=size,
+        )
+        return forward, self.sampling_batch(rows)
+
+    def sampling_batch(self, rows: Tensor) -> SamplingBatch:
+        """How the rows [R] sample the token at their next position.
+
+        It has all filters, because a graph is captured before it is known which are used.
+        """
+        return self.rows.sampling_batch(
+            self.params[:, rows], self.seeds[rows], self.positions[rows]
+        )

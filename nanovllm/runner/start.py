@@ -1,0 +1,123 @@
+"""Makes a ModelRunner: device, model, rows, KV cache, then captured graphs or compiled layers.
+
+The KV cache comes after everything else, because it takes the memory that is left.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.config import EngineConfig
+from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.checkpoint import weight_files
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.weights import load_weights, random_weights
+from nanovllm.plan import StepPlan
+from nanovllm.runner import memory
+from nanovllm.runner.backends import device_guard, pick_backend, pick_device, pick_dtype
+from nanovllm.runner.mirror import Mirror
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.openmp import check_openmp
+from nanovllm.runner.rows import Rows
+from nanovllm.runner.threads import ThreadLimit
+
+CaptureDecode = Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any]
+
+
+def make_runner(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    directory: Path,
+    max_model_len: int,
+    capture_decode: CaptureDecode | None = None,
+) -> ModelRunner:
+    """capture_decode captures decode steps; None takes the backend's, unless enforce_eager."""
+    check_openmp()
+    device, block_size = pick_device(config.device), config.kvcache_block_size
+    dtype = pick_dtype(config.dtype, device, model_config.dtype)
+    remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
+    with device_guard(device), memory.explain_out_of_memory(remedy):
+        before = memory.Snapshot.of(device)
+        weight_bytes = model_config.num_weights * dtype.itemsize
+        memory.check_weights(directory.name, weight_bytes, dtype, before)
+        memory.check_cache(config, model_config.block_bytes(block_size, dtype.itemsize), before)
+        backend = pick_backend(config.attention_backend, device, dtype, model_config.num_weights)
+        # torch's defaults for dtype and device would apply to other threads too.
+        backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
+        if capture_decode is None and not config.enforce_eager:
+            capture_decode = backend.capture_decode
+        model = load_model(config, model_config, directory, max_model_len, backend, device)
+        max_blocks = -(-max_model_len // block_size)
+        rows = Rows(config.max_num_seqs, max_blocks, block_size, model_config.vocab_size, device)
+        mirrored = backend.mirrors_rows or capture_decode is not None
+        limits = ThreadLimit() if device.type == "cpu" else partial(device_guard, device)
+        runner = ModelRunner(model, backend, rows, Mirror(rows) if mirrored else None, limits)
+        make_cache(runner, config, max_model_len, dtype, before)
+        runner.compiled_model = backend.compile_layers(model, runner.attention) or model
+        if capture_decode is not None:
+            shape = config.max_num_seqs, model_config.hidden_size
+            hidden = torch.empty(shape, dtype=dtype, device=device)
+            with (
+                torch.inference_mode(),
+                memory.explain_out_of_memory(
+                    "the remaining memory does not hold the CUDA graphs; lower max_num_seqs, "
+                    "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"
+                ),
+            ):
+                runner.graphs = capture_decode(runner.decode, hidden)
+    return runner
+
+
+def load_model(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    directory: Path,
+    max_model_len: int,
+    backend: Backend,
+    device: torch.device,
+) -> Qwen3:
+    model = Qwen3(model_config, max_model_len, backend)
+    if config.load_format == "dummy":
+        random_weights(model.checkpoint_parts(), config.seed, device)
+    else:
+        load_weights(model.checkpoint_parts(), weight_files(directory))
+    for module in model.linears():  # one after the other, to save memory
+        backend.pack(module)
+    return model
+
+
+def make_cache(
+    runner: ModelRunner,
+    config: EngineConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    before: memory.Snapshot,
+) -> None:
+    """Set the runner's KV cache, as large as `config` says or as fits beside the largest steps."""
+    block_size, model_config = config.kvcache_block_size, runner.model.config
+
+    def make_attention(num_blocks: int) -> Attention:
+        attention = runner.backend.attention
+        return attention(model_config, num_blocks, block_size, dtype, runner.device)
+
+    def profile(plan: StepPlan) -> None:
+        runner.attention = make_attention(1)  # everything is written to the null block
+        runner.attention.copy_blocks([(0, 0)])
+        runner.run(plan)
+
+    plans = memory.largest_plans(
+        config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size
+    )
+    block_bytes = model_config.block_bytes(block_size, dtype.itemsize)
+    num = memory.num_kv_blocks(config, max_model_len, block_bytes, before, plans, profile)
+    with memory.explain_out_of_memory(
+        f"a KV cache of {num} blocks takes {(num + 1) * block_bytes:,} bytes, more than the memory "
+        "holds; lower num_kvcache_blocks or kv_cache_memory_bytes"
+    ):
+        runner.attention, runner.num_blocks = make_attention(num + 1), num
