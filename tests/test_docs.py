@@ -64,3 +64,9 @@ def test_readme_and_the_reading_path_are_short() -> None:
     ]
     assert sum(lines) <= 2000
     assert f"({sum(lines) // 100 * 100:,} lines" in table
+
+
+def test_the_workflow_runs_the_versions_of_the_readme() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    versions = re.findall(r'"(3\.\d+)"', workflow)
+    assert f"Python {' or '.join(versions)}." in README.read_text()
