@@ -14,7 +14,7 @@ TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
 
 # The sampler's filters in the order in which they apply, each with the value that turns it off.
 # A new one needs a field of SamplingParams, an entry here and a function in models/sampler.py; on a
-# GPU also `_threshold` and `sample` in gpu/kernels/sampling.py.
+# GPU also `_threshold` and `_draw` in gpu/kernels/sampling.py.
 FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 

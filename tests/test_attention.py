@@ -16,7 +16,7 @@ from nanovllm.models.config import ModelConfig
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.cpu import kernels as cpu  # noqa: E402
+from nanovllm.cpu import amx  # noqa: E402
 from nanovllm.cpu.attention import NumbaAttention  # noqa: E402
 
 NAN = float("nan")
@@ -174,13 +174,13 @@ def test_what_the_matrix_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
         return backend.use_amx
 
     fits = ((8, 1), 16, 32, torch.bfloat16)
-    assert use_amx(*fits) is (cpu.has_amx() or None)
+    assert use_amx(*fits) is (amx.has_amx() or None)
     for other in (
         ((9, 1), *fits[1:]), (fits[0], 24, *fits[2:]), (*fits[:2], 48, fits[3]),
         (*fits[:3], torch.float32),
     ):  # fmt: skip
         assert use_amx(*other) is None
-    monkeypatch.setattr(cpu, "has_amx", lambda: False)
+    monkeypatch.setattr(amx, "has_amx", lambda: False)
     assert use_amx(*fits) is None
 
 

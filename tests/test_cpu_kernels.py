@@ -18,6 +18,7 @@ from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rota
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
+from nanovllm.cpu import amx  # noqa: E402
 from nanovllm.cpu import kernels as cpu  # noqa: E402
 from nanovllm.cpu import sampler as cpu_sampler  # noqa: E402
 from nanovllm.cpu.layers import CompiledLayers  # noqa: E402
@@ -216,7 +217,7 @@ def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     """What `compile_all` compiled fits every call: prompts, decodes, a prefix in common."""
     llm = LLM(dtype=dtype, device="cpu")
-    every = {**vars(cpu), **vars(cpu_sampler)}.values()
+    every = {**vars(cpu), **vars(amx), **vars(cpu_sampler)}.values()
     kernels = [k for k in every if hasattr(k, "signatures")]
     before = [len(k.signatures) for k in kernels]
     assert max(before) > 0
@@ -232,7 +233,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     """However large: the queries of a pack read the same blocks, each only so far."""
     torch.manual_seed(0)
     shape, like = (2, 1, 16, 32), cpu.DTYPE_EXAMPLE[dtype]
-    use_amx = True if dtype is torch.bfloat16 and cpu.has_amx() else None
+    use_amx = True if dtype is torch.bfloat16 and amx.has_amx() else None
     qkv, k, v = (torch.randn(n).to(dtype) for n in ((4, 3, 32), shape, shape))
     none = np.empty((0, 4), np.int64)
     queries, contexts = np.arange(4)[None], np.arange(1, 5)[None]
@@ -253,7 +254,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     assert not torch.equal(found[0][3], found[1][3])
 
 
-@pytest.mark.skipif(not cpu.has_amx(), reason="no AMX on this processor")
+@pytest.mark.skipif(not amx.has_amx(), reason="no AMX on this processor")
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
@@ -281,12 +282,12 @@ def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> Non
             return wanted
 
     calls = []
-    layers = cpu.decode_layers
+    layers = amx.decode_layers
     runner.compiled_model = Both
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "decode_layers", lambda *a: (calls.append(a[3]), layers(*a)))
+        patch.setattr(amx, "decode_layers", lambda *a: (calls.append(a[3]), layers(*a)))
         llm.generate(prompts, params, use_tqdm=False)
     assert {1, 16, 17, 33, 64, 65} <= set(sizes)
     assert {1, 16, 17, 33, 64} <= set(calls)
@@ -302,8 +303,8 @@ def test_without_numba(
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     wanted = random_llm(tmp_path).generate(prompts, params, use_tqdm=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    for name in ("backend", "attention", "kernels", "layers", "linear", "sampler"):
-        monkeypatch.delitem(sys.modules, f"nanovllm.cpu.{name}", raising=False)
+    for name in [name for name in sys.modules if name.startswith("nanovllm.cpu.")]:
+        monkeypatch.delitem(sys.modules, name)
     with caplog.at_level(logging.WARNING, logger="nanovllm"):
         llm = random_llm(tmp_path)
     assert "attention runs in plain torch, which is slower" in caplog.text
@@ -319,13 +320,13 @@ def test_without_amx(tmp_path) -> None:
     """The AMX kernels are not compiled on a processor without AMX, where LLVM would fail."""
     code = (
         "from nanovllm import LLM\n"
-        "from nanovllm.cpu import kernels as cpu\n"
+        "from nanovllm.cpu import amx, kernels\n"
         "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
         "assert llm.engine.runner.compiled_model is llm.engine.runner.model\n"
-        "assert not cpu.attend_packs_amx.signatures and not cpu.linear.signatures\n"
-        "assert cpu.attend_packs.signatures\n"
+        "assert not amx.attend_packs_amx.signatures and not amx.linear.signatures\n"
+        "assert kernels.attend_packs.signatures\n"
     )
     variables = os.environ | {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
@@ -384,8 +385,8 @@ def test_without_a_folder_for_compiled_code(tmp_path) -> None:
     code = (
         "import numba.core.caching as c\n"
         "c.CacheImpl._locator_classes = []\n"
-        "from nanovllm.cpu import kernels as cpu\n"
-        "assert not cpu.COMPILED['cache']\n"
+        "from nanovllm.cpu import jit, kernels as cpu\n"
+        "assert jit.DIRECTORY is None\n"
         "import numpy as np; assert cpu.maximum(np.ones(20, np.float32)) == 1\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,6 +1,8 @@
 """The first start on a machine: kernels are compiled by another process, and nobody waits."""
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +13,9 @@ import torch
 
 numba = pytest.importorskip("numba")
 
-from nanovllm.cpu import compile  # noqa: E402
+import nanovllm  # noqa: E402
+from nanovllm.cpu import amx, attention, compile, jit  # noqa: E402
+from nanovllm.models.config import ModelConfig  # noqa: E402
 
 ANSWER = """
 from nanovllm import LLM
@@ -48,11 +52,108 @@ def test_first_start_answers_while_kernels_are_compiled(tmp_path: Path) -> None:
 
 
 def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = {compile.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    markers = {compile.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    other = not amx.has_amx()
+    monkeypatch.setattr(amx, "has_amx", lambda: other)
+    markers |= {compile.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    assert len(markers) == 4
+    assert None not in markers
+    before = jit.digest()
     monkeypatch.setattr(numba.config, "CPU_NAME", "x86-64-v3")
-    after = {compile.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    assert len(before | after) == 4
-    assert None not in before | after
+    assert jit.digest() != before
+
+
+def test_with_amx_every_block_size_is_compiled_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AMX is emulated: what would be compiled is noted, and nothing runs."""
+    compiled: list[tuple[torch.dtype, bool | None]] = []
+    monkeypatch.setattr(amx, "has_amx", lambda: True)
+    monkeypatch.setattr(jit, "DIRECTORY", tmp_path)
+    for module in (attention, compile):
+        monkeypatch.setattr(module, "compile_all", lambda *arguments: compiled.append(arguments))
+    directory = Path(nanovllm.__file__).parent / "demo" / "qwen3-nano"
+    config = ModelConfig.from_file(directory / "config.json")
+    for dtype in (torch.float32, torch.bfloat16):
+        compiled.clear()
+        compile.compile_now(dtype)
+        background = set(compiled)
+        for block_size in (4, 16):
+            compiled.clear()
+            attention.NumbaAttention(config, 2, block_size, dtype, torch.device("cpu"))
+            assert set(compiled) <= background
+    assert len(background) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
+def test_amx_compiles_without_amx(tmp_path: Path) -> None:
+    """LLVM accepts the kernels for a processor that this one need not be. They do not run."""
+    code = """
+import numpy as np
+from numba import int64, typeof
+from nanovllm.cpu import amx
+amx.linear_blocks.compile((int64,) * 9)
+qkv, cache = np.empty((0, 1, 32), np.uint16), np.empty((0, 1, 16, 32), np.uint16)
+ints, lse = np.empty((0, 1), np.int64), np.empty((0, 1), np.float32)
+packs = (ints, ints, ints.astype(np.int32))
+arguments = (qkv, qkv, lse, cache, cache, packs, True, 0, 0)
+amx.attend_packs_amx.compile(tuple(map(typeof, arguments)))
+for kernel in (amx.linear_blocks, amx.attend_packs_amx):
+    print("tdpbf16ps" in kernel.inspect_asm(kernel.signatures[0]))
+"""
+    processor = dict(NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES="+amx-tile,+amx-bf16")
+    lines, _ = start(tmp_path, code, **processor)
+    assert lines == ["True", "True"]
+
+
+def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that no process has used for a week are removed, and nothing else."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    path = jit.make_directory()
+    assert path is not None
+    assert path.parent.parent == tmp_path
+    names = {"kernels-1": 8, "kernels-2": 6, "others": 8, path.name: 8}
+    for name, days in names.items():
+        directory = path.with_name(name)
+        directory.mkdir(exist_ok=True)
+        (directory / "code.nbc").touch()
+        os.utime(directory, (0, time.time() - days * 24 * 3600))
+    assert jit.make_directory() == path
+    assert {p.name for p in path.parent.iterdir()} == names.keys() - {"kernels-1"}
+    assert path.stat().st_mtime > time.time() - 3600
+    # Neither a directory in the way nor one that cannot be made is an error.
+    shutil.rmtree(path)
+    path.touch()
+    assert jit.make_directory() is None
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(path / "below a file"))
+    fallback = jit.make_directory()
+    assert fallback is not None
+    assert tmp_path not in fallback.parents
+
+
+@pytest.mark.slow
+def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
+    """A kernel of the sampler calls `exp` of cpu/kernels.py, which Numba's own cache overlooks."""
+    package, found = tmp_path / "nanovllm", []
+    ignored = shutil.ignore_patterns("__pycache__", "demo", "lessons", "benchmarks")
+    shutil.copytree(Path(nanovllm.__file__).parent, package, ignore=ignored)
+    source = package / "cpu" / "kernels.py"
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import numpy as np; from nanovllm.cpu import jit, sampler\n"
+        "print(sampler._weight(np.float32(0)), len(sampler._weight.stats.cache_hits))\n"
+        "print(jit.DIRECTORY)"
+    )
+    for change in ("", "", "f32(2) * "):
+        text = source.read_text()
+        source.write_text(text.replace("return power *", f"return {change}power *"))
+        # Without NUMBA_CACHE_DIR it is beside the sources.
+        found.append(start(Path(), code, NUMBA_CACHE_DIR="")[0])
+    values, directories = zip(*found, strict=True)
+    assert values == ("1.0 0", "1.0 1", "2.0 0")
+    assert directories[0] == directories[1] != directories[2]
+    assert {Path(d).parent for d in directories} == {package / "cpu" / "__pycache__"}
 
 
 def test_nowhere_to_keep_kernels(tmp_path: Path) -> None:

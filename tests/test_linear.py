@@ -57,8 +57,8 @@ def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [(512, 256), (32, 32), (96, 64)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) -> None:
-    cpu = pytest.importorskip("nanovllm.cpu.kernels")
-    if not cpu.has_amx():
+    amx = pytest.importorskip("nanovllm.cpu.amx")
+    if not amx.has_amx():
         pytest.skip("no AMX on this processor")
     torch.manual_seed(0)
     weight = weights(*shape)
@@ -67,7 +67,7 @@ def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) 
     for rows in (1, 2, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 200):
         x, found = torch.randn(rows, shape[1]).bfloat16(), torch.full((rows + 1, shape[0]), 7.0)
         found = found.bfloat16()
-        cpu.linear(
+        amx.linear(
             x.data_ptr(), address(tiles), 0 if b is None else b.data_ptr(), found.data_ptr(),
             rows, *shape[::-1], 3,
         )  # fmt: skip

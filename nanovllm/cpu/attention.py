@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.batch import ForwardBatch
-from nanovllm.cpu import kernels, sampler
+from nanovllm.cpu import amx, kernels
+from nanovllm.cpu.compile import compile_all
 from nanovllm.cpu.linear import PACKED_FOR
 from nanovllm.models.attention import Gathered, PlainAttention
 from nanovllm.models.config import ModelConfig
@@ -79,12 +80,10 @@ class NumbaAttention(PlainAttention):
         self.example = kernels.DTYPE_EXAMPLE[dtype]
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        fits = kernels.fits_amx(self.group_size, block_size, self.dim)
-        use_amx = dtype is torch.bfloat16 and fits and kernels.has_amx()
+        fits = amx.fits_amx(self.group_size, block_size, self.dim)
+        use_amx = dtype is torch.bfloat16 and fits and amx.has_amx()
         self.use_amx = True if use_amx else None  # Numba selects the kernel by the type
-        with kernels.guard():
-            kernels.compile_all(self.example, self.use_amx)
-            sampler.compile_all()
+        compile_all(dtype, self.use_amx)
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

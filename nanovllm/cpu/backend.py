@@ -2,20 +2,15 @@
 
 import torch
 
-from nanovllm.cpu import kernels
+from nanovllm.cpu import jit, kernels
 from nanovllm.cpu.attention import NumbaAttention
+from nanovllm.cpu.compile import is_ready
 from nanovllm.cpu.layers import compile_layers
 from nanovllm.cpu.linear import linear, pack
 from nanovllm.cpu.sampler import sample, token_logprobs
 from nanovllm.models.backend import Backend
 
-
-def is_ready(dtype: torch.dtype) -> bool:
-    """Whether the kernels are compiled. If not, this starts to compile them in the background."""
-    # It needs file locks, which not all systems have.
-    from nanovllm.cpu.compile import start_compiling
-
-    return start_compiling(dtype)
+__all__ = ["is_ready", "make_backend"]
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
@@ -35,5 +30,5 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         token_logprobs=token_logprobs,
         pack=pack,
         compile_layers=compile_layers,
-        guard=kernels.guard,
+        guard=jit.guard,
     )

@@ -1,14 +1,11 @@
-"""Compiles the CPU's kernels in another process, once for each machine, dtype and version.
+"""Compiles the CPU's kernels for one dtype: in this process, or once for later ones in another.
 
     python -m nanovllm.cpu.compile bfloat16
 
-Numba keeps what it compiles in a cache directory, from which later processes load it in less than a
-second. A file there, the marker, says that all kernels are in it.
+Later processes load the code in less than a second. A file beside it, the marker, says that all
+kernels of a dtype are there.
 """
 
-import fcntl
-import hashlib
-import inspect
 import logging
 import os
 import subprocess
@@ -16,51 +13,73 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import llvmlite.binding
-import numba
+import numpy as np
 import torch
+from numba import typeof
 
-from nanovllm.cpu import kernels, sampler
+from nanovllm.cpu import amx, jit, kernels, sampler
 
 logger = logging.getLogger("nanovllm")
 
 
+def compile_all(dtype: torch.dtype, use_amx: bool | None) -> None:
+    """Compile all kernels that a dtype needs, or load their code. None of them is called."""
+
+    def empty(dims: int, number: type = np.int64) -> Any:
+        return np.empty((0,) * dims, number)
+
+    example, zeros, eps, shape = kernels.DTYPE_EXAMPLE[dtype], (0,) * 7, 0.0, (1, 1, 1, 2)
+    packs = kernels.Packs(empty(2), empty(2), empty(2, np.int32))
+    work = kernels.AttentionWork(packs, packs, empty(2, np.float32))
+    draw = (empty(1, np.float32), empty(1), empty(1), empty(2, np.float32), empty(1), 1)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (kernels._add_rms_norm_rows, (*zeros[:5], eps, example, 0, 0)),
+        (kernels._add_rms_norm, (*zeros[:5], eps, example, 1)),
+        (kernels._silu_and_mul_rows, (*zeros[:4], example, 0, 0)),
+        (kernels._silu_and_mul, (*zeros[:4], example, 1)),
+        (kernels.norm_rope_store_rows, (*zeros, empty(1), shape, 1, eps, example, 0, 0)),
+        (kernels.norm_rope_store, (*zeros, empty(1), shape, 1, eps, example, 1)),
+        (kernels.attend, (*zeros[:6], shape, work, example, use_amx, 1)),
+        (sampler._draw, (0, False, 0, 1, *draw)),
+        (sampler._token_logprobs, (0, False, 0, 1, empty(1), empty(2, np.float64))),
+    ]
+    if use_amx:
+        sizes = (1, 1, eps, shape, empty(1), work, use_amx, 1)
+        calls.append((amx.decode_layers, (empty(2), *zeros[:6], *sizes)))
+    with jit.guard():
+        for i, (kernel, arguments) in enumerate(calls):
+            misses = kernel.stats.cache_misses.total()
+            kernel.compile(tuple(map(typeof, arguments)))
+            if i == 0 and kernel.stats.cache_misses.total() > misses:
+                kept = "and keeping them" if jit.DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
+                logger.info(f"compiling the CPU kernels, which takes 20 to 40 s ({kept})")
+
+
 def marker(dtype: torch.dtype) -> Path | None:
     """The marker's path; None if Numba has no directory to keep kernels in."""
-    if not kernels.can_cache_code():
-        return None
-    config: Any = numba.config
-    parts = [
-        *(inspect.getsource(module) for module in (kernels, sampler)),
-        *(numba.__version__, llvmlite.__version__, torch.__version__, str(dtype)),
-        config.CPU_NAME or llvmlite.binding.get_host_cpu_name(),
-        config.CPU_FEATURES or llvmlite.binding.get_host_cpu_features().flatten(),
-        str(use_amx(dtype)),
-    ]
-    digest = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
-    return Path(kernels.maximum.stats.cache_path) / f"nanovllm-{digest}.compiled"
-
-
-def use_amx(dtype: torch.dtype) -> bool | None:
-    return True if dtype is torch.bfloat16 and kernels.has_amx() else None
+    name = f"{str(dtype)[6:]}{'-amx' if amx.has_amx() else ''}.compiled"
+    return jit.DIRECTORY / name if jit.DIRECTORY else None
 
 
 def compile_now(dtype: torch.dtype) -> None:
     """Compile, or wait for the process that does. It returns at once if all is compiled."""
+    import fcntl  # not all systems have it
+
     path = marker(dtype)
     if path is None or path.exists():
         return
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            with kernels.guard():
-                kernels.compile_all(kernels.DTYPE_EXAMPLE[dtype], use_amx(dtype))
-                sampler.compile_all()
+            compile_all(dtype, None)
+            # With AMX both kernels of attention are needed: fits_amx depends on model and blocks.
+            if dtype is torch.bfloat16 and amx.has_amx():
+                compile_all(dtype, True)
             path.touch()
 
 
-def start_compiling(dtype: torch.dtype) -> bool:
-    """Compile in the background unless that is done. Returns whether the kernels can be loaded."""
+def is_ready(dtype: torch.dtype) -> bool:
+    """Whether the kernels are compiled. If not, this starts to compile them in the background."""
     path = marker(dtype)
     if path is None:
         logger.warning(

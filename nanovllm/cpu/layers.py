@@ -1,7 +1,7 @@
 """The layers of a decode step in one call: on a CPU with AMX, what a CUDA graph is on a GPU.
 
 Between two calls from Python only one thread works and the memory is idle. A product with few rows
-takes as long as reading its weights, and cpu/kernels.py reads them faster than oneDNN does. With 16
+takes as long as reading its weights, and cpu/amx.py reads them faster than oneDNN does. With 16
 sequences at Qwen3-0.6B's shape a step took 88 ms layer by layer and 72 ms in one call.
 """
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.batch import ForwardBatch
-from nanovllm.cpu import kernels
+from nanovllm.cpu import amx
 from nanovllm.cpu.attention import NumbaAttention
+from nanovllm.cpu.kernels import add_rms_norm
 from nanovllm.cpu.linear import PACKED_FOR, address, has_amx_layout
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
@@ -41,8 +42,8 @@ class CompiledLayers:
         tensors = (x.data_ptr(), residual.data_ptr(), *x.shape, cos.data_ptr(), sin.data_ptr())
         sizes = (config.intermediate_size, config.num_heads, eps, attention.shape)
         work = (step.slot_mapping, step.work, attention.use_amx, threads)
-        kernels.decode_layers(self.addresses, *tensors, *sizes, *work)
-        return kernels.add_rms_norm(x, residual, model.norm, eps)[0]
+        amx.decode_layers(self.addresses, *tensors, *sizes, *work)
+        return add_rms_norm(x, residual, model.norm, eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> logits [R, V]."""
@@ -51,7 +52,7 @@ class CompiledLayers:
         vocab_size = self.model.config.vocab_size
         logits = hidden.new_empty((len(hidden), vocab_size))
         pointers = (hidden.data_ptr(), self.head, 0, logits.data_ptr())
-        kernels.linear(*pointers, *hidden.shape, vocab_size, numba.get_num_threads())
+        amx.linear(*pointers, *hidden.shape, vocab_size, numba.get_num_threads())
         return logits
 
 
@@ -63,7 +64,7 @@ def compile_layers(model: Qwen3, attention: NumbaAttention) -> CompiledLayers | 
 
 
 def addresses(layer: DecoderLayer) -> list[int]:
-    """The first ten addresses of a layer for kernels.decode_layers; 0 without a weight."""
+    """The first ten addresses of a layer for amx.decode_layers; 0 without a weight."""
     attn, mlp = layer.self_attn, layer.mlp
 
     def pointer(tensor: Tensor | None) -> int:

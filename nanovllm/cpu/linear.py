@@ -76,7 +76,7 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def has_amx_layout(weight: Tensor) -> bool:
-    """Whether a packed weight [O, I] has the layout [O / 32, I / 2, 32, 2] of cpu/kernels.py.
+    """Whether a packed weight [O, I] has the layout [O / 32, I / 2, 32, 2] of cpu/amx.py.
 
     The layout is not documented. Products with unit vectors, which are columns, confirm it.
     """

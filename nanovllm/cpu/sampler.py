@@ -9,17 +9,18 @@ maxima of all groups of tokens, because at least k tokens are as large as that.
 
 import numpy as np
 import torch
-from numba import get_num_threads, njit, prange
+from numba import get_num_threads, prange
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
-from nanovllm.cpu.kernels import BFLOAT16, COMPILED, array, exp, maximum, maximum_in, to_float32
+from nanovllm.cpu.jit import compiled
+from nanovllm.cpu.kernels import BFLOAT16, array, exp, maximum, maximum_in, to_float32
 from nanovllm.models import logit_rules, sampler
 from nanovllm.plan import FILTERS
 
 f32 = np.float32
 INFINITY = f32(np.inf)
-# The filters of `_draw`. With any other, models/sampler.py samples the tokens.
+# The filters of `_draw`, in its order. With any other, models/sampler.py samples the tokens.
 IN_KERNEL = ("top_k", "top_p", "min_p")
 # Tokens of a chunk and of a group; a chunk is a whole number of groups.
 CHUNK, GROUP = 1024, 256
@@ -39,13 +40,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         return sampler.sample(logits, batch)
     logits, tokens = logits.contiguous(), np.empty(len(logits), np.int64)
     numbers = (x.numpy() for x in (batch.temperature, batch.seeds, batch.positions))
-    top_k, top_p, min_p = (
-        values[name].numpy().astype(np.float32)
-        if name in values
-        else np.full(len(logits), FILTERS[name], np.float32)
-        for name in IN_KERNEL
-    )
-    filters = np.stack((top_k, top_p, min_p))
+    filters = np.empty((len(IN_KERNEL), len(logits)), np.float32)
+    for i, name in enumerate(IN_KERNEL):
+        filters[i] = values[name].numpy() if name in values else FILTERS[name]
     is_bf16 = logits.dtype is torch.bfloat16
     parts = min(len(logits), get_num_threads())
     _draw(logits.data_ptr(), is_bf16, *logits.shape, *numbers, filters, tokens, parts)
@@ -62,7 +59,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     return torch.from_numpy(packed)
 
 
-@njit(**COMPILED)
+@compiled()
 def _load(address, is_bf16, start, wide):
     """Set wide [n] to the logits from `start` on, in float32, with +inf in place of NaN.
 
@@ -78,7 +75,7 @@ def _load(address, is_bf16, start, wide):
             wide[i] = min(INFINITY, full[i])
 
 
-@njit(**COMPILED)
+@compiled()
 def _uniform(seed, position):
     """A number in [0, 1): SplitMix64 (Steele et al. 2014), as in the plain sampler."""
     gamma = np.uint64(0x9E3779B97F4A7C15)
@@ -91,20 +88,20 @@ def _uniform(seed, position):
     return np.float64(z >> np.uint64(11)) * 2.0**-53
 
 
-@njit(**COMPILED)
+@compiled()
 def _group_maxima(wide, lanes, maxima):
     """Set maxima [GROUPS] to the maximum of each group of a chunk; those past its end do not change."""
     for group in range((len(wide) + GROUP - 1) // GROUP):
         maxima[group] = maximum_in(wide[group * GROUP : (group + 1) * GROUP], lanes)
 
 
-@njit(**COMPILED)
+@compiled()
 def _weight(power):
     """e^power, or 0 below e^-87."""
     return exp(power) if power > f32(-87) else f32(0)
 
 
-@njit(**COMPILED)
+@compiled()
 def _exp_weights(logits, top, temperature, weights):
     """weights = e^((logits - top) / temperature), or 0 below e^-87. Returns their sum."""
     total = f32(0)
@@ -115,7 +112,7 @@ def _exp_weights(logits, top, temperature, weights):
     return total
 
 
-@njit(**COMPILED)
+@compiled()
 def _search_cumsum(weights, target):
     """(first index of positive weight whose cumulative sum exceeds target, the sum before it)."""
     index, before, total = 0, 0.0, 0.0
@@ -128,7 +125,7 @@ def _search_cumsum(weights, target):
     return index, before
 
 
-@njit(**COMPILED)
+@compiled()
 def _least_kept(values, weights, target):
     """The largest of values [n] such that all that are at least as large weigh `target` or more.
 
@@ -164,7 +161,7 @@ def _least_kept(values, weights, target):
     return values[start]
 
 
-@njit(**COMPILED)
+@compiled()
 def _sum_from(weights, least):
     """The sum of the weights that are at least `least`."""
     total = f32(0)
@@ -173,7 +170,7 @@ def _sum_from(weights, least):
     return total
 
 
-@njit(**COMPILED)
+@compiled()
 def _least_kept_of_many(weights, target):
     """As `_least_kept` of the weights themselves, for many of them: a search over the bits of floats.
 
@@ -192,12 +189,12 @@ def _least_kept_of_many(weights, target):
     return _float(low)
 
 
-@njit(**COMPILED)
+@compiled()
 def _float(bits):
     return np.int32(bits).view(np.float32)
 
 
-@njit(**COMPILED)
+@compiled()
 def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, u, scratch, tokens):
     """Draw from a row whose logits begin at `start`; maxima [groups] are those of its groups.
 
@@ -252,7 +249,7 @@ def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, 
     return tokens[chosen + index] if few else chosen + index
 
 
-@njit(parallel=True, **COMPILED)
+@compiled(parallel=True)
 def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters, tokens, parts):
     """Draw tokens [R] from logits [R, V]; filters [3, R] are top_k, top_p and min_p.
 
@@ -288,17 +285,8 @@ def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters,
             elif temperatures[row] > 0 and filtered[row]:
                 groups = maxima[row, : (size + GROUP - 1) // GROUP]
                 tokens[row] = _draw_filtered(
-                    address,
-                    is_bf16,
-                    row * size,
-                    size,
-                    groups,
-                    temperature,
-                    filters[:, row],
-                    u,
-                    scratch[part],
-                    ids[part],
-                )
+                    address, is_bf16, row * size, size, groups, temperature, filters[:, row], u,
+                    scratch[part], ids[part])
             elif temperatures[row] > 0:
                 total = 0.0
                 for chunk in range(chunks):
@@ -322,7 +310,7 @@ def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters,
                 tokens[row] = chunk * CHUNK + index
 
 
-@njit(parallel=True, **COMPILED)
+@compiled(parallel=True)
 def _token_logprobs(address, is_bf16, rows, size, tokens, packed):
     """Fill packed [R, 2 + 2k]; see models/logit_rules.py."""
     k = (packed.shape[1] - 2) // 2
@@ -355,10 +343,3 @@ def _token_logprobs(address, is_bf16, rows, size, tokens, packed):
         packed[row, 0], packed[row, 1] = own - log_sum, rank
         for i in range(k):
             packed[row, 2 + i], packed[row, 2 + k + i] = values[i] - log_sum, ids[i]
-
-
-def compile_all() -> None:
-    """Compile the kernels, or load them from the cache, by calls with no rows."""
-    none, floats = np.empty(0, np.int64), np.empty(0, f32)
-    _draw(0, False, 0, 1, floats, none, none, np.empty((3, 0), f32), none, 1)
-    _token_logprobs(0, False, 0, 1, none, np.empty((0, 2)))

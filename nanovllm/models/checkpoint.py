@@ -13,6 +13,7 @@ from pathlib import Path
 
 from nanovllm.config import EMBEDDED
 from nanovllm.models.config import check_field, read_fields, read_json
+from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -132,7 +133,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 # Names in generation_config.json -> names in SamplingParams.
 SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
-    name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    name: name for name in ("temperature", *FILTERS, "repetition_penalty")
 }
 
 

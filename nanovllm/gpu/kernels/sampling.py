@@ -30,6 +30,8 @@ from nanovllm.gpu.kernels.configs import next_power_of_2
 from nanovllm.gpu.kernels.launch import launch
 from nanovllm.plan import FILTERS
 
+# The filters of `_threshold`, in the order of its arguments.
+IN_KERNEL = ("top_k", "top_p", "min_p")
 # A chunk of the vocabulary has this many tokens.
 CHUNK = 128
 # One program of `_weigh_chunks` takes this many chunks, and `_draw` loads this many at a time.
@@ -283,18 +285,18 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     chunk_sum = torch.empty_like(chunk_max)
     chunk_ids = torch.empty_like(chunk_max, dtype=torch.int32)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    temperature, filters, known = batch.temperature, {**batch.filters}, {"top_k", "top_p", "min_p"}
-    if unknown := filters.keys() - known:
+    temperature, filters = batch.temperature, {**batch.filters}
+    if unknown := filters.keys() - set(IN_KERNEL):
         raise NotImplementedError(f"the kernel _threshold has no filter {min(unknown)!r}")
-    for name in known - filters.keys():
-        like = batch.seeds if name == "top_k" else temperature
+    for name in set(IN_KERNEL) - filters.keys():
+        like = batch.seeds if isinstance(FILTERS[name], int) else temperature
         filters[name] = torch.full_like(like, FILTERS[name])
     weighed = (logits, temperature, chunk_max, chunk_sum)
     constants = dict(V=vocab_size, CHUNK=CHUNK, TILE=WEIGHED)
     launch(_weigh_chunks, (num_rows, num_programs, 1), weighed, constants, num_warps=4)
     args = (
-        logits, temperature, filters["top_k"], filters["top_p"], filters["min_p"], batch.seeds,
-        batch.positions, chunk_max, chunk_sum, chunk_ids, tokens,
+        logits, temperature, *(filters[name] for name in IN_KERNEL), batch.seeds, batch.positions,
+        chunk_max, chunk_sum, chunk_ids, tokens,
     )
     constants = dict(
         V=vocab_size, CHUNK=CHUNK, TILE=LOADED, CHUNKS=num_chunks,

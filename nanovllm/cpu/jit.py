@@ -1,0 +1,103 @@
+"""How a kernel is compiled, and where its code is kept: `compiled` is the decorator of all kernels.
+
+Numba keeps compiled code in __pycache__ or in NUMBA_CACHE_DIR. It compiles a function again if its
+own file has changed, but not if only the file of a function that it calls has. The code is kept in
+a subdirectory whose name is therefore a digest of all files of this folder.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
+from numba import get_num_threads, njit
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
+
+config: Any = numba.config
+if config.DISABLE_JIT:
+    raise ImportError("NUMBA_DISABLE_JIT is set, so Numba compiles nothing; unset it")
+LOCK = threading.RLock()
+# A directory that no process has used for so many seconds is removed.
+MAX_AGE = 7 * 24 * 3600
+# LLVM may reorder sums and fuse products, but NaN and infinity keep their meaning.
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+
+
+def guard() -> AbstractContextManager[object]:
+    """Return what must be held while kernels run: LOCK if two threads may not call them at once.
+
+    Numba has such a layer of threads, "workqueue", where it finds neither OpenMP nor TBB.
+    """
+    # In a thread of its own: Numba's start sets the number of OpenMP's threads of its thread.
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(get_num_threads).result()
+    layer = numba.threading_layer()  # type: ignore[attr-defined]
+    return LOCK if layer == "workqueue" else nullcontext()
+
+
+def digest() -> str:
+    """A digest of all that compiled code depends on: sources, versions, processor."""
+    parts = [
+        *(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
+        *(numba.__version__, llvmlite.__version__, sys.implementation.cache_tag),
+        config.CPU_NAME or get_host_cpu_name(),
+        config.CPU_FEATURES or get_host_cpu_features().flatten(),
+    ]
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+class KernelCache(FunctionCache):
+    """Numba's cache, in a subdirectory of the directory that Numba would use."""
+
+    class _impl_class(CompileResultCacheImpl):
+        def __init__(self, function: Callable) -> None:
+            super().__init__(function)
+            path = os.path.join(os.path.abspath(self.locator.get_cache_path()), SUBDIRECTORY)
+            self.locator.get_cache_path = lambda: path
+
+
+def make_directory() -> Path | None:
+    """Make the directory, and remove old ones. None if Numba finds none that can be written."""
+    try:
+        cache = KernelCache(make_directory)
+        cache._impl.locator.ensure_cache_path()
+        os.utime(cache.cache_path)
+    except (RuntimeError, OSError):
+        return None
+    path = Path(cache.cache_path)
+    for other in path.parent.glob("kernels-*"):
+        with suppress(OSError):  # another process may be removing it
+            if other.stat().st_mtime < time.time() - MAX_AGE:
+                shutil.rmtree(other)
+    return path
+
+
+SUBDIRECTORY = f"kernels-{digest()}"
+DIRECTORY = make_directory()
+
+
+def compiled(parallel: bool = False, no_nan: bool = False) -> Callable[[Callable], Any]:
+    """The decorator of all kernels. `parallel` makes prange parallel.
+
+    LLVM vectorizes a maximum only with `no_nan`: the result for a NaN is then undefined.
+    """
+    fastmath = FASTMATH | {"nnan"} if no_nan else FASTMATH
+    options: Any = dict(parallel=parallel, nogil=True, error_model="numpy", fastmath=fastmath)
+
+    def decorate(function: Callable) -> Any:
+        kernel: Any = njit(function, **options)
+        if DIRECTORY:
+            kernel._cache = KernelCache(function)
+        return kernel
+
+    return decorate
