@@ -66,7 +66,10 @@ def press(action: Callable[[], object], at: set[int]) -> int:
     return lines
 
 
-@pytest.mark.parametrize("second", [0, 1, 40])
+SECOND = (0, 1, 40)
+
+
+@pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("how", ["generate", "stream", "loop"])
 def test_ctrl_c_at_any_line(path: Path, how: str, second: int) -> None:
     """Nothing is left behind, also if a second Ctrl-C comes so many lines later."""
@@ -87,7 +90,9 @@ def test_ctrl_c_at_any_line(path: Path, how: str, second: int) -> None:
     }
     lines = press(actions[how], set())
     assert lines > 500
-    for at in range(1, lines, max(1, lines // 120)):
+    # Sixty lines, and others of them for each `second`.
+    step = max(1, lines // 60)
+    for at in range(1 + SECOND.index(second) * step // 3, lines, step):
         press(actions[how], {at, at + second})
         if how == "loop":
             while llm.engine.has_unfinished_requests():
