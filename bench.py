@@ -5,7 +5,7 @@
   python bench.py --shape qwen3-8b     random weights of a known shape, without a download
   python bench.py --model Qwen/Qwen3-0.6B --workload prefix --json run.json --plot run.png
   python bench.py --workload cpu-mixed --baseline hf-batch vllm --peer-python ~/vllm/bin/python
-  python bench.py --busy               quiet, and beside another busy process, in turns
+  python bench.py --busy               alone and beside a busy process, in turns
   python bench.py --host-only          scheduling and batch building, without a model
   python bench.py --workload mixed --policy fcfs sjf --set max_num_seqs=16
   python bench.py --startup --memory   the time to start, and host memory over 10,000 requests
@@ -13,8 +13,8 @@
   python bench.py --gpu-report         GPU tests and benchmarks, written to gpu-report.txt
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early.
-They take turns (A B A B). Each figure is the median over the turns, with the range beside it. Other
-processes change the result: a figure is noisy when they took more than 3 % of the CPU time.
+They take turns (A B A B). Each figure is the median over the turns, followed by its range. Other
+processes affect the result: a figure is noisy if they took more than 3 % of the CPU time.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     epilog = ""
     for title, table in tables.items():
         epilog += f"{title}:\n" + "".join(f"  {n:14} {text}\n" for n, text in table.items()) + "\n"
-    # Without the usage, an error is one line.
+    # If the usage is suppressed, an error is one line.
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("bench.py", argparse.SUPPRESS, __doc__, epilog, (), raw)
     number: dict[str, Any] = {"type": count, "metavar": "N"}
@@ -81,14 +81,14 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("comparison and output").add_argument
     add("--baseline", nargs="*", choices=BASELINES, metavar="NAME", help="other engines, see below")
     add("--peer-python", metavar="PATH", help="a Python with vLLM, for vllm and vllm-eager")
-    add("--busy", action="store_true", help="each turn also beside a process that uses one core")
+    add("--busy", action="store_true", help="repeat each turn beside a process that uses one core")
     add("--policy", nargs="+", choices=("fcfs", "sjf"), help="run under each of them")
     add("--repeats", **number, default=3, help="turns of each engine (3)")
     add("--sample", **number, help="limit the requests of hf (4) and hf-batch (all)")
     add("--batch-size", **number, default=64, help="requests in a batch of hf-batch (64)")
     add("--json", type=Path, metavar="FILE", help="all measurements, with machine and commit")
     add("--plot", type=Path, metavar="FILE", help="throughput, batch sizes (.png, .pdf, .svg)")
-    add = parser.add_argument_group("other measurements, in place of the throughput").add_argument
+    add = parser.add_argument_group("other measurements, instead of the throughput").add_argument
     add("--host-only", action="store_true", help="host time of a decode step without a model")
     add("--startup", action="store_true", help="seconds until LLM() is ready")
     add("--memory", action="store_true", help="host memory over 10,000 requests")
@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for what cannot work, before anything long runs."""
+    """Raise ValueError for arguments that cannot work, before anything long runs."""
     if args.model and args.shape:
         raise ValueError(f"--model {args.model} and --shape {args.shape}: give one of them")
     if "model" in dict(args.set):

@@ -36,14 +36,14 @@ def main() -> None:
         llm = LLM(args.model)
     except ValueError as error:
         parser.error(str(error))
-    # All questions are one batch; without sampling_params the checkpoint's own defaults hold.
+    # All questions are one batch. Without sampling_params the checkpoint's own defaults apply.
     outputs = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS])
     for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"\n> {question}\n{output.outputs[0].text}")
 
 
 def print_trace(model: str) -> None:
-    """A small cache and a small token budget, so that each number can be checked by hand."""
+    """Print a trace of a small cache and token budget, whose numbers can be checked by hand."""
     llm = LLM(model, kvcache_block_size=4, num_kvcache_blocks=12, max_num_batched_tokens=12)
     prompts = ["What is 12 + 30?\n", "What is 12 + 7?\n"]
     with Trace(llm) as trace:

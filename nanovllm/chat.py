@@ -1,4 +1,4 @@
-"""Chat messages as the text of a prompt, by the chat template of the tokenizer."""
+"""Renders chat messages as the text of a prompt, with the chat template of the tokenizer."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def render(
     chat_template: str | None,
     **variables: Any,
 ) -> str:
-    """Return the text of a conversation. `variables` are those of transformers and the template."""
+    """Return the text of a conversation. `variables` are passed to `apply_chat_template`."""
     messages = plain_messages(conversation, tokenizer, chat_template)
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, chat_template=chat_template, **variables
         )
-    except Exception as error:  # A template can raise any, such as ZeroDivisionError.
+    except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
         shown = "the tokenizer's" if chat_template is None else f"{chat_template!r:.80}"
         raise ValueError(
             "the chat template cannot render these messages "
@@ -52,8 +52,8 @@ def render(
 def plain_messages(
     conversation: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 ) -> list[Message]:
-    """Check the messages. Join content parts unless the chat template takes them as they are."""
-    messages, joins = [], None  # whether parts are joined: known once a message has parts
+    """Check the messages. Join content parts, unless the chat template accepts parts."""
+    messages, joins = [], None  # whether parts are joined; tested at the first message with parts
     for message in conversation:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
@@ -86,7 +86,7 @@ def part_text(part: Any) -> str:
 
 
 def takes_parts(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> bool:
-    """Whether the chat template shows the text of a content part, and nothing else of it."""
+    """Whether the chat template renders the text of a content part, and nothing else of it."""
     parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
     probe: list[Message] = [{"role": "user", "content": parts}]
     try:

@@ -81,7 +81,7 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The engine's options. Raises TypeError for a wrong type and ValueError for a wrong value."""
+    """The parameters of LLM(). Raises TypeError for a wrong type, ValueError for a wrong value."""
 
     model: str | os.PathLike[str] = EMBEDDED  # a directory, a hub id or "qwen3-nano"
     _: KW_ONLY
@@ -92,26 +92,26 @@ class EngineConfig:
     max_model_len: int | None = None  # prompt and output tokens; None: the checkpoint's maximum
     max_num_seqs: int = 256  # sequences that run at a time
     max_num_batched_tokens: int = 8192  # the token budget of one step
-    gpu_memory_utilization: float = 0.9  # share of the GPU's memory that the engine may use
+    gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory that the engine may use
     kv_cache_memory_bytes: int | None = None  # size of the KV cache; None: what the memory allows
     kvcache_block_size: int = 16  # tokens
     num_kvcache_blocks: int | None = None  # for requests; the null block is additional
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # no CUDA graphs
-    # Plan and launch a step before the tokens of the previous one are read. None: on a GPU, which
-    # works while the host plans. On a CPU it would only compute an unused token for each sequence.
+    # Plan and launch a step before the tokens of the previous step are read. None: on a GPU only,
+    # which works while the host plans. On a CPU it would compute an unused token for each sequence.
     async_scheduling: bool | None = None
     scheduling_policy: str = "fcfs"  # or "sjf", shortest job first
     attention_backend: str = "auto"  # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
     tensor_parallel_size: int = 1
     load_format: str = "auto"  # "dummy": random weights; needs config.json only
-    tokenizer: str | None = None  # a directory or hub id, if it is not the model's
+    tokenizer: str | None = None  # a directory or hub id; None: the model's
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """Check the names of the options. Those of vLLM that change nothing here are ignored."""
+        """Check the names of the options. Options of vLLM that change nothing here are ignored."""
         own: dict[str, Any] = {}
         known = [f.name for f in dataclasses.fields(cls)]
         options = dict(options)
@@ -174,8 +174,9 @@ LIMITS: Limits = {
     (1, math.inf),
 )
 
-# Options of vLLM that do not exist here: name -> (values that change nothing, why no other works).
-# None changes nothing in any of them, and without a reason no value does.
+# Options of vLLM that do not exist here: name -> (accepted values, why other values are refused).
+# None is accepted by all of them. Options without a reason accept every value. Accepted values have
+# no effect.
 TEXT_ONLY = "nanovllm generates text from text"
 ONE_DEVICE = "nanovllm runs one process on one device; use 1"
 EDIT_CONFIG = "edit config.json in a copy of the checkpoint"
@@ -194,7 +195,7 @@ VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "hf_token": ((), "set the environment variable HF_TOKEN"),
     "kv_cache_dtype": (("auto",), "the KV cache has the dtype of the weights; set dtype"),
     "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
-    "logprobs_mode": (("raw_logprobs",), "log-probabilities are those before all rules"),
+    "logprobs_mode": (("raw_logprobs",), "log-probabilities are computed before all rules"),
     "model_impl": (("auto", "vllm"), "the models are those of nanovllm/models"),
     "num_gpu_blocks_override": ((), "use num_kvcache_blocks"),
     "override_generation_config": (({},), "pass a SamplingParams"),

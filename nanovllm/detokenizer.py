@@ -1,7 +1,7 @@
-"""Detokenizer: the text of a token stream, as the tokens come.
+"""Detokenizer: the text of a stream of tokens, while the tokens are generated.
 
-It owns the tokens whose text is not final. A decoder shows U+FFFD for an incomplete character.
-A U+FFFD at the end is therefore held back: the returned parts, joined, are the full decode.
+It stores the tokens whose text is not final. A tokenizer decodes an incomplete character as U+FFFD.
+A U+FFFD at the end is therefore held back, so that the returned parts, joined, are the whole text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# After this many tokens without a clean end the window is shortened. Only invalid bytes get there.
+# If no text was final for this many tokens, the window is shortened. This needs invalid bytes.
 WINDOW = 32
 
 
@@ -21,7 +21,7 @@ class Detokenizer:
     ) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        self.window: list[int] = []  # tokens since the last clean end
+        self.window: list[int] = []  # tokens since the last complete character
         self.num_returned = 0  # characters of the window's text that were returned
 
     def add(self, token_ids: list[int]) -> str:

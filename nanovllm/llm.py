@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
 
-MISSING: Any = None  # the default of `prompts`, so that `prompt_token_ids` alone is explained
+# The default of `prompts`. With `prompt_token_ids` alone the error says what to pass instead.
+MISSING: Any = None
 P = ParamSpec("P")
 
 
 def with_parameters_of(
     source: Callable[P, object],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Show `__init__` with the parameters of `source`: to type checkers, inspect and help()."""
+    """Give `__init__` the parameters of `source`, for type checkers, inspect and help()."""
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         own, *_ = inspect.signature(init).parameters.values()
@@ -60,7 +61,7 @@ class LLM:
             raise missing("LLM", name, [*dir(type(self)), *vars(self)])
 
     def shutdown(self) -> None:
-        """Abort all requests, also those of other threads, whose calls return what there is.
+        """Abort all requests, also those of other threads, whose calls return their outputs so far.
 
         The engine remains usable; `del llm` frees its memory.
         """
@@ -85,7 +86,7 @@ class LLM:
         return self.engine.inputs.default_sampling_params.clone()
 
     def stats(self) -> dict[str, int | float]:
-        """Counters of sequences, blocks, prefix hits, preemptions and tokens; see docs/api.md."""
+        """Return counters of sequences, blocks and tokens, which docs/api.md explains."""
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> None:
@@ -102,18 +103,18 @@ class LLM:
         """Complete the prompts. Returns one result for each, in their order.
 
         prompts: a string, token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of
-            any of these. The text is used as it is; `chat` applies the chat template. Token ids are
-            a list, a NumPy array, a torch tensor or a tokenizer's BatchEncoding; two dimensions are
-            one prompt for each row.
-        sampling_params: one for all, or one for each; None uses the checkpoint's
+            any of these. The text is used unchanged; `chat` applies the chat template. Token ids
+            are a list, a NumPy array, a torch tensor or a tokenizer's BatchEncoding; two dimensions
+            are one prompt for each row.
+        sampling_params: one for all prompts, or one for each. None uses the checkpoint's
             generation_config.json.
         vllm: vLLM's other arguments, such as lora_request=None, with values that change nothing.
 
         All prompts are checked first: if one is refused, none is started. Ctrl-C stops after the
-        current step; a second Ctrl-C stops during it. Neither leaves a request behind. A request
-        that another thread aborts has what there is as its result, with finish_reason "abort".
-        Raises GenerationError, which has all results, if a request ended because no token could be
-        sampled.
+        current step; a second Ctrl-C stops during it. Both abort the requests of this call. If
+        another thread aborts a request, its result has the output so far and the finish_reason
+        "abort". Raises GenerationError, which has all results, if a request ended because no token
+        could be sampled.
         """
         check_call(self.generate, vllm)
         items, params = pair_up(prompts, sampling_params)
@@ -155,11 +156,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[StreamOutput]:
-        """Complete the prompts as `generate` does, and yield new text and tokens as they come.
+        """Complete the prompts as `generate` does, and yield new text and tokens after each step.
 
         The texts of one (request_index, index), joined, are what `generate` would return. A
-        character that spans tokens comes when it is complete, and text that may begin a stop string
-        is held back until that is decided. Leaving the loop early aborts the remaining requests.
+        character that consists of several tokens is yielded when it is complete. Text that may be
+        the beginning of a stop string is held back until it cannot be one any more. Leaving the
+        loop early aborts the remaining requests.
         """
         items, params = pair_up(prompts, sampling_params)
         requests: list[Request] = []
@@ -190,9 +192,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...].
 
-        The content may be a list of parts, [{"type": "text", "text": "..."}, ...]. If the chat
-        template takes strings only, a newline joins them. Raises ValueError if the template cannot
-        render the messages. Its time is not limited; Ctrl-C ends its loops.
+        The content may be a list of parts, [{"type": "text", "text": "..."}, ...], which are joined
+        by newlines if the chat template takes strings only. Raises ValueError if the template
+        cannot render the messages. The time that it takes is not limited; Ctrl-C ends its loops.
         """
         check_call(self.chat, vllm)
         if chat_template is not None:
@@ -222,7 +224,7 @@ def show_progress(bar: tqdm[NoReturn], requests: list[Request], seconds: float) 
 
 
 def raise_error(requests: list[Request]) -> None:
-    """Raise what ended one of these requests, such as an error of its logits processor."""
+    """Raise the error that ended one of these requests, such as that of a logits processor."""
     for request in requests:
         if request.error is not None:
             raise request.error

@@ -1,4 +1,4 @@
-"""The results of requests. They are values only, made by the engine.
+"""The results of requests, which the engine creates.
 
 A result can be read as in vLLM (`out.outputs[0].text`) and as in nano-vllm (`out["text"]`).
 """
@@ -32,7 +32,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class StreamOutput:
-    """What is new in one sample of one request."""
+    """The new text and tokens of one sample of one request."""
 
     request_index: int  # among the prompts of the call
     index: int  # among the samples of the prompt
@@ -47,7 +47,7 @@ class StreamOutput:
 
 @dataclass
 class RequestMetrics:
-    """Seconds on the clock of time.monotonic; None for what has not happened."""
+    """Seconds on the clock of time.monotonic; None for events that have not happened."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -72,7 +72,7 @@ class RequestOutput(Mapping[str, Any]):
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
-    # None for the first token. An aborted request has those of the tokens that were computed.
+    # None for the first token. An aborted request has entries for its computed tokens only.
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     metrics: RequestMetrics = field(compare=False)
 
@@ -92,7 +92,7 @@ NANO_VLLM_KEYS = ("text", "token_ids")
 
 
 class GenerationError(RuntimeError):
-    """Some requests ended with finish_reason "error", because there was no token to sample.
+    """Some requests ended with finish_reason "error", because no token could be sampled.
 
     The model computed NaN, or allowed_token_ids, bad_words and logits_processors hid every token.
     `outputs` has the results of all requests of the call, in the order of its prompts.

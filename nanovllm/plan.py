@@ -1,7 +1,8 @@
-"""The seam between the engine and the runner, without torch: plain ints in both directions.
+"""The seam between the engine and the runner, without torch: numbers in both directions.
 
 The scheduler makes a `StepPlan`; the runner executes it and returns a `StepOutput`. In vLLM they
 are `SchedulerOutput` and `ModelRunnerOutput`. A plan is not changed once the scheduler returns it.
+The only other objects are the user's logits processors, and the errors that they raise.
 """
 
 from collections.abc import Callable

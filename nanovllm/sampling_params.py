@@ -24,7 +24,7 @@ ELSEWHERE = {
     "extra_args": "write a function for logits_processors",
     "guided_decoding": "write a function for logits_processors",
     "structured_outputs": "write a function for logits_processors",
-    "output_kind": "use LLM.stream for tokens as they come",
+    "output_kind": "use LLM.stream for tokens as they are generated",
     "truncate_prompt_tokens": "cut the prompt's token ids yourself",
     "spaces_between_special_tokens": "use skip_special_tokens, or decode token_ids yourself",
 }
@@ -34,8 +34,8 @@ ELSEWHERE = {
 class SamplingParams:
     """Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
 
-    Fields may be set later. They are checked again when a request is made with them; a name that is
-    no field raises AttributeError. None for a list is an empty one.
+    Fields may be set later. They are checked again when a request uses them. Setting an unknown
+    field raises AttributeError. None for a list is an empty list.
     """
 
     n: int = 1  # samples of each prompt; the prompt is computed once
@@ -44,8 +44,8 @@ class SamplingParams:
     top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
     min_p: float = 0.0  # keep tokens at least this likely, relative to the most likely
     seed: int | None = None  # None: the engine chooses one for each request
-    max_tokens: int | None = 64  # output tokens; None: as many as max_model_len leaves
-    min_tokens: int = 0  # output tokens before which nothing ends the output
+    max_tokens: int | None = 64  # of the output; None: as many as max_model_len leaves
+    min_tokens: int = 0  # of the output, which does not end before
     stop: str | Sequence[str] | None = ()  # strings that end the output
     stop_token_ids: Sequence[int] | None = ()  # further tokens that end the output
     include_stop_str_in_output: bool = False  # the text of a stop token too
@@ -72,12 +72,12 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
-        """Make an object of these fields. None is the default of a field that cannot be None."""
+        """Return an object with these fields. A field that cannot be None has its default instead."""
         own = {name for name, f in cls.__dataclass_fields__.items() if "None" not in f.type}
         return cls(**{n: v for n, v in fields.items() if v is not None or n not in own})
 
     def clone(self) -> SamplingParams:
-        """Return a checked copy with containers of its own; logits processors are shared."""
+        """Return a checked copy with its own lists and logit_bias; logits processors are shared."""
         return replace(self, logit_bias=copy.copy(self.logit_bias))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -125,7 +125,7 @@ class SamplingParams:
                 raise TypeError(f"logits_processors must be functions, not {processor!r}")
 
     def _as_list(self, name: str) -> list[Any]:
-        """Replace a field with a list of its own, to which the user may append, and return it."""
+        """Replace a field by a new list, to which the user may append, and return its items."""
         value = getattr(self, name)
         value = () if value is None else value
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):
@@ -136,7 +136,7 @@ class SamplingParams:
 
 
 def unknown_field(name: str) -> str:
-    """Return an error message for a name that is no field of SamplingParams."""
+    """Return an error message for a name that is not a field of SamplingParams."""
     if name in ELSEWHERE:
         return f"there is no sampling parameter {name!r}; {ELSEWHERE[name]}"
     return unknown_name("sampling parameter", name, SamplingParams.__dataclass_fields__)

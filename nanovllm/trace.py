@@ -5,8 +5,8 @@
     print(trace)
     trace.save("trace.html")  # or "trace.json"
 
-A trace is the engine's observer. It stores events, dicts of plain ints with what has changed since
-the event before. `State.apply` replays them, and `apply` in trace.html does the same in a browser.
+A trace is the engine's observer. It stores events: dicts that contain what has changed since the
+previous event. `State.apply` replays them, and `apply` in trace.html does the same in a browser.
 
     plan 1, commit 1, plan 2, commit 2, plan 3, ...     a plan begins a step of the trace
     plan 1, plan 2, commit 1, plan 3, commit 2, ...     with async scheduling
@@ -34,15 +34,14 @@ from nanovllm.engine.sequence import Sequence, Status
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-# A line of the printed table; sentences stand under the last five columns.
+# A line of the printed table. Sentences are printed below it, under the last five columns.
 ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
 INDENT = " " * 24
 HEAD = "step free cached shared request  computes          slots          block table       token"
 
 
-# Why the first of the waiting sequences was not admitted.
 class Event(TypedDict, total=False):
-    """What changed. Without a key `running`, `waiting`, `decodes` and `of` are as they were."""
+    """What changed. If `running`, `waiting`, `decodes` or `of` is missing, it has not changed."""
 
     # One of these four says what happened.
     plan: int  # the number of the step that was planned
@@ -50,19 +49,20 @@ class Event(TypedDict, total=False):
     failed: str  # the error that reverted all steps in flight
     ended: str  # the `with` block ended, with this error or ""
 
-    # Microseconds since the trace began. Of a plan: schedule's begin and end, the launch. Of a
-    # commit: its begin, which is when the tokens were read, and its end.
+    # Microseconds since the trace began. For a plan: the begin and the end of `schedule`, and the
+    # launch. For a commit: its begin, when the tokens were read, and its end.
     time: list[int]
     # Sequences: name, prompt tokens, known token ids, computed tokens, parent or -1.
     new: list[tuple[str, int, list[int], int, int]]
     running: list[int]  # in order of admission
     waiting: list[int]  # in the order of the queue
-    tables: list[list[int]]  # sequence, blocks that it keeps of its block table, blocks after them
+    # Sequence, number of blocks at the start of its block table that stay, the blocks after them.
+    tables: list[list[int]]
     cached: list[int]  # blocks that entered or left the prefix cache
     preempted: list[int]
     finished: list[tuple[int, str, int | str | None]]  # sequence, finish_reason, stop_reason
 
-    # Of a plan only.
+    # For a plan only.
     chunks: list[list[int]]  # sequence, first position, number of tokens
     decodes: list[int]  # sequences
     joins: list[int]
@@ -70,9 +70,9 @@ class Event(TypedDict, total=False):
     evicted: list[int]
     why: str  # a key of WHY_WAITING
 
-    # Of a commit only.
-    tokens: list[int]  # -1 where there was none to sample
-    of: list[int]  # the sequences that got them
+    # For a commit only.
+    tokens: list[int]  # -1 if no token could be sampled
+    of: list[int]  # the sequences that got these tokens
     dropped: list[int]  # sequences that had ended before their token was read
 
 
@@ -89,7 +89,7 @@ class SeqState:
     def kind(self, start: int) -> str:
         """Return what a plan computes from position `start` on: "prompt", "decode" or "again".
 
-        The last output token has not been computed before; all that precedes it has.
+        If there is output, only its last token has not been computed before.
         """
         has_output = len(self.tokens) > self.num_prompt
         if start >= max(self.num_prompt, len(self.tokens) - 1):
@@ -140,7 +140,7 @@ class State:
 
 
 class Observable(Protocol):
-    """What a Trace needs of an engine. LLMEngine has it, and so have the histories of lessons/."""
+    """What a Trace needs of an engine. LLMEngine and the histories of lessons/ implement it."""
 
     scheduler: Scheduler
     tokenizer: Any
@@ -177,14 +177,13 @@ class Trace(Observer):
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
-        # Block -> identity and hash, as of the last event.
-        self._in_flight: deque[int] = deque()  # steps; 0 was planned before the trace began
+        self._in_flight: deque[int] = deque()  # steps; 0 for one that was planned before the trace
         self._start = self._begun = 0.0
 
     def __enter__(self) -> Trace:
         with self._engine.lock:
             if self.events:
-                raise RuntimeError("this Trace has been used; make another with Trace(llm)")
+                raise RuntimeError("this Trace has been used; create another with Trace(llm)")
             if self._engine.observer is not NO_OBSERVER:
                 raise RuntimeError(
                     "the engine has a Trace already; leave its `with` block before the next one"
@@ -208,7 +207,7 @@ class Trace(Observer):
     def scheduled(self, step: InFlightStep | None) -> None:
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
         if step is None and not self._in_flight:
-            return  # there is nothing to do
+            return  # nothing was planned, and nothing will be committed
         number, event = self.num_steps + 1, self._changes()
         event |= Event(plan=number, time=times, chunks=[])
         decodes: list[int] = []
@@ -304,7 +303,7 @@ class Trace(Observer):
         return event
 
     def _add(self, event: Event) -> None:
-        """Append an event and note what the next one is compared with."""
+        """Append an event and update the state with which the next one is compared."""
         live = [*self._preemptions, *islice(self._numbers, len(self._state.seqs), None)]
         self.events.append(event)
         self._state.apply(event)
@@ -313,9 +312,9 @@ class Trace(Observer):
     # ---- the events as a table, a page and a Chrome trace ----
 
     def steps(self) -> Iterator[list[Event]]:
-        """The events of each step: its plan, then what was committed before the next plan.
+        """Yield the events of each step: its plan, then what was committed before the next plan.
 
-        Events before the first plan come first, in a list of their own.
+        The first list has the events before the first plan.
         """
         group: list[Event] = []
         for event in list(self.events):
@@ -364,8 +363,8 @@ class Trace(Observer):
     def chrome(self) -> dict[str, Any]:
         """Return the trace in Chrome's format: slices in microseconds and counters.
 
-        A step runs from its launch until its tokens are read. With async scheduling the next one is
-        launched before that, so the odd and the even steps have a track each.
+        A step runs from its launch until its tokens are read. With async scheduling the next step is
+        launched before that, so the odd steps and the even steps have one track each.
         """
         out: list[dict[str, Any]] = []
 
@@ -449,7 +448,7 @@ def block_list(blocks: list[int]) -> str:
 
 
 def last_words(text: str, width: int) -> str:
-    """Cut the beginning of a line: a step works on the last blocks and slots."""
+    """Shorten a line at its beginning, because a step works on the last blocks and slots."""
     return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
 
 
@@ -458,7 +457,7 @@ def describe_work(state: State, number: int, start: int, count: int, size: int) 
     seq, end = state.seqs[number], start + count
     kind = seq.kind(start)
     what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
-    # A faulty scheduler may plan positions that have no block; see lessons/break_it.py.
+    # A faulty scheduler may plan positions without a block; see lessons/break_it.py.
     ranges: list[list[int]] = []
     for position in range(start, min(end, len(seq.table) * size)):
         slot = seq.table[position // size] * size + position % size
@@ -471,7 +470,7 @@ def describe_work(state: State, number: int, start: int, count: int, size: int) 
 
 
 def describe_changes(event: Event, state: State, policy: str, size: int) -> Iterator[str]:
-    """Say what the event changed and by which rule. `state` is the state after it."""
+    """Yield a sentence for each change of an event, with its rule. `state` is the state after it."""
     names = [f"request {seq.name}" for seq in state.seqs]
     for i in event.get("preempted", ()):
         why = "no block was available (the last admitted is the first to be preempted)"
@@ -506,7 +505,7 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         waiting = ", ".join(state.seqs[i].name for i in state.waiting)
         yield f"Waiting: {waiting}, because {WHY_WAITING[event['why']]}."
     for i in event.get("dropped", ()):
-        yield f"The token of {names[i]} is dropped, because the sequence had ended."
+        yield f"The token of {names[i]} is dropped, because the sequence had already ended."
     for i, reason, stop in event.get("finished", ()):
         by = "" if stop is None else f" by {'token ' if isinstance(stop, int) else ''}{stop!r}"
         yield f"End: {names[i]} finishes ({reason}{by}) and releases its blocks."

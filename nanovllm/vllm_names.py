@@ -1,4 +1,4 @@
-"""Names of vLLM and nano-vllm that do not exist here, and what to use in their place.
+"""Names of vLLM and nano-vllm that do not exist here, and what to use instead.
 
 The options of `LLM()` are in config.py, and the fields of SamplingParams in sampling_params.py.
 """
@@ -26,12 +26,12 @@ _NAMES = {
     "has_unfinished_requests is_finished step wait_for_completion",
     "ask for n samples and compare cumulative_logprob": "BeamSearchParams beam_search",
     "pass the options to LLM(model, **options)": "AsyncEngineArgs EngineArgs",
-    "use LLM.stream for tokens as they come": "AsyncLLMEngine RequestOutputKind",
+    "use LLM.stream for tokens as they are generated": "AsyncLLMEngine RequestOutputKind",
     "annotate with str, list[int], TextPrompt or TokensPrompt": "PromptType",
     "the models are those of nanovllm/models": "ModelRegistry",
     "use stats(), and the metrics of each RequestOutput": "get_metrics",
     "use Trace for the steps and torch.profiler for the kernels": "start_profile stop_profile",
-    "`del llm` frees the memory; make another LLM later": "sleep wake_up",
+    "`del llm` frees the memory; create another LLM later": "sleep wake_up",
     "there is one process without workers; see llm.engine.runner and its model": "apply_model "
     "collective_rpc get_world_size initialize_ray_cluster",
     "read config.json, or use get_default_sampling_params": "default_sampling_params model_config",
@@ -42,11 +42,11 @@ INSTEAD = {name: sentence for sentence, names in _NAMES.items() for name in name
 
 
 def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return an error with what to use instead of `name`, or with a similar one of `known`."""
+    """Return an error that says what to use instead of `name`, or names a similar one of `known`."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = INSTEAD.get(name) or (f"did you mean {near[0]!r}?" if near else "")
     message = f"{owner} has no attribute {name!r}" + f"; {hint}" * bool(hint)
-    # With another `obj` than None, Python would append a similar name itself.
+    # If `obj` were not None, Python would append a similar name itself.
     return AttributeError(message, name=name, obj=None)
 
 
@@ -61,12 +61,12 @@ class CallArguments(TypedDict, total=False):
     tokenization_kwargs: dict[str, Any] | None
 
 
-# The values that change nothing, beside None, and why no other works.
+# Name -> (accepted values in addition to None, why other values are refused).
 CALL_ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
-    "chat_template_content_format": (("auto",), "it is found out from the chat template"),
+    "chat_template_content_format": (("auto",), "it is derived from the chat template"),
     "lora_request": ((), ADAPTER),
     "mm_processor_kwargs": (({},), TEXT_ONLY),
-    "priority": ((0,), "the order is that of scheduling_policy; submit urgent requests first"),
+    "priority": ((0,), "scheduling_policy sets the order; submit urgent requests first"),
     "prompt_token_ids": ((), "pass the token ids as `prompts`"),
     "tokenization_kwargs": (({},), "call get_tokenizer() and pass its token ids as `prompts`"),
 }

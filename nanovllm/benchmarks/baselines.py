@@ -1,7 +1,7 @@
 """Baselines: other engines on the same requests and the same weights.
 
-Each run checks that every request got the number of tokens that the workload asks for. No end token
-stops a request early, and no sampling filter runs that nanovllm does not apply.
+Each run checks that every request got the number of tokens that the workload asks for. No request
+stops early at an end token, and the sampling filters are the same as in nanovllm.
 """
 
 import json
@@ -49,7 +49,7 @@ def load_hf_model(directory: Path, dtype: torch.dtype, device: torch.device) -> 
 
 
 def make_hf(name: str, model: Any, work: Workload, sample: int | None, size: int) -> Engine:
-    """One of the hf engines; `sample` limits its requests, `size` is that of a static batch."""
+    """Return one of the hf engines. `sample` limits its requests; `size` is that of a batch."""
     if name == "hf-continuous":
         return Engine(work, lambda w: run_continuous(model, w))
     total = len(work.prompts)
@@ -79,7 +79,7 @@ def run_batches(model: Any, work: Workload, size: int) -> dict[str, Any]:
         for batch in (round_[i : i + size] for i in range(0, len(round_), size)):
             prompts, longest = [work.prompts[i] for i in batch], max(work.outputs[i] for i in batch)
             width = max(map(len, prompts))
-            # Generation needs the padding on the left.
+            # `generate` needs the padding on the left.
             ids = [[0] * (width - len(p)) + p for p in prompts]
             mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
             inputs = torch.tensor([ids, mask], device=model.device)
@@ -90,13 +90,13 @@ def run_batches(model: Any, work: Workload, size: int) -> dict[str, Any]:
 
 
 def run_continuous(model: Any, work: Workload) -> dict[str, Any]:
-    """A new manager for each run, whose cache is empty; its construction is not timed."""
+    """Use a new manager with an empty cache for each run; its construction is not timed."""
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
     longest, size = max(work.outputs), max(map(len, work.rounds))
     config = ContinuousBatchingConfig()
-    # Without a number of blocks it takes all of the memory.
+    # By default the manager takes all of the memory.
     pages = [1 + -(-n // config.page_size) for n in work.lengths]
     config.num_blocks = 16 + max(sum(pages[i] for i in r) for r in work.rounds)
     hints = WorkloadHints(max(map(len, work.prompts)), longest, size)
@@ -120,7 +120,7 @@ def run_continuous(model: Any, work: Workload) -> dict[str, Any]:
 
 
 def vllm_version(python: str | None) -> str:
-    """The version of vLLM that `python` imports. Raises ValueError if there is none."""
+    """Return the version of vLLM that `python` imports. Raises ValueError if it cannot."""
     command = [str(python), "-c", "import vllm; print(vllm.__version__)"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -135,7 +135,7 @@ def run_vllm(python: str, options: dict[str, Any], work: Workload) -> dict[str, 
     """Start a process that loads the checkpoint, warms up and runs the workload (vllm_peer.py)."""
     options = options | {"skip_tokenizer_init": True, "max_model_len": max(work.lengths)}
     if torch.cuda.is_initialized():
-        # Leave a tenth of the free memory to CUDA graphs.
+        # Leave a tenth of the free memory for CUDA graphs.
         free, total = torch.cuda.mem_get_info()
         options["gpu_memory_utilization"] = round(0.9 * free / total, 2)
     settings = {"temperature": work.temperature, "ignore_eos": True, "detokenize": False}

@@ -1,7 +1,7 @@
-"""The Triton kernels one by one, as a share of the GPU's own copy bandwidth or matmul rate.
+"""Measures each Triton kernel, as a fraction of the GPU's own copy bandwidth or matmul rate.
 
-A CUDA graph holds all calls, so that launches cost nothing. They read inputs that together exceed
-the L2 cache. SDPA, torch's attention, gets the same lengths as one contiguous KV cache.
+A CUDA graph contains all calls, so that launches cost nothing. The inputs of all calls together are
+larger than the L2 cache. SDPA, torch's attention, gets the same lengths in a contiguous KV cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def seconds(calls: list[Callable[[], object]]) -> float:
-    """The median of one call; nan where the memory does not suffice."""
+    """Return the median time of a call, or nan if it runs out of memory."""
     try:
         time = do_bench_cudagraph(lambda: [call() for call in calls], return_mode="median")
     except torch.OutOfMemoryError:

@@ -1,4 +1,4 @@
-"""The machine: its description, the CPU time of other processes, and the memory of this process."""
+"""The machine: its description, and the CPU time of other processes."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ except ImportError:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """CPU seconds since boot: of the whole machine, idle ones included, and of other processes."""
+    """CPU seconds since boot: of the whole machine, including idle ones, and of other processes."""
     if psutil is None:
         return 0.0, 0.0
     machine, own = psutil.cpu_times(), 0.0
@@ -36,9 +36,9 @@ def cpu_seconds() -> tuple[float, float]:
 
 
 def other_load(since: tuple[float, float]) -> float | None:
-    """The share of the machine's CPU time that other processes took since that `cpu_seconds()`.
+    """Return the share of the machine's CPU time that other processes took since `cpu_seconds()`.
 
-    A second busy process makes torch on two cores up to ten times slower. None: unknown, no psutil.
+    None without psutil. A second busy process makes torch on two cores up to ten times slower.
     """
     total, others = (now - then for now, then in zip(cpu_seconds(), since, strict=True))
     return max(0.0, others) / total if total else None
@@ -50,7 +50,7 @@ def describe_load(share: float | None) -> str:
 
 @contextmanager
 def busy_process() -> Iterator[None]:
-    """Another process uses one core meanwhile."""
+    """Run another process, which uses one core, while the block runs."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             time.sleep(0.3)  # until it has started

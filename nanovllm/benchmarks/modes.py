@@ -71,7 +71,7 @@ GPU_REPORT = (
 
 
 def gpu_report(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Run everything that needs a GPU and write it to one file, after each command."""
+    """Run everything that needs a GPU, and write the output of each command to one file."""
     if not torch.cuda.is_available():
         raise ValueError("--gpu-report needs a GPU, and torch finds none; leave it out")
     about = "\n".join(f"{k}: {v}" for k, v in machine.describe(torch.device("cuda")).items())
@@ -101,7 +101,7 @@ LLM(device="cpu"); print(b - a, c - b, now() - c)
 
 
 def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Time new processes; the first one brings the files into the page cache."""
+    """Time new processes, without the first one, which loads the files into the page cache."""
     command, times = [sys.executable, "-c", STARTUP], []
     for _ in tqdm(range(4), desc="Processes"):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -113,7 +113,7 @@ def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """The memory of the process over 10,000 requests, after 1,000 that touch the KV cache."""
+    """Measure the memory of the process over 10,000 requests, after 1,000 that fill the KV cache."""
     if machine.psutil is None:
         raise ValueError("--memory needs psutil: pip install -e '.[bench]'")
     settings: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 1024}

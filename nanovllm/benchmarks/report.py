@@ -9,7 +9,7 @@ from nanovllm.benchmarks.machine import describe_load
 
 
 def entry(name: str, text: str) -> str:
-    """One figure, in lines of at most 100 columns."""
+    """Return one figure in lines of at most 100 columns."""
     return textwrap.fill(f"{name:22} {text}", 100, subsequent_indent=" " * 23)
 
 
@@ -22,7 +22,7 @@ def span(values: list[float], digits: str) -> str:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line for each engine, then the figures of nanovllm."""
+    """Return one line for each engine, then the figures of nanovllm."""
     engines, ours = result["engines"], rates_of(result["engines"][0])
     lines = [
         f"{'':13}{'output tokens/s':^32}{'in + out':>9}{'speed-up':^25}{'other processes':>19}",
@@ -47,7 +47,7 @@ def table(result: dict[str, Any]) -> str:
     largest = sorted(parts.items(), key=lambda part: -part[1])[:7]
     shares = [f"{name} {seconds / sum(parts.values()):.0%}" for name, seconds in largest]
     phases = [f"{s:,.2f} s {name} ({bound})" for name, (s, bound) in result["roofline"].items()]
-    # Before its first run, nanovllm was the only engine in memory.
+    # During its first run, nanovllm was the only engine in memory.
     memory, share = engines[0]["runs"][0]["peak_memory_bytes"] / 2**20, result["roofline_share"]
     entries = {
         "steps": f"{len(run['steps']):,} with {run['mean_batch']:.1f} sequences on average; "
@@ -80,7 +80,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     names = [engine["name"] for engine in result["engines"]]
     left.bar_label(left.bar(names, medians, yerr=spread, capsize=4), fmt="{:,.1f}", padding=3)
     left.set(ylabel="output tokens/s, median and range", ylim=(0, 1.15 * max(map(max, rates))))
-    # As text: to scale, a roofline far above the bars would flatten them.
+    # The roofline is text, because a line far above the bars would leave little height for them.
     seconds, share = sum(s for s, _ in result["roofline"].values()), result["roofline_share"]
     limit = result["engines"][0]["output_tokens"] / seconds
     left.set_title(f"roofline {limit:,.0f} tokens/s, {share:.1%} reached", fontsize=10)

@@ -1,6 +1,6 @@
 """Roofline: the least time that a workload can take on this machine (Williams et al. 2009).
 
-It assumes an ideal schedule: a perfect prefix cache, first the prefill of all prompts, then decode
+It assumes an ideal schedule with a perfect prefix cache: prefill of all prompts, followed by decode
 of all requests together. Each phase takes as long as the slower of its FLOPs (compute-bound) and
 its bytes (memory-bound):
 
@@ -22,7 +22,7 @@ from nanovllm.models.config import ModelConfig
 
 
 def costs(work: Workload, config: ModelConfig, itemsize: int, max_num_seqs: int) -> dict[str, int]:
-    """FLOPs and bytes. `itemsize`: of a weight and of a KV value; `kv_bytes`: read by decode."""
+    """Return FLOPs and bytes. A weight or a KV value has `itemsize` bytes; decode reads `kv_bytes`."""
     c = config
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     layers = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
@@ -31,8 +31,8 @@ def costs(work: Workload, config: ModelConfig, itemsize: int, max_num_seqs: int)
     kv_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
     flops_per_attended = 4 * c.num_layers * c.num_heads * c.head_dim
 
-    # A perfect prefix cache holds the start of each prompt: in sorted order, a prompt follows the
-    # one that it shares the longest prefix with.
+    # A perfect prefix cache contains the start of each prompt. In sorted order, each prompt follows
+    # the one with which it shares the longest prefix.
     prompts = sorted(work.prompts)
     starts = [0, *(len(commonprefix(pair)) for pair in pairwise(prompts))]  # noqa: RUF071
     ends = list(map(len, prompts))
@@ -65,7 +65,7 @@ def costs(work: Workload, config: ModelConfig, itemsize: int, max_num_seqs: int)
 
 
 def bounds(cost: dict[str, int], peak: dict[str, float]) -> dict[str, tuple[float, str]]:
-    """phase -> (least seconds, the resource that bounds it)."""
+    """Return phase -> (least seconds, the resource that bounds it)."""
     return {
         phase: max(
             (cost[f"{phase}_flops"] / peak["flops"], "compute-bound"),
@@ -76,10 +76,11 @@ def bounds(cost: dict[str, int], peak: dict[str, float]) -> dict[str, tuple[floa
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, step_bytes: int) -> dict[str, float]:
-    """Bytes read and FLOPs per second: the fastest of many tries, as no run may beat its roofline.
+    """Return bytes read and FLOPs per second, of the fastest of many runs.
 
-    The buffer is as large as the `step_bytes` that a decode step reads, within limits: a small
-    model stays in the processor's caches, and its roofline is theirs.
+    The fastest, because no workload may be faster than its roofline. The buffer is as large as the
+    `step_bytes` that a decode step reads, within limits, because a small model stays in the
+    processor's caches and is bounded by their bandwidth.
     """
 
     def fastest(run: Callable[[], object]) -> float:
@@ -91,7 +92,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype, step_bytes: int) -> d
     buffer, vector = torch.ones(size, device=device), torch.ones(1024, device=device)
     read = min(fastest(buffer.sum), fastest(lambda: buffer.view(-1, 1024) @ vector))
     side = 8192 if cuda else 2048
-    # Random values: a GPU that multiplies ones draws less power and is faster than on real data.
+    # The values are random, because a GPU draws less power and is faster if it multiplies ones.
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     flops = 2 * side**3 / fastest(lambda: a @ b.T)
     return {"bandwidth": 4 * size / read, "buffer_bytes": 4 * size, "flops": flops}

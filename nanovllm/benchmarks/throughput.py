@@ -1,6 +1,6 @@
 """Throughput: nanovllm and its baselines take turns on one workload.
 
-The result is one dict, which --json writes as it is. The engine has no hooks for measurements: only
+The result is one dict, which --json writes unchanged. The engine has no hooks for measurements; only
 `run_engine` and `profile_run` use its internals.
 """
 
@@ -61,7 +61,7 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     cost = roofline.costs(work, config, dtype.itemsize, engine.max_num_seqs)
     copies = 1 + len({"hf" if name.startswith("hf") else name for name in others})
     free = torch.cuda.mem_get_info(device)[0] if cuda else available_host_memory()
-    # The KV cache and the activations need the last tenth.
+    # The remaining tenth is for the KV cache and the activations.
     if copies * cost["weight_bytes"] > 0.9 * free:
         raise ValueError(
             f"{model} takes {copies * cost['weight_bytes'] / 2**30:.1f} GiB for {copies} engines; "
@@ -88,7 +88,7 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
         # Leave room for the KV caches of the baselines.
         settings["gpu_memory_utilization"] = 0.45
     if device.type == "cpu" and importlib.util.find_spec("numba"):
-        # Otherwise the first run of a small model would be one of plain torch.
+        # Otherwise the first run of a small model would use plain torch.
         importlib.import_module("nanovllm.cpu.compile").compile_now(dtype)
     start = time.perf_counter()
     llm = LLM(str(directory), **settings | options | {"dtype": dtype})
@@ -124,7 +124,7 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
                 before = machine.cpu_seconds()
                 run = other.run(other.work) | {"other_load": machine.other_load(before)}
         except Exception as error:
-            # A baseline can raise anything, and the others are still worth measuring.
+            # A baseline can raise any error, and the other ones can still be measured.
             if name == "nanovllm":
                 raise
             result["failed"][name] = str(error)
@@ -136,7 +136,7 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
         row |= {"input_tokens": sum(map(len, other.work.prompts)), "runs": []}
         rows.setdefault(shown, row)["runs"].append(run)
 
-    # 4. Take the run of median time, of two the slower one; profile another run.
+    # 4. Take the run with the median time, the slower one of two; profile another run.
     runs = sorted(rows["nanovllm"]["runs"], key=lambda run: run["seconds"])
     result |= {"engines": list(rows.values()), "run": runs[len(runs) // 2]}
     result["roofline"] = roofline.bounds(cost, result["peak"])

@@ -1,7 +1,7 @@
 """Run one workload in vLLM, in an environment with vLLM and without nanovllm.
 
 Reads JSON from stdin (options of vLLM's LLM, sampling settings, rounds) and writes JSON to the file
-that argv[1] names. Neither loading nor the warm-up is in the measured time.
+that argv[1] names. The measured time includes neither loading nor the warm-up.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-# Python looks for modules beside the script first, where `kernels` is not the package of that name.
+# Otherwise `import kernels` would find kernels.py beside this script and not the installed package.
 sys.path.pop(0)
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 # GiB; the KV cache of nanovllm has at most the same size on a CPU.

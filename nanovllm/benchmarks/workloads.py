@@ -1,6 +1,6 @@
 """What a benchmark runs: the tables WORKLOADS (requests) and SHAPES (architectures).
 
-Python's `random` with seed 0 draws the requests, so that each engine gets the same ones anywhere.
+Python's `random` with seed 0 draws the requests, so that they are the same on every machine.
 The weights of a shape are those of load_format="dummy" with seed 0, and nothing is downloaded.
 """
 
@@ -22,7 +22,10 @@ from nanovllm.models.weights import Part, random_weights
 
 @dataclass(frozen=True)
 class Spec:
-    """Requests of uniform lengths. `model`: a shape; `long_every`: n-th prompts are 10 x longer."""
+    """Requests whose lengths are drawn uniformly.
+
+    model: a shape. long_every: every n-th prompt is 10 times as long. alone: one request at a time.
+    """
 
     help: str
     count: int
@@ -69,7 +72,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests, each with the number of tokens that it generates; those of a round run together."""
+    """Requests, each with the number of tokens to generate. The requests of a round run together."""
 
     name: str
     prompts: list[list[int]]
@@ -79,11 +82,11 @@ class Workload:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each request, prompt and output."""
+        """Tokens of each request, prompt and output together."""
         return [len(p) + n for p, n in zip(self.prompts, self.outputs, strict=True)]
 
     def subset(self, chosen: Sequence[int]) -> "Workload":
-        """The chosen requests alone, in the same rounds."""
+        """Return the chosen requests alone, in the same rounds."""
         rounds = [[chosen.index(i) for i in r if i in chosen] for r in self.rounds]
         prompts, outputs = [self.prompts[i] for i in chosen], [self.outputs[i] for i in chosen]
         return Workload(self.name, prompts, outputs, [r for r in rounds if r], self.temperature)
@@ -93,7 +96,7 @@ def make_workload(name: str, spec: Spec, vocab_size: int) -> Workload:
     """Draw the lengths and token ids of the prompts, then the lengths of the outputs.
 
     In this order, and with ids from 0 to 10,000, `nano` is nano-vllm's benchmark token for token.
-    The outputs inside a conversation are drawn too, so that all engines get the same prompts.
+    The answers within a conversation are drawn too, so that all engines get the same prompts.
     """
     rng = random.Random(0)
 
@@ -117,13 +120,13 @@ def make_workload(name: str, spec: Spec, vocab_size: int) -> Workload:
 
 
 def write_shape(name: str, parent: Path) -> Path:
-    """Make a directory with config.json alone, which is enough for load_format="dummy"."""
+    """Create a directory with config.json alone, which is enough for load_format="dummy"."""
     family = "Qwen2" if name.startswith("qwen2") else "Qwen3"
     config: dict[str, object] = dict(zip(SHAPE_FIELDS.split(), SHAPES[name], strict=True))
     config |= {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
     config |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "dtype": "bfloat16"}
     if family == "Qwen2":
-        # It follows from the other sizes, and a config.json of Qwen2 does not name it.
+        # A config.json of Qwen2 does not have it, because it follows from the other sizes.
         del config["head_dim"]
     directory = parent / name
     directory.mkdir()

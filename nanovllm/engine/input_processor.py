@@ -1,7 +1,7 @@
 """InputProcessor: from a prompt and its SamplingParams to the sequences of a request.
 
-Requests are checked here before they are queued. Each check raises TypeError or ValueError with the
-value and what would work instead.
+Requests are checked here before they are queued. Each check raises TypeError or ValueError; the
+message names the value and what would work instead.
 """
 
 import itertools
@@ -30,10 +30,10 @@ class TextPrompt(TypedDict):
 
 class TokensPrompt(TypedDict, total=False):
     prompt_token_ids: list[int]
-    prompt: str  # only reported
+    prompt: str  # returned with the result, otherwise unused
 
 
-# A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: the ids of the text.
+# A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: a text and its ids.
 # A tokenizer's BatchEncoding, with "input_ids", is a Mapping too.
 Prompt: TypeAlias = "str | list[int] | Array | Mapping[str, Any]"
 ENCODING_KEYS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
@@ -139,7 +139,7 @@ class InputProcessor:
             raise ValueError(f"the text cannot be encoded as UTF-8: {text!r:.80}") from None
 
     def _logit_rules(self, params: SamplingParams) -> LogitRules | None:
-        """The rules that the parameters ask for, or None."""
+        """Return the rules that the parameters ask for, or None."""
         size = self.vocab_size
         bias, allowed = params.logit_bias or {}, params.allowed_token_ids
         for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
@@ -171,7 +171,7 @@ class InputProcessor:
         return None if rules == LogitRules() else rules
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end the output."""
+        """Return the tokens that end the output."""
         own = frozenset(params.stop_token_ids or ())
         return own if params.ignore_eos else own | self.eos_token_ids
 
@@ -253,7 +253,7 @@ def request_ids(thing: Any) -> list[str]:
 
 
 def is_token_id(thing: Any) -> bool:
-    """Whether this is a number, perhaps of the wrong type, and not a prompt."""
+    """Whether `thing` is a number, which may be of the wrong type, and not a prompt."""
     return isinstance(thing, int | float) or getattr(thing, "shape", None) == ()
 
 
@@ -268,7 +268,7 @@ def as_int(token: Any) -> int:
 
 
 def _fork(first: Sequence, index: int) -> Sequence:
-    """Return another sample of the same prompt, with other random numbers, queued after `first`."""
+    """Return another sample of the prompt, with a seed of its own, and add it to the forks of `first`."""
     rules = first.sampling.rules
     if rules is not None:  # the first sample computes the prompt's log-probabilities
         rules = replace(rules, prompt_logprobs=None)

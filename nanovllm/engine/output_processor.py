@@ -1,7 +1,7 @@
 """OutputProcessor: from the tokens of sequences to the results of requests.
 
-It owns the requests: their text, log-probabilities, stop strings and metrics. It decides when a
-stop string ends a sequence, and builds a RequestOutput when all samples of a request have finished.
+It owns the requests: their text, log-probabilities, stop strings and metrics. It detects the stop
+strings that end a sequence, and builds a RequestOutput when all samples of a request have finished.
 """
 
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger("nanovllm")
 
 @dataclass(slots=True)
 class Sample:
-    """One of the n samples of a request, and its data beyond the tokens."""
+    """One of the n samples of a request, and its data in addition to the tokens."""
 
     seq: Sequence
     detokenizer: Detokenizer | None = None  # for stop strings and streams
@@ -53,17 +53,17 @@ class Request:
     params: SamplingParams
     metrics: RequestMetrics
     num_unfinished: int  # unfinished samples
-    held: bool  # its caller holds this object; `step` does not return its output
+    held: bool  # the caller has this object, so that `step` does not return its output
     stream: bool  # read with `read_stream` while it runs; it has no output
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
     tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
     ended: bool = False
     output: RequestOutput | None = None  # when it has ended
-    error: Exception | None = None  # what ended it, raised by its own data in a step
+    error: Exception | None = None  # raised by its own data in a step, which ended it
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
 
     def read_stream(self, request_index: int) -> list[StreamOutput]:
-        """Return what is new in each sample since the last call; nothing after finish_reason."""
+        """Return the output of each sample since the last call; nothing after its finish_reason."""
         outputs = []
         for sample in self.samples:
             seq, end = sample.seq, len(sample.text)
@@ -72,7 +72,7 @@ class Request:
                 continue
             stops = () if self.params.include_stop_str_in_output else self.params.stop
             if seq.finish_reason is None and stops:
-                # These characters may begin a stop string, which is not part of the text.
+                # These characters may be the beginning of a stop string, which is left out.
                 end -= max(map(len, stops)) - 1
             text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
             logprobs = sample.logprobs[sample.tokens_streamed :]
@@ -98,7 +98,7 @@ class Request:
         return None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
 
     def text_ids(self, seq: Sequence) -> list[int]:
-        """Return the output tokens whose text is shown: without a stop token, unless requested."""
+        """Return the output tokens that the text contains: no stop token, unless requested."""
         hidden = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
         return seq.output_ids[:-1] if hidden else seq.output_ids
 
@@ -117,7 +117,7 @@ class Request:
         return {token: Logprob(p, rank, self.decode(token, before)) for token, p, rank in entry}
 
     def decode(self, token: int, before: list[int]) -> str | None:
-        """Return the text of a token. As in vLLM, the last part of a character has all of it."""
+        """Return the text of a token. As in vLLM, the last token of a character has all of it."""
         if self.tokenizer is None:
             return None
         texts = (
@@ -127,7 +127,7 @@ class Request:
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Prompt tokens, 0 before the first output token, and output tokens of all samples."""
+        """Prompt tokens (0 before the first output token), and output tokens of all samples."""
         started = self.metrics.first_token_time is not None
         num_output = sum(sample.seq.num_output for sample in self.samples)
         return self.samples[0].seq.num_prompt * started, num_output
@@ -193,10 +193,8 @@ class OutputProcessor:
     def process(
         self, step: InFlightStep, output: StepOutput, progressed: list[Sequence]
     ) -> list[tuple[Sequence, str, str | None]]:
-        """Process the results of a step, and return what ends sequences beside their last token.
-
-        These are (sequence, finish_reason, stop_reason): for a stop string, and for an error, which
-        ends all samples of its request.
+        """Process the results of a step. Returns (sequence, finish_reason, stop_reason) for each
+        sequence that a stop string ends, and for all samples of a request that ends with an error.
         """
         self.num_output_tokens += len(progressed)
         if step.plan.chunks:
@@ -238,7 +236,7 @@ class OutputProcessor:
         return [sample.seq for request in self.requests.values() for sample in request.samples]
 
     def collect_finished(self, seqs: list[Sequence]) -> None:
-        """Build the output of each request whose samples, one of them in `seqs`, have finished."""
+        """Build the output of each request of `seqs` whose samples have all finished."""
         finished = [seq.request_id for seq in seqs if seq.status is Status.FINISHED]
         for request_id in dict.fromkeys(finished):
             request = self.requests[request_id]
@@ -250,7 +248,7 @@ class OutputProcessor:
                     self.finished.append(request.output)
 
     def end_aborted(self, request: Request) -> None:
-        """Remove an aborted request. Its output, which `step` does not return, has what there is."""
+        """Remove an aborted request. Its output ends here, and `step` does not return it."""
         for sample in request.samples:
             if sample.seq.finish_reason == "abort" and sample.detokenizer is not None:
                 with self._contain_errors(request, []):
@@ -311,8 +309,8 @@ class OutputProcessor:
             sample.text += sample.detokenizer.flush()
         if params.min_tokens and seq.num_output <= params.min_tokens:
             return None
-        # The stop string that is complete first wins, as if characters came one by one; of several
-        # that end at the same character, the first in the list.
+        # The stop string that is complete first ends the text, as if characters were added one by
+        # one. If several are complete at the same character, the first in the list does.
         matches = [
             (at + len(stop), stop)
             for stop in params.stop or ()
