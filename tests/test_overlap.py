@@ -7,12 +7,12 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanovllm import LLM, SamplingParams
-from nanovllm import llm as llm_module
+from nanovllm import LLM, SamplingParams, loading
 from nanovllm.lessons.oracle import ALPHABET, OracleRunner, answer
 from nanovllm.plan import StepOutput
 
@@ -27,15 +27,13 @@ class FakeRunner:
     """Stands in ModelRunner's place and notes what is done, (what, which step), in order."""
 
     num_blocks, is_async, device, dtype = 40, False, torch.device("cpu"), torch.float32
+    attention = SimpleNamespace(cache=torch.empty(0))
 
     def __init__(self, *_: object) -> None:
         self.oracle = OracleRunner(self.num_blocks, 4, 8)
         self.events: list[tuple[str, int]] = []
         self.steps = itertools.count()
         self.drawn: list[int] = []  # how many tokens each step drew
-
-    def block_bytes(self, size: int) -> int:
-        return size
 
     def run(self, plan) -> Callable[[], StepOutput]:
         step, tokens = next(self.steps), self.oracle.run(plan)
@@ -52,7 +50,7 @@ class FakeRunner:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.setattr(llm_module, "ModelRunner", FakeRunner)
+    monkeypatch.setattr(loading, "make_runner", FakeRunner)
 
     def llm(asynchronous: bool, **options: object) -> LLM:
         settings = dict(kvcache_block_size=4, max_num_seqs=8, skip_tokenizer_init=True)

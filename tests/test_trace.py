@@ -360,7 +360,7 @@ def test_bad_input(llm: LLM, tmp_path: Path) -> None:
         ):
             pass
         llm.generate(PROMPTS[:2], greedy(max_tokens=3), use_tqdm=False)
-    with pytest.raises(RuntimeError, match="has been used; make another"), trace:
+    with pytest.raises(RuntimeError, match="has been used; create another"), trace:
         pass
     with pytest.raises(ValueError, match="saved as .html or .json, not as 'trace.txt'"):
         trace.save(tmp_path / "trace.txt")

@@ -170,8 +170,10 @@ class LLMEngine:
         """Run steps until the requests have ended. Yields those that were unfinished, after each."""
         while requests:
             self.run_step()
+            # Another thread may end a request until the caller returns; it is yielded once more.
+            unfinished = [request for request in requests if not request.ended]
             yield requests
-            requests = [request for request in requests if not request.ended]
+            requests = unfinished
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns the requests that have finished since the last call."""

@@ -126,7 +126,7 @@ def run() -> list[Question]:
         longer in this small model, as the first table shows.""")
     show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
     show_source(
-        link(Scheduler.schedule, "self.max_num_seqs"),
+        link(Scheduler._admit, "self.max_num_seqs"),
         link(Scheduler._leave, "self._free_rows.append"),
         link(ModelRunner.run, "self.rows.build(plan)"),
     )

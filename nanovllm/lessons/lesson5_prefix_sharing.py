@@ -155,7 +155,7 @@ def run() -> list[Question]:
     show_source(
         link(BlockManager.hash_blocks, "parent = self._hash"),
         link(BlockManager.match, "len(seq.token_ids) - 1"),
-        link(Scheduler._admit, "blocks.fork"),
+        link(Scheduler.fork, "blocks.fork"),
         link(BlockManager.copy_on_write),
         link(BlockManager.choose_victim),
     )

@@ -151,7 +151,7 @@ def run() -> list[Question]:
     show_preemption()
     show_source(
         link(shortest_job_first, "AGING * seq.arrival"),
-        link(Scheduler.schedule, "tokens = min("),
+        link(Scheduler._plan_chunk, "tokens = min("),
         link(Scheduler._make_room, "self._preempt"),
         link(Scheduler._preempt),
     )

@@ -226,7 +226,7 @@ def show_layers() -> None:
     runner, layers = make_runner("auto"), cpu_layers()
     if type(runner.attention).__name__ != "PlainAttention":
         measure("Numba kernels, float32", runner)
-    if layers is not None and layers.kernels.has_amx():
+    if layers is not None and layers.amx.has_amx():
         runner = make_runner("auto", "bfloat16")
         one_call, runner.compiled_model = runner.compiled_model, runner.model
         if one_call is not runner.model:

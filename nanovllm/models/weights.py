@@ -61,7 +61,7 @@ def load_weights(parts: Iterable[Part], files: list[Path]) -> None:
                         expected = f"{part.shape} of {', '.join(DTYPES)}"
                         misshapen.append(f"{name} is {shape} of {dtype}, expected {expected}")
                     else:
-                        part.store(tensor[part.wanted])
+                        part.store(file.get_tensor(name)[part.wanted])
                     del missing[name]
                     bar.update()
     wrong = []
