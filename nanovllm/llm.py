@@ -170,9 +170,18 @@ class LLM:
                 for prompt, p in zip(items, params, strict=True):
                     requests.append(self.engine.submit(prompt, p, stream=True))
                     interrupt.check()
-            for pending in self.engine.run(requests):
-                with defer_interrupt(), self.engine.lock:
-                    new = [output for i, r in enumerate(requests) for output in r.read_stream(i)]
+            steps = self.engine.run(requests)
+            while True:
+                with defer_interrupt() as interrupt:
+                    try:
+                        if (pending := next(steps, None)) is None:
+                            return
+                        with self.engine.lock:
+                            new = [out for i, r in enumerate(requests) for out in r.read_stream(i)]
+                        interrupt.check()
+                    except BaseException:  # aborted here, where a second Ctrl-C is deferred too
+                        self.engine.abort(requests)
+                        raise
                 yield from new
                 raise_error(pending)
         finally:
