@@ -146,7 +146,7 @@ def launch_layer(
         starts = torch.arange(num + 1, dtype=torch.int32)
         tiles = attention.query_tiles(starts, num, wide.num_rows // (heads // kv_heads))
         attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, q)
-        attention.attend_decode(q, cache, cache, lens, tables, narrow, 8, q)
+        attention.attend_decode(q, cache, cache, lens, lens, tables, narrow, 8, q)
         qkv = torch.empty((num, (heads + 2 * kv_heads) * head_dim), dtype=dtype)
         cos = torch.empty((num, 1, head_dim), dtype=dtype)
         for norm in (weight, None):

@@ -304,6 +304,11 @@ def attend(a: Any, starts: Tensor) -> None:
     a.out.copy_(found)
 
 
+def attend_decode(a: Any) -> None:
+    assert sorted(a.order.tolist()) == list(range(len(a.q)))
+    attend(a, torch.arange(len(a.q) + 1))
+
+
 def norm_rope_store(a: Any) -> None:
     norms = (a.q_weight, a.k_weight) if a.NORM else (None, None)
     cache = a.slot_mapping, a.k_cache, a.v_cache
@@ -324,7 +329,7 @@ def draw(a: Any) -> None:
 
 REFERENCES: dict[str, Callable[[Any], Any]] = {
     "_attend": lambda a: attend(a, a.query_start_loc),
-    "_attend_decode": lambda a: attend(a, torch.arange(len(a.q) + 1)),
+    "_attend_decode": attend_decode,
     "_merge_splits": lambda a: None,  # the reference of _attend_decode does not split
     "_norm_rope_store": norm_rope_store,
     "_add_rms_norm": add_rms_norm,

@@ -125,8 +125,9 @@ def test_attend_decode(case: dict, splits: int) -> None:
         patch.setattr(attention, "MIN_SPLIT_SIZE", 32)
         actual = torch.full_like(q, NAN)
         attention.attend_decode(
-            q, kv.k, kv.v, kv.contexts, kv.tables, Tile(16, 16, 4, 1), splits, actual
-        )
+            q, kv.k, kv.v, kv.contexts.argsort(descending=True), kv.contexts, kv.tables,
+            Tile(16, 16, 4, 1), splits, actual,
+        )  # fmt: skip
     close(actual, references.attend(q, kv.k, kv.v, starts, kv.contexts, kv.tables))
 
 
@@ -147,7 +148,7 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
     expected = references.attend(q, k, v, starts, lens, last)
     tile = Tile(16, 16, 4, 1)
     actual = torch.empty_like(q)
-    attention.attend_decode(q, k, v, lens, last, tile, 1, actual)
+    attention.attend_decode(q, k, v, torch.tensor([0]), lens, last, tile, 1, actual)
     close(actual, expected)
     tiles = attention.query_tiles(starts, 1, 8)
     attention.attend(q, k, v, tiles, starts, lens, last, tile, actual.fill_(NAN))
@@ -187,7 +188,7 @@ def test_tiles_cover_each_query_once() -> None:
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
     assert attention.num_splits(256, 8, 396) == 1
-    assert attention.num_splits(8, 8, 396) == 6
+    assert attention.num_splits(8, 8, 396) == 12
     assert attention.num_splits(1, 2, 10**6) == attention.MAX_SPLITS
 
 
@@ -426,7 +427,8 @@ def test_slices_do_not_compile_kernels_again(launches: Callable[..., dict[str, t
         lens, tables = ids, torch.zeros((9, 3), dtype=torch.int32)[start:]
         starts = torch.arange(10, dtype=torch.int32)[start:]
         q, cache = torch.zeros(9, 5, 80)[start:], torch.zeros(4, 5, 16, 80)
-        launches(attention, "attend_decode", q, cache, cache, lens, tables, tile, 2, q)
+        order = lens.argsort()
+        launches(attention, "attend_decode", q, cache, cache, order, lens, tables, tile, 2, q)
         tiles = torch.zeros((9, 2), dtype=torch.int32)
         launches(attention, "attend", q, cache, cache, tiles, starts, lens, tables, tile, q)
         batch = SamplingBatch(row, ids, ids, {"top_k": ids, "top_p": row, "min_p": row})
@@ -446,7 +448,7 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
         store, "norm_rope_store", torch.zeros(2, 96), None, None, 0.0, cos, cos, ids, cache, cache
     )
     launches(attention, "attend", q, cache, cache, tables, ids, ids, tables, tile, q)
-    launches(attention, "attend_decode", q, cache, cache, ids, tables, tile, 2, q)
+    launches(attention, "attend_decode", q, cache, cache, ids, ids, tables, tile, 2, q)
     found = launches(sampling, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
     assert len(found) == 8
     assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}

@@ -44,6 +44,8 @@ def main() -> None:
 
 def seconds(calls: list[Callable[[], object]]) -> float:
     """Return the median time of a call, or nan if it runs out of memory."""
+    # do_bench_cudagraph uses a stream of its own, which does not wait until the inputs are written.
+    torch.cuda.synchronize()
     try:
         time = do_bench_cudagraph(lambda: [call() for call in calls], return_mode="median")
     except torch.OutOfMemoryError:
@@ -64,7 +66,8 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         kv = data(2, min(1024, -(-L2_BYTES // size)), blocks + 1, K, BLOCK, D)
         tables, lens = (index(blocks).int() + 1).view(batch, -1), index(batch) * 0 + length
         q, out = data(batch, H, D), data(batch, H, D)
-        rest = (lens, tables, tile, num_splits(batch, K, tile.programs_per_sm * gpu.num_sms), out)
+        splits = num_splits(batch, K, tile.programs_per_sm * gpu.num_sms)
+        rest = (lens.argsort(), lens, tables, tile, splits, out)
         paged = [partial(attend_decode, q, k, v, *rest) for k, v in zip(*kv, strict=True)]
         whole = kv[:, :, 1:].view(2, -1, batch, K, length, D).unbind(1)
         other = [partial(dense, q[:, :, None], *pair) for pair in whole]

@@ -18,7 +18,7 @@ class Launches(NamedTuple):
 
     num_chunk_tokens: int  # the decodes' tokens follow
     chunks: tuple[Tensor, Tensor, Tensor, Tensor, Tile] | None
-    decodes: tuple[Tensor, Tensor, Tile, int] | None
+    decodes: tuple[Tensor, Tensor, Tensor, Tile, int] | None
 
 
 class TritonAttention(PlainAttention):
@@ -57,7 +57,8 @@ class TritonAttention(PlainAttention):
         if decodes:
             programs = self.decode_tile.programs_per_sm * self.gpu.num_sms
             splits = attention.num_splits(decodes, self.num_kv_heads, programs)
-            decode_args = (lens[chunks:], tables[chunks:], self.decode_tile, splits)
+            order = lens[chunks:].argsort(descending=True)  # the longest contexts start first
+            decode_args = (order, lens[chunks:], tables[chunks:], self.decode_tile, splits)
         batch.attention = Launches(tokens, chunk_args, decode_args)
 
     def norm_rope_store(

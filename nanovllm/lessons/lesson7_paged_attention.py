@@ -35,7 +35,7 @@ if not torch.cuda.is_available():  # Triton reads this when the kernels are impo
 
 CPU, GREEDY = torch.device("cpu"), RowSampling(temperature=0, seed=0)
 BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
-SPLIT = 256  # keys of a split; the kernel's MIN_SPLIT_SIZE
+SPLIT = 256  # keys of a split here; the engine's kernel splits into 64 and more
 CONTEXT = 600  # tokens of the sequence that is attended to tile by tile
 CONTEXTS = [40, 64, 120, 250, 333, 480, 700, 901]  # those of a decode step that is timed
 
@@ -113,7 +113,8 @@ def triton_kernels() -> Any:
 def attend_by_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, most_splits: int) -> Tensor:
     """The engine's kernel, on a GPU or in Triton's interpreter."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = [x.to(device) for x in (q, *kv, step.context_lens, step.block_tables)]
+    order = step.context_lens.argsort(descending=True)
+    tensors = [x.to(device) for x in (q, *kv, order, step.context_lens, step.block_tables)]
     out = torch.empty_like(tensors[0])
     tile = Tile(num_rows=16, num_keys=TILE, num_warps=4, num_stages=1)
     triton_kernels().attend_decode(*tensors, tile, most_splits, out)

@@ -46,7 +46,7 @@ from nanovllm.gpu.kernels.launch import launch
 
 LOG2E = 1.4426950408889634
 # A split of fewer positions costs more than it saves.
-MIN_SPLIT_SIZE = 256
+MIN_SPLIT_SIZE = 64
 MAX_SPLITS = 64
 
 
@@ -96,12 +96,13 @@ def _attend_tile(
 def _attend_range(
     q, k_cache, v_cache, block_table, start, unmasked_end, end, query_position, scale,
     BLOCK: tl.constexpr, BLOCK_STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    M: tl.constexpr, TILE: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr, LOOPS: tl.constexpr,
 ):
     """Compute attention of q [M, D] over positions [start, end); the caches point at the KV head.
 
     A row attends up to its `query_position` [M], at least to `start`; all rows attend to every
-    position before `unmasked_end`. Returns (weighted sum of V, row maximum, sum of weights).
+    position before `unmasked_end`. LOOPS is 2, or 1 if `unmasked_end` is `start`. Returns
+    (weighted sum of V, row maximum, sum of weights).
     """
     acc = tl.zeros([M, D_PAD], tl.float32)
     row_max = tl.full([M], float("-inf"), tl.float32)
@@ -111,7 +112,7 @@ def _attend_range(
     # tiles can be in flight; a lookup in the same iteration would cost two of them.
     blocks = _load_blocks(block_table, start, end, BLOCK, TILE)
     # Unrolled by the compiler: first the tiles that all rows attend to completely, then the others.
-    for masked in tl.static_range(2):
+    for masked in tl.static_range(2 - LOOPS, 2):
         first, last = (masked_start, end) if masked else (start, masked_start)
         for tile_start in range(first, last, TILE):
             next_blocks = _load_blocks(block_table, tile_start + TILE, end, BLOCK, TILE)
@@ -162,7 +163,7 @@ def _attend(
             q_tile, k_cache + kv_head * (BLOCK * D), v_cache + kv_head * (BLOCK * D),
             block_tables + seq.to(tl.int64) * table_stride,
             0, context_len - num_queries + first_query + 1, end, query_position, scale,
-            BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE,
+            BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE, 2,
         )
         result = acc / row_sum[:, None]
         mask = in_range[:, None] & (dim < D)[None, :]
@@ -179,17 +180,22 @@ def _split_context(context_len, max_splits, TILE: tl.constexpr, MIN_SIZE: tl.con
 
 @triton.jit(
     do_not_specialize=["table_stride", "max_splits"],
-    do_not_specialize_on_alignment=["context_lens", "block_tables"],
+    do_not_specialize_on_alignment=["order", "context_lens", "block_tables"],
 )
 def _attend_decode(
-    q, k_cache, v_cache, out, split_out, split_lse, context_lens, block_tables,
+    q, k_cache, v_cache, out, split_out, split_lse, order, context_lens, block_tables,
     table_stride, max_splits, scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, MIN_SIZE: tl.constexpr,
 ):
-    """One program computes one split of a sequence's context for the G heads of one group."""
+    """One program computes one split of a sequence's context for the G heads of one group.
+
+    A second loop without masks would save little arithmetic, and its loads would have to wait until
+    those of the first have drained.
+    """
     G: tl.constexpr = H // K
-    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head, split = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(order + tl.program_id(2))
     context_len = tl.load(context_lens + seq).to(tl.int32)
     split_size, num_splits = _split_context(context_len, max_splits, TILE, MIN_SIZE)
     if split < num_splits:
@@ -199,20 +205,20 @@ def _attend_decode(
         dim = tl.arange(0, D_PAD)
         head = kv_head * G + tl.minimum(row, G - 1)
         mask = (row < G)[:, None] & (dim < D)[None, :]
-        offsets = (seq.to(tl.int64) * H + head)[:, None] * D + dim[None, :]
+        offsets = (seq * H + head)[:, None] * D + dim[None, :]
         q_tile = tl.load(q + offsets, mask=(dim < D)[None, :], other=0.0)
         query_position = tl.zeros([M], tl.int32) + context_len - 1
         BLOCK_STRIDE: tl.constexpr = K * BLOCK * D
         acc, row_max, row_sum = _attend_range(
             q_tile, k_cache + kv_head * (BLOCK * D), v_cache + kv_head * (BLOCK * D),
-            block_tables + seq.to(tl.int64) * table_stride, start, end, end, query_position, scale,
-            BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE,
+            block_tables + seq * table_stride, start, start, end, query_position, scale,
+            BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE, 1,
         )
         result = acc / row_sum[:, None]
         if num_splits == 1:
             tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
         else:
-            index = (seq.to(tl.int64) * H + head) * max_splits + split  # [M]
+            index = (seq * H + head) * max_splits + split  # [M]
             tl.store(split_out + index[:, None] * D + dim[None, :], result, mask=mask)
             tl.store(split_lse + index, row_max + tl.log2(row_sum), mask=row < G)
 
@@ -281,12 +287,14 @@ def attend(
 
 
 def attend_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, context_lens: Tensor, block_tables: Tensor,
-    config: Tile, max_splits: int, out: Tensor,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, order: Tensor, context_lens: Tensor,
+    block_tables: Tensor, config: Tile, max_splits: int, out: Tensor,
 ) -> None:
     """Compute the same as `attend` for one query per sequence: q and `out` are [S, H, D].
 
-    A context is split into at most `max_splits` parts, a short one into fewer or not at all.
+    The sequences start in the order `order` [S] int64: if the longest come first, no long one is
+    still computed when the others have ended. A context is split into at most `max_splits` parts,
+    a short one into fewer or not at all.
     """
     num_seqs, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
@@ -295,7 +303,7 @@ def attend_decode(
     split_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     split_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     args = (
-        q, k_cache, v_cache, out, split_out, split_lse, context_lens, block_tables,
+        q, k_cache, v_cache, out, split_out, split_lse, order, context_lens, block_tables,
         block_tables.stride(0), max_splits, LOG2E / head_dim**0.5,
     )
     constants = dict(
@@ -303,7 +311,7 @@ def attend_decode(
         M=config.num_rows, TILE=config.num_keys, MIN_SIZE=MIN_SPLIT_SIZE,
     )
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-    launch(_attend_decode, (num_kv_heads, num_seqs, max_splits), args, constants, **options)
+    launch(_attend_decode, (num_kv_heads, max_splits, num_seqs), args, constants, **options)
     if max_splits > 1:
         constants = dict(
             H=num_heads, D=head_dim, D_PAD=padded_dim, TILE=config.num_keys,
@@ -313,6 +321,9 @@ def attend_decode(
         launch(_merge_splits, (num_heads, num_seqs, 1), merged, constants, num_warps=4)
 
 
-def num_splits(num_seqs: int, num_kv_heads: int, num_programs: int) -> int:
-    """The largest number of splits per context for which `num_programs` programs are enough."""
-    return max(1, min(MAX_SPLITS, num_programs // (num_seqs * num_kv_heads)))
+def num_splits(num_seqs: int, num_kv_heads: int, num_resident: int) -> int:
+    """The most splits per context, for a GPU on which `num_resident` programs run at a time.
+
+    Twice as many may start, because contexts are not equally long and short ones have fewer splits.
+    """
+    return max(1, min(MAX_SPLITS, 2 * num_resident // (num_seqs * num_kv_heads)))
