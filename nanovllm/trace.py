@@ -214,8 +214,8 @@ class Trace(Observer):
         if step is not None:
             plan = step.plan
             chunked = [self._numbers[seq] for seq in step.chunked]
-            first_decode = len(step.sampling) - len(plan.decode_rows)
-            decodes = [self._numbers[seq] for seq in step.sampling[first_decode:]]
+            first_decode = len(step.sampling_seqs) - len(plan.decode_rows)
+            decodes = [self._numbers[seq] for seq in step.sampling_seqs[first_decode:]]
             event["chunks"] = [
                 [seq, chunk.start, len(chunk.token_ids)]
                 for seq, chunk in zip(chunked, plan.chunks, strict=True)
@@ -235,17 +235,17 @@ class Trace(Observer):
         self._add(event)
         self.events[-1]["time"].append(self._micros(time.perf_counter()))
 
-    def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None:
+    def committed(self, step: InFlightStep, updated: list[Sequence]) -> None:
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
         event = self._changes()
         event |= Event(commit=self._in_flight.popleft(), time=times)
         event["tokens"] = [
-            -1 if seq.finish_reason == "error" else seq.token_ids[-1] for seq in progressed
+            -1 if seq.finish_reason == "error" else seq.token_ids[-1] for seq in updated
         ]
-        of = [self._numbers[seq] for seq in progressed]
+        of = [self._numbers[seq] for seq in updated]
         if of != self._state.of:
             event["of"] = of
-        sampled = [self._numbers[seq] for seq in step.sampling if seq in self._numbers]
+        sampled = [self._numbers[seq] for seq in step.sampling_seqs if seq in self._numbers]
         if dropped := [seq for seq in sampled if seq not in of]:
             event["dropped"] = dropped
         self._add(event)
@@ -290,7 +290,7 @@ class Trace(Observer):
                 tables.append([number, keep, *blocks[keep:]])
         if tables:
             event["tables"] = tables
-        if cached := sorted(state.cached.symmetric_difference(self._blocks.index.values())):
+        if cached := sorted(state.cached.symmetric_difference(self._blocks.prefix_index.values())):
             event["cached"] = cached
         live = self._preemptions.items()
         if preempted := [numbers[seq] for seq, count in live if seq.preemptions > count]:

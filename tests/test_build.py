@@ -18,7 +18,7 @@ EXERCISES = Path(__file__).parent / "exercises"
 WRONG = [
     ("policy", "AGING * seq.arrival - (", "-(", "test_order_of_admission", "order of admission is [1, 0, 2], but it is [1, 2, 0]"),
     ("policy", "seq.max_length - seq.num_prompt", "seq.max_length", "test_a_long_prompt", "admitted first, but the order is [0, 1]"),
-    ("eviction", "self.hits[block.index] = 0", "pass", "test_hits_belong", "New content should start with 0 hits"),
+    ("eviction", "self.hits[block.block_id] = 0", "pass", "test_hits_belong", "New content should start with 0 hits"),
     ("eviction", "min(self.evictable,", "min(reversed(self.evictable),", "test_fewest_hits", "[3, 2, 1], but it is [2, 3, 1]"),
     ("eviction", "min(self.evictable, key=self.hits.__getitem__)", "super().choose_victim()", "test_fewest_hits", "[3, 2, 1], but it is [1, 3, 2]"),
     ("filter", "nansum", "sum", "test_what_is_hidden", "An earlier filter has hidden tokens 20 to 59"),

@@ -59,7 +59,7 @@ def test_rows_build_what_the_plan_says() -> None:
         def run(self, plan: StepPlan) -> list[int]:
             self.rows.apply(plan)
             step = self.rows.build(plan)
-            batch, sampling = step.forward, step.sampling
+            batch, sampling = step.forward_batch, step.sampling_batch
             positions = list(self.positions)
             drawn = super().run(plan)
             work = [(c.row, c.start, c.token_ids, c.yields is not None) for c in plan.chunks]
@@ -173,7 +173,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         self.blocks.share(seq, matched)
         assert seq.num_computed < len(tokens)
-        held = [t for block in matched for t in self.content[block.index]]
+        held = [t for block in matched for t in self.content[block.block_id]]
         assert held == tokens[: seq.num_computed], "a match holds other tokens"
         for _ in range(lacking):
             self.blocks.append_block(seq)
@@ -242,8 +242,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert sorted([*blocks.free, *blocks.evictable, *owned]) == list(
             range(1, blocks.num_blocks + 1)
         )
-        assert {b.hash: b.index for b in blocks.blocks if b.identity} == blocks.index
-        for index in blocks.index.values():
+        assert {b.hash: b.block_id for b in blocks.blocks if b.identity} == blocks.prefix_index
+        for index in blocks.prefix_index.values():
             named = memoryview(blocks.blocks[index].token_ids).cast("I").tolist()
             assert self.content[index] == named
             assert len(named) == size

@@ -242,7 +242,7 @@ def test_stop_strings(embedded: LLM) -> None:
     assert len(embedded.chat(chat, late, use_tqdm=False)[0]["token_ids"]) > 20
     never = SamplingParams(temperature=0, max_tokens=99, stop="zebra")
     assert embedded.chat(chat, never, use_tqdm=False)[0]["text"] == whole
-    assert not embedded.engine.outputs.watched
+    assert not embedded.engine.outputs.per_token_samples
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
             outputs = OutputProcessor(FakeTokenizer(pieces), frozenset())
             params = SamplingParams(stop=stop, include_stop_str_in_output=include)
             seq = Sequence("0", 0, [0], 1, 99, frozenset(), RowSampling(0.0, 0))
-            request = outputs.add([seq], None, params, held=True, stream=True)
+            request = outputs.add([seq], None, params, returned_by_step=False, stream=True)
             streamed, found = "", None
             for token in range(len(pieces)):
                 seq.token_ids.append(token)

@@ -37,8 +37,8 @@ class Engine:
         step = self.scheduler.schedule()
         assert step is not None
         plan = step.plan
-        progressed = self.scheduler.commit(step, self.runner.run(plan))
-        self.finished += [s for s in progressed if s.status is Status.FINISHED]
+        updated = self.scheduler.commit(step, self.runner.run(plan))
+        self.finished += [s for s in updated if s.status is Status.FINISHED]
         self.plans.append(plan)
         return plan
 
@@ -61,7 +61,7 @@ def test_one_prefix_is_computed_once() -> None:
     engine.add(*seqs)
     plan = engine.step()
     assert plan.num_tokens == 512 + 1000 * 3
-    assert sum(seq.num_cached for seq in seqs) == 999 * 512
+    assert sum(seq.num_cached_tokens for seq in seqs) == 999 * 512
     engine.run()
     assert all(right(s) for s in seqs)
 
@@ -91,7 +91,9 @@ def test_fully_cached_prompt_computes_its_last_block() -> None:
     again = sequence([1, 2, 3, 4] * 3, 3, arrival=1)
     engine.add(again)
     plan = engine.step()
-    assert again.num_cached == 8  # the last block's logits are needed, so all of it is computed
+    assert (
+        again.num_cached_tokens == 8
+    )  # the last block's logits are needed, so all of it is computed
     assert plan.num_tokens == 4
     engine.run()
     assert right(again)
@@ -106,7 +108,7 @@ def test_output_is_shared_as_prompt() -> None:
     second = sequence([*first.token_ids, 9, 9], 3, arrival=1)
     engine.add(second)
     engine.step()
-    assert second.num_cached == 16  # of 17 known tokens, all but the last have their KV
+    assert second.num_cached_tokens == 16  # of 17 known tokens, all but the last have their KV
     engine.run()
     assert right(second)
 
@@ -128,7 +130,7 @@ def test_equal_blocks_under_different_prefixes() -> None:
     seqs = [sequence([head, head, 5, 6, 7, 8], 2, head) for head in range(4)]
     engine.add(*seqs)
     engine.run()
-    assert [s.num_cached for s in seqs] == [0, 0, 0, 0]
+    assert [s.num_cached_tokens for s in seqs] == [0, 0, 0, 0]
     assert all(right(s) for s in seqs)
 
 
@@ -140,7 +142,7 @@ def test_stale_hash_after_reuse() -> None:
     engine.add(*seqs)
     engine.run()
     assert engine.blocks.evictions > 0
-    assert seqs[2].num_cached == 0
+    assert seqs[2].num_cached_tokens == 0
     assert all(right(s) for s in seqs)
 
 
@@ -322,7 +324,7 @@ def half_pool(reserve: str | None = None) -> tuple[int, float]:
     while scheduler.has_work():
         step = scheduler.schedule()
         steps, computed = steps + 1, computed + step.plan.num_tokens
-        scheduler.commit(step, [7] * len(step.sampling))
+        scheduler.commit(step, [7] * len(step.sampling_seqs))
     return steps, scheduler.recomputed_tokens / computed
 
 

@@ -46,7 +46,7 @@ class CheckedTrace(Trace):
         for counter, key in (("evictions", "evicted"), ("preemptions", "preempted")):
             count = sum(len(e.get(key, ())) for e in self.events)  # type: ignore[arg-type]
             assert count == stats[counter] - self.before[counter], counter
-        assert state.cached == set(blocks.index.values())
+        assert state.cached == set(blocks.prefix_index.values())
         shared = sum(block.ref_count > 1 for block in blocks.blocks)
         assert state.pool(blocks.num_blocks) == (len(blocks.free), len(blocks.evictable), shared)
         for seq, number in numbers.items():

@@ -16,10 +16,10 @@ A block is in one of three states, which partition the pool. Block 0, the null b
     evictable  ref_count = 0 and cached: its content can still be shared until it is evicted
     free       ref_count = 0 and not cached
 
-A full block is cached in the index under hash = xxh64(hash of the block before it, its token ids),
-so that equal hashes mean equal prefixes. A hash is only a hint: a match also compares the token ids
-and the identity of the parent block, a number that is never reused. The index is therefore correct
-with any hash function.
+A full block is cached in the prefix index under hash = xxh64(hash of the block before it, its token
+ids), so that equal hashes mean equal prefixes. A hash is only a hint: a match also compares the
+token ids and the identity of the parent block, a number that is never reused. The prefix index is
+therefore correct with any hash function.
 """
 
 from array import array
@@ -34,7 +34,7 @@ from nanovllm.plan import BlockMove
 
 @dataclass(slots=True)
 class Block:
-    index: int
+    block_id: int
     ref_count: int = 0
     # Set while the block is cached.
     identity: int = 0  # never reused; 0 means not cached, and is the parent of a first block
@@ -54,7 +54,7 @@ class BlockManager:
         self.blocks = [Block(i) for i in range(num_blocks + 1)]
         self.free = list(range(num_blocks, 0, -1))  # taken from the end
         self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.index: dict[int, int] = {}  # hash -> block
+        self.prefix_index: dict[int, int] = {}  # hash -> block id
         self.evictions = 0
         self._last_identity = 0
         # For the plan that is being made; see take_moves.
@@ -91,7 +91,7 @@ class BlockManager:
         least 1 and at most `block_size` tokens remain to be computed.
         """
         matched: list[Block] = []
-        if not self.enable_prefix_caching or not self.index:
+        if not self.enable_prefix_caching or not self.prefix_index:
             return matched
         self.hash_blocks(seq)
         parent = 0
@@ -105,10 +105,10 @@ class BlockManager:
 
     def _lookup(self, seq: Sequence, i: int, parent: int) -> Block | None:
         """Return the cached block with the content of logical block `i` of `seq`, if any."""
-        index = self.index.get(seq.block_hashes[i])
-        if index is None:
+        block_id = self.prefix_index.get(seq.block_hashes[i])
+        if block_id is None:
             return None
-        block = self.blocks[index]
+        block = self.blocks[block_id]
         same = block.parent == parent and block.token_ids == self._token_bytes(seq, i)
         return block if same else None
 
@@ -135,24 +135,24 @@ class BlockManager:
             seq.num_cached_blocks += 1
 
     def _cache(self, block: Block, parent: int, key: int, tokens: bytes) -> None:
-        if key in self.index:  # a hash collision, or a block whose parent was evicted
-            self._uncache(self.blocks[self.index[key]])
+        if key in self.prefix_index:  # a hash collision, or a block whose parent was evicted
+            self._uncache(self.blocks[self.prefix_index[key]])
         self._last_identity += 1
         block.identity, block.parent = self._last_identity, parent
         block.hash, block.token_ids = key, tokens
-        self.index[key] = block.index
+        self.prefix_index[key] = block.block_id
 
     def _uncache(self, block: Block) -> None:
-        if block.index in self.evictable:
-            del self.evictable[block.index]
-            self.free.append(block.index)
-        del self.index[block.hash]
+        if block.block_id in self.evictable:
+            del self.evictable[block.block_id]
+            self.free.append(block.block_id)
+        del self.prefix_index[block.hash]
         block.identity, block.parent, block.hash, block.token_ids = 0, 0, 0, b""
 
     def reset_prefix_cache(self) -> None:
         """Remove every block from the cache. Sequences keep the blocks that they own."""
-        for index in list(self.index.values()):
-            self._uncache(self.blocks[index])
+        for block_id in list(self.prefix_index.values()):
+            self._uncache(self.blocks[block_id])
 
     # ---- ownership ----
 
@@ -165,9 +165,9 @@ class BlockManager:
         """Start `seq.block_table` with cached blocks. Their KV may be computed by the same step."""
         for block in matched:
             if block.ref_count == 0:
-                del self.evictable[block.index]
+                del self.evictable[block.block_id]
             block.ref_count += 1
-        seq.block_table = [block.index for block in matched]
+        seq.block_table = [block.block_id for block in matched]
         seq.num_cached_blocks = len(matched)
         seq.parent_block = matched[-1].identity if matched else 0
         seq.num_computed = len(matched) * self.block_size
@@ -178,8 +178,8 @@ class BlockManager:
         The last of these blocks is copied by whichever of the two writes to it first.
         """
         child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
-        for index in child.block_table:
-            self.blocks[index].ref_count += 1
+        for block_id in child.block_table:
+            self.blocks[block_id].ref_count += 1
         child.num_computed = num_computed
         child.needs_copy_on_write = parent.needs_copy_on_write = True
 
@@ -187,7 +187,7 @@ class BlockManager:
         """Return the block that `seq` writes next, if it must be copied before.
 
         A cached block counts as shared even if no other sequence owns it now, because its content
-        must stay what the index says.
+        must stay what the prefix index says.
         """
         i = seq.num_computed // self.block_size
         if not seq.needs_copy_on_write or i >= len(seq.block_table):
@@ -202,7 +202,7 @@ class BlockManager:
             return None
         self._release_block(shared)
         copy = self._take_block()
-        self._moves.append(BlockMove(shared.index, copy))
+        self._moves.append(BlockMove(shared.block_id, copy))
         seq.block_table[seq.num_computed // self.block_size] = copy
         return copy
 
@@ -223,15 +223,15 @@ class BlockManager:
         """Return a block for one owner. If none is free, a cached one is evicted first."""
         if not self.free:
             self._evict(self.choose_victim())
-        index = self.free.pop()
-        self.blocks[index].ref_count = 1
-        return index
+        block_id = self.free.pop()
+        self.blocks[block_id].ref_count = 1
+        return block_id
 
-    def _evict(self, index: int) -> None:
+    def _evict(self, block_id: int) -> None:
         """Free an evictable block. Its content is lost; a second tier of memory would save it here."""
-        self._uncache(self.blocks[index])
+        self._uncache(self.blocks[block_id])
         self.evictions += 1
-        self._evicted.append(index)
+        self._evicted.append(block_id)
 
     def take_moves(self) -> tuple[list[BlockMove], list[int]]:
         """Return the moves that the next plan must make, and the blocks that were evicted for it."""
@@ -242,14 +242,14 @@ class BlockManager:
     def _release_block(self, block: Block) -> None:
         block.ref_count -= 1
         if block.ref_count == 0 and block.identity:
-            self.evictable[block.index] = None
+            self.evictable[block.block_id] = None
         elif block.ref_count == 0:
-            self.free.append(block.index)
+            self.free.append(block.block_id)
 
     def release(self, seq: Sequence) -> None:
         """Release the blocks of `seq`, the last first, so that shared prefixes are evicted last."""
-        for index in reversed(seq.block_table):
-            self._release_block(self.blocks[index])
+        for block_id in reversed(seq.block_table):
+            self._release_block(self.blocks[block_id])
         seq.block_table = []
         seq.needs_copy_on_write = False
         seq.num_computed = seq.num_cached_blocks = seq.parent_block = 0

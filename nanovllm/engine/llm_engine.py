@@ -91,14 +91,14 @@ class LLMEngine:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, stream: bool = False
     ) -> Request:
         """Queue a request whose caller reads `output` at its end, or `read_stream` while it runs."""
-        return self._add(prompt, sampling_params, held=True, stream=stream)
+        return self._add(prompt, sampling_params, returned_by_step=False, stream=stream)
 
     def _add(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         request_id: str | None = None,
-        held: bool = False,
+        returned_by_step: bool = True,
         stream: bool = False,
     ) -> Request:
         params = self.inputs.check_params(sampling_params)
@@ -124,7 +124,7 @@ class LLMEngine:
                 )
             self.num_requests += 1
             self.scheduler.add(seqs[0])
-            return self.outputs.add(seqs, text, params, held, stream)
+            return self.outputs.add(seqs, text, params, returned_by_step, stream)
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End a request, or several, in any state and free the blocks. Unknown ids are ignored."""
@@ -244,12 +244,12 @@ class LLMEngine:
     def _commit(self, step: InFlightStep, output: StepOutput) -> None:
         with self.lock:
             self.observer.begin()
-            progressed = self.scheduler.commit(step, output.token_ids)
-            ended = self.outputs.process(step, output, progressed)
+            updated = self.scheduler.commit(step, output.token_ids)
+            ended = self.outputs.process(step, output, updated)
             for seq, reason, stop_string in ended:
                 self.scheduler.finish(seq, reason, stop_string)
-            self.outputs.collect_finished([*progressed, *(seq for seq, *_ in ended)])
-            self.observer.committed(step, progressed)
+            self.outputs.collect_finished([*updated, *(seq for seq, *_ in ended)])
+            self.observer.committed(step, updated)
 
     # ---- the state of the engine ----
 

@@ -13,8 +13,8 @@ class Observer:
     def scheduled(self, step: InFlightStep | None) -> None:
         """A step is planned and about to be launched. None: nothing can be planned now."""
 
-    def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None:
-        """A step is committed; `progressed` are the sequences that got a result."""
+    def committed(self, step: InFlightStep, updated: list[Sequence]) -> None:
+        """A step is committed; `updated` are the sequences that got a result."""
 
     def reverted(self, error: BaseException) -> None:
         """A step failed, and all steps in flight are reverted."""

@@ -53,7 +53,7 @@ class Request:
     params: SamplingParams
     metrics: RequestMetrics
     num_unfinished: int  # unfinished samples
-    held: bool  # the caller has this object, so that `step` does not return its output
+    returned_by_step: bool  # else the caller has this object, and `step` does not return its output
     stream: bool  # read with `read_stream` while it runs; it has no output
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
     tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
@@ -142,7 +142,7 @@ class OutputProcessor:
         self.requests: dict[str, Request] = {}
         self.finished: list[RequestOutput] = []  # not returned to the caller yet
         # Samples whose tokens are processed one by one: streams, stop strings, log-probabilities.
-        self.watched: dict[Sequence, Sample] = {}
+        self.per_token_samples: dict[Sequence, Sample] = {}
         self.num_prompt_tokens = 0  # of requests that have their first token
         self.num_output_tokens = 0
 
@@ -156,7 +156,7 @@ class OutputProcessor:
         seqs: list[Sequence],
         prompt: str | None,
         params: SamplingParams,
-        held: bool,
+        returned_by_step: bool,
         stream: bool,
     ) -> Request:
         samples = [Sample(seq) for seq in seqs]
@@ -169,7 +169,7 @@ class OutputProcessor:
             params,
             metrics,
             num_unfinished=len(samples),
-            held=held,
+            returned_by_step=returned_by_step,
             stream=stream,
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
             tokenizer=self.tokenizer if params.detokenize else None,
@@ -178,7 +178,7 @@ class OutputProcessor:
         needs_text = request.tokenizer is not None and bool(stream or params.stop)
         if needs_text or params.logprobs is not None:
             for sample in samples:
-                self.watched[sample.seq] = sample
+                self.per_token_samples[sample.seq] = sample
                 if needs_text and request.tokenizer is not None:
                     sample.detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
         return request
@@ -191,14 +191,14 @@ class OutputProcessor:
                 metrics.first_scheduled_time = now
 
     def process(
-        self, step: InFlightStep, output: StepOutput, progressed: list[Sequence]
+        self, step: InFlightStep, output: StepOutput, updated: list[Sequence]
     ) -> list[tuple[Sequence, str, str | None]]:
         """Process the results of a step. Returns (sequence, finish_reason, stop_reason) for each
         sequence that a stop string ends, and for all samples of a request that ends with an error.
         """
-        self.num_output_tokens += len(progressed)
+        self.num_output_tokens += len(updated)
         if step.plan.chunks:
-            self._note_first_tokens(progressed)
+            self._note_first_tokens(updated)
         failed: list[Request] = []
         if output.errors or output.logprobs or output.prompt_logprobs:
             sequences = step.sequences()
@@ -207,7 +207,7 @@ class OutputProcessor:
                     self._note_error(request, error)
             self._add_logprobs(step, output, sequences, failed)
         ended: list[tuple[Sequence, str, str | None]] = []
-        for seq in progressed if self.watched else ():
+        for seq in updated if self.per_token_samples else ():
             with self._contain_errors(self.requests[seq.request_id], failed):
                 if (stop := self._detokenize(seq)) is not None:
                     ended.append((seq, "stop", stop))
@@ -229,7 +229,7 @@ class OutputProcessor:
 
     def _note_error(self, request: Request, error: Exception) -> None:
         request.error = error
-        if not request.held:  # `step` returns the result with finish_reason "error"
+        if request.returned_by_step:  # `step` returns the result with finish_reason "error"
             logger.error("request %s failed", request.request_id, exc_info=error)
 
     def sequences(self) -> list[Sequence]:
@@ -244,7 +244,7 @@ class OutputProcessor:
             request.num_unfinished = sum(s.seq.status is not Status.FINISHED for s in samples)
             if request.num_unfinished == 0:
                 self._end(request)
-                if not request.held and request.output is not None:
+                if request.returned_by_step and request.output is not None:
                     self.finished.append(request.output)
 
     def end_aborted(self, request: Request) -> None:
@@ -258,15 +258,15 @@ class OutputProcessor:
     def _end(self, request: Request) -> None:
         del self.requests[request.request_id]
         for sample in request.samples:
-            self.watched.pop(sample.seq, None)
+            self.per_token_samples.pop(sample.seq, None)
         request.metrics.finished_time = time.monotonic()
         if not request.stream:
             request.output = self._request_output(request)
         request.ended = True
 
-    def _note_first_tokens(self, progressed: list[Sequence]) -> None:
+    def _note_first_tokens(self, updated: list[Sequence]) -> None:
         now = time.monotonic()
-        for seq in progressed:
+        for seq in updated:
             metrics = self.requests[seq.request_id].metrics
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
@@ -280,7 +280,7 @@ class OutputProcessor:
         failed: list[Request],
     ) -> None:
         for row, logprobs in output.logprobs.items():
-            sample = self.watched.get(sequences[row])
+            sample = self.per_token_samples.get(sequences[row])
             # A token that was sampled after the end of its sequence is not in the output.
             if sample is not None and len(sample.logprobs) < sample.seq.num_output:
                 request, seq = self.requests[sample.seq.request_id], sample.seq
@@ -298,7 +298,7 @@ class OutputProcessor:
 
     def _detokenize(self, seq: Sequence) -> str | None:
         """Append the text of the new tokens. Returns the stop string that it contains, if any."""
-        sample = self.watched.get(seq)
+        sample = self.per_token_samples.get(seq)
         if sample is None or sample.detokenizer is None:
             return None
         request, start = self.requests[seq.request_id], len(sample.text)
@@ -332,7 +332,7 @@ class OutputProcessor:
             prompt_token_ids=first.token_ids[: first.num_prompt],
             outputs=[self._completion(sample, request) for sample in request.samples],
             finished=True,
-            num_cached_tokens=first.num_cached,
+            num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=request.all_prompt_logprobs(),
             metrics=request.metrics,
         )

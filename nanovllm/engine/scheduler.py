@@ -39,7 +39,7 @@ class InFlightStep:
 
     plan: StepPlan
     chunked: list[Sequence] = field(default_factory=list)  # one for each chunk
-    sampling: list[Sequence] = field(default_factory=list)  # one for each token, in plan order
+    sampling_seqs: list[Sequence] = field(default_factory=list)  # one for each token, in plan order
     evicted: list[int] = field(default_factory=list)  # blocks that lost their content for it
     wait: Callable[[], StepOutput] | None = None  # set by the engine: what `runner.run` returned
 
@@ -47,7 +47,7 @@ class InFlightStep:
         """Row -> sequence, for the rows of the step."""
         plan = self.plan
         rows = [*(chunk.row for chunk in plan.chunks), *plan.decode_rows]
-        decoding = self.sampling[len(self.sampling) - len(plan.decode_rows) :]
+        decoding = self.sampling_seqs[len(self.sampling_seqs) - len(plan.decode_rows) :]
         return dict(zip(rows, [*self.chunked, *decoding], strict=True))
 
 
@@ -83,7 +83,7 @@ class Scheduler:
 
     def _enqueue(self, seq: Sequence, at_head: bool = False) -> None:
         """Preempted sequences and forks wait at the head of the queue; arrival breaks ties."""
-        seq.status, seq.num_tokens = Status.WAITING, len(seq.token_ids)
+        seq.status, seq.num_with_placeholders = Status.WAITING, len(seq.token_ids)
         key = 0 if at_head else self.policy_key(seq, self.blocks)
         insort(self.waiting, (not at_head, key, seq.arrival, seq.index, seq))
 
@@ -123,7 +123,7 @@ class Scheduler:
             i += 1
             if not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
-            elif seq.num_tokens < seq.max_length:  # else its last token is in flight
+            elif seq.num_with_placeholders < seq.max_length:  # else its last token is in flight
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
                         break
@@ -132,7 +132,7 @@ class Scheduler:
                 decoding.append(seq)
                 budget -= 1
                 seq.num_computed += 1
-                seq.num_tokens += 1
+                seq.num_with_placeholders += 1
                 if seq.num_computed % block_size == 0:
                     self.blocks.cache_full_blocks(seq)
 
@@ -147,14 +147,14 @@ class Scheduler:
         plan.num_tokens = self.token_budget - budget
         if not plan.num_tokens:
             return None
-        step.sampling += decoding
+        step.sampling_seqs += decoding
         plan.block_moves, step.evicted = self.blocks.take_moves()
         self.in_flight.append(step)
         return step
 
     def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
         """Plan the known tokens of a running sequence, at most `budget`. Returns how many."""
-        tokens = min(seq.num_tokens - seq.num_computed, budget)
+        tokens = min(seq.num_with_placeholders - seq.num_computed, budget)
         # None are left if its result is in flight or its next token has not been chosen yet.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
@@ -167,7 +167,7 @@ class Scheduler:
             if seq.sampling.rules is not None:
                 join.prompt, join.output = seq.token_ids[: seq.num_prompt], seq.output_ids
             seq.joined = True
-        last = end == seq.num_tokens
+        last = end == seq.num_with_placeholders
         chunk = Chunk(seq.row, start, seq.token_ids[start:end], seq.yields if last else None)
         if self._wants_prompt_logprobs(seq):
             chunk.logprob_targets = seq.token_ids[start + 1 : min(end + 1, seq.num_prompt)]
@@ -175,8 +175,8 @@ class Scheduler:
         step.chunked.append(seq)
         seq.num_computed = end
         if chunk.yields is Yield.TOKEN:
-            step.sampling.append(seq)
-            seq.num_tokens += 1
+            step.sampling_seqs.append(seq)
+            seq.num_with_placeholders += 1
             seq.decoding = True
         self.blocks.cache_full_blocks(seq)
         return tokens
@@ -213,7 +213,7 @@ class Scheduler:
             return "preempted"
         if len(self.running) == self.max_num_seqs:
             return "seqs"
-        if seq.num_tokens > len(seq.token_ids):
+        if seq.num_with_placeholders > len(seq.token_ids):
             return "in flight"
         # Log-probabilities of a prompt need every position computed.
         matched = [] if self._wants_prompt_logprobs(seq) else self.blocks.match(seq)
@@ -229,7 +229,7 @@ class Scheduler:
         A sequence that runs alone needs no reserve: `add_request` has refused what could never run.
         """
         blocks = self.blocks
-        need = blocks.num_needed(seq, seq.num_tokens) - len(matched)
+        need = blocks.num_needed(seq, seq.num_with_placeholders) - len(matched)
         need += blocks.num_evictable(matched) + (self.reserve() if self.running else 0)
         return blocks.num_available >= need
 
@@ -244,7 +244,7 @@ class Scheduler:
         """Give the first waiting sequence, which has its cached or shared blocks, a row."""
         del self.waiting[0]
         if seq.preemptions == 0:
-            seq.num_cached = seq.num_computed
+            seq.num_cached_tokens = seq.num_computed
             self.prompt_tokens += seq.num_prompt
             self.cached_tokens += seq.num_computed
         else:
@@ -258,10 +258,10 @@ class Scheduler:
         self.recomputed_tokens += seq.num_computed
         self.preemptions += 1
         seq.preemptions += 1
-        num_tokens = seq.num_tokens
+        num_tokens = seq.num_with_placeholders
         self._leave(seq)
         self._enqueue(seq, at_head=True)
-        seq.num_tokens = num_tokens  # a placeholder token is still to be committed
+        seq.num_with_placeholders = num_tokens  # a placeholder token is still to be committed
 
     def _leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
@@ -287,16 +287,16 @@ class Scheduler:
         )
         self.in_flight.popleft()
         block_size, any_finished = self.blocks.block_size, False
-        progressed = [
+        updated = [
             seq
             for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True)
             if chunk.yields not in (None, Yield.TOKEN) and seq.status is not Status.FINISHED
         ]
-        for seq, token in zip(step.sampling, token_ids, strict=True):
+        for seq, token in zip(step.sampling_seqs, token_ids, strict=True):
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
             ids = seq.token_ids
-            progressed.append(seq)
+            updated.append(seq)
             if seq.forks:
                 # Each samples its own first token, from the last of the prompt.
                 for fork in seq.forks:
@@ -319,7 +319,7 @@ class Scheduler:
             any_finished = True
         if any_finished:
             self.running = [s for s in self.running if s.status is Status.RUNNING]
-        return progressed
+        return updated
 
     def revert_in_flight(self) -> None:
         """Revert all steps in flight after a failure.
@@ -335,7 +335,7 @@ class Scheduler:
             self._preempt(seq)
         for *_, seq in self.waiting:
             self.blocks.release(seq)
-            seq.num_tokens = len(seq.token_ids)
+            seq.num_with_placeholders = len(seq.token_ids)
         self.blocks.take_moves()  # of a plan that is not complete
         self.blocks.reset_prefix_cache()
 

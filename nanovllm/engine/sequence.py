@@ -4,7 +4,7 @@ The scheduler and the block manager change it; the runner never sees it.
 
     token_ids:   [ prompt ............ | output ....... ]  + placeholder tokens
                                                  ^             ^
-                          num_computed <= num_tokens = len(token_ids) + placeholder tokens
+          num_computed <= num_with_placeholders = len(token_ids) + placeholder tokens
 
 A placeholder token is sampled by a plan in flight; the engine does not know its id yet.
 
@@ -43,13 +43,13 @@ class Sequence:
     forks: list["Sequence"] = field(default_factory=list)  # not queued yet
 
     status: Status = Status.NEW
-    num_tokens: int = 0  # known tokens and placeholder tokens
+    num_with_placeholders: int = 0  # known tokens and placeholder tokens
     num_computed: int = 0  # tokens whose KV is in the cache after every plan made so far has run
     decoding: bool = False  # whether its only uncomputed token is the one that its row sampled last
     row: int = -1
     joined: bool = False  # whether a plan has told the runner about its row
     preemptions: int = 0
-    num_cached: int = 0  # prompt tokens that it did not compute when it was first admitted
+    num_cached_tokens: int = 0  # prompt tokens that it did not compute when it was first admitted
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the token id or string that ended it, if one did
 

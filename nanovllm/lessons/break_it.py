@@ -126,10 +126,10 @@ def show_blocks(history: History) -> None:
     size, memory, rows = history.size, history.runner.memory, []
     for block in history.blocks.blocks:
         if block.ref_count or block.identity:
-            pairs = memory[block.index * size : (block.index + 1) * size]
+            pairs = memory[block.block_id * size : (block.block_id + 1) * size]
             held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
             cached = memoryview(block.token_ids).cast("I").tolist() if block.identity else ""
-            rows.append((block.index, block.ref_count, cached, held))
+            rows.append((block.block_id, block.ref_count, cached, held))
     say("""The blocks at the end that are owned or cached: the reference count, the tokens that the
         prefix index says, and what each slot holds, token@position:""")
     show_table(("block", "ref_count", "cached as", "holds"), rows)

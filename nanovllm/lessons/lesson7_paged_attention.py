@@ -98,7 +98,7 @@ def make_steps(contexts: list[int]) -> tuple[ForwardBatch, ForwardBatch]:
     batches = []
     for plan in (StepPlan(joins, chunks=prompts), StepPlan(decode_rows=list(range(len(joins))))):
         rows.apply(plan)
-        batches.append(rows.build(plan).forward)
+        batches.append(rows.build(plan).forward_batch)
     return batches[0], batches[1]
 
 

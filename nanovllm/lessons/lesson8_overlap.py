@@ -79,10 +79,10 @@ class Host(Observer):
             self.events.append(f"plan {self.plans}")
             time.sleep(HOST_SECONDS)
 
-    def committed(self, step: InFlightStep, progressed: list[Sequence]) -> None:
+    def committed(self, step: InFlightStep, updated: list[Sequence]) -> None:
         self.commits += 1
         self.events.append(f"commit {self.commits}")
-        self.dropped += len(step.sampling) - len(progressed)
+        self.dropped += len(step.sampling_seqs) - len(updated)
 
 
 def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, int, float]:

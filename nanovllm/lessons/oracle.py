@@ -269,8 +269,8 @@ class History:
         while len(self.pending) > (self.max_in_flight if step is not None else 0):
             step_, tokens = self.pending.popleft()
             self.observer.begin()
-            progressed = self.scheduler.commit(step_, tokens)
-            self.observer.committed(step_, progressed)
+            updated = self.scheduler.commit(step_, tokens)
+            self.observer.committed(step_, updated)
         self.steps += 1
 
     def drain(self) -> None:
@@ -319,8 +319,8 @@ class History:
         )
         require(all(blocks[i].identity for i in evictable), "partition", "evictable and not cached")
         require(not any(blocks[i].identity for i in free), "partition", "free and cached")
-        cached = {b.hash: b.index for b in blocks if b.identity}
-        require(cached == self.blocks.index, "index")
+        cached = {b.hash: b.block_id for b in blocks if b.identity}
+        require(cached == self.blocks.prefix_index, "index")
         for index in cached.values():
             self.check_cached(index)
         for seq in self.seqs:

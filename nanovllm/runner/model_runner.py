@@ -53,12 +53,12 @@ class ModelRunner:
                 if not plan.chunks:
                     return self._run_decode(plan.decode_rows, self.mirror).wait
             step = self.rows.build(plan)
-            self.attention.prepare(step.forward)
-            hidden = self.compiled_model.forward(step.forward, self.attention)
+            self.attention.prepare(step.forward_batch)
+            hidden = self.compiled_model.forward(step.forward_batch, self.attention)
             output = PendingOutput(list)
             if len(step.sampling_rows):
-                last = hidden[step.forward.logits_indices]
-                output = self._sample(last, step.sampling, step.sampling_rows, step.rules)
+                last = hidden[step.forward_batch.logits_indices]
+                output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
             self._yield_of_chunks(plan.chunks, hidden, output)
             return output.wait
 

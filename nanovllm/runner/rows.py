@@ -25,7 +25,7 @@ from nanovllm.plan import FILTERS, Join, LogitRules, StepPlan, Yield
 class StepBatch:
     """A plan as tensors; R of its S sequences sample a token.
 
-    Steady decode steps share one StepBatch: only `forward`, `rules` and `sampling.positions` change.
+    Steady decode steps share one StepBatch: only `forward_batch`, `rules` and `sampling_batch.positions` change.
     """
 
     decode_rows: list[int]  # the decode rows; [] for a plan with chunks
@@ -34,9 +34,9 @@ class StepBatch:
     samples: np.ndarray  # [S] bool, which of the S sample
     query_start_loc: Tensor  # [S + 1] int32
     logits_indices: Tensor  # [R] int64
-    sampling: SamplingBatch
+    sampling_batch: SamplingBatch
     sampling_rows: Tensor  # [R] int64
-    forward: ForwardBatch = field(init=False)
+    forward_batch: ForwardBatch = field(init=False)
     rules: RulesBatch | None = None
 
 
@@ -108,7 +108,7 @@ class Rows:
             token_rows = np.repeat(rows, step.query_lens)
             known = np.array([token for c in chunks for token in c.token_ids], np.int64)
             input_ids = torch.cat((self.send(known), input_ids))
-        step.forward = forward = self.forward_batch(
+        step.forward_batch = forward = self.forward_batch(
             self.block_tables[:, : -(-int(context_lens.max()) // self.block_size)],
             rows,
             token_rows,
@@ -120,9 +120,9 @@ class Rows:
             num_decodes=len(decode_rows),
         )
         step.rules = self.with_rules(rows[step.samples].tolist()) if self.rules else None
-        step.sampling.positions = forward.context_lens
+        step.sampling_batch.positions = forward.context_lens
         if chunks:
-            step.sampling.positions = self.send(context_lens[step.samples])
+            step.sampling_batch.positions = self.send(context_lens[step.samples])
         return step
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class Rows:
             sampling_rows=self.send(sampling_rows),
             query_start_loc=self.send(np.concatenate(([0], ends)).astype(np.int32)),
             logits_indices=self.send(ends[samples] - 1),
-            sampling=sampling,
+            sampling_batch=sampling,
         )
 
     def send(self, x: Any) -> Tensor:

@@ -34,8 +34,8 @@ def step(scheduler: Scheduler) -> list[Sequence]:
     """One step in which every sequence samples token 1. Returns the sequences that finished."""
     planned = scheduler.schedule()
     assert planned is not None
-    progressed = scheduler.commit(planned, [1] * len(planned.sampling))
-    return [seq for seq in progressed if seq.status is Status.FINISHED]
+    updated = scheduler.commit(planned, [1] * len(planned.sampling_seqs))
+    return [seq for seq in updated if seq.status is Status.FINISHED]
 
 
 def order(new: list[int], prompts: list[int] | None = None) -> list[int]:

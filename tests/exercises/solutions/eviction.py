@@ -14,11 +14,11 @@ class FewestHits(BlockManager):
     def share(self, seq: Sequence, matched: list[Block]) -> None:
         super().share(seq, matched)
         for block in matched:
-            self.hits[block.index] += 1
+            self.hits[block.block_id] += 1
 
     def _uncache(self, block: Block) -> None:
         super()._uncache(block)
-        self.hits[block.index] = 0
+        self.hits[block.block_id] = 0
 
     def choose_victim(self) -> int:
         return min(self.evictable, key=self.hits.__getitem__)
