@@ -13,6 +13,7 @@ from conftest import make_checkpoint, random_llm, weights_of
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.models.weights import Part, load_weights
 from nanovllm.runner import memory, start
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -64,6 +65,16 @@ def test_several_wrong_tensors_are_all_named(tmp_path: Path) -> None:
         "down_proj.weight is (3, 4)",
     ):
         assert part in str(error.value)
+
+
+def test_nothing_is_stored_if_a_tensor_does_not_fit(tmp_path: Path) -> None:
+    """An error must not come after minutes of loading."""
+    save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path / "model.safetensors")
+    stored: list[torch.Tensor] = []
+    parts = [Part("a", (2,), stored.append), Part("b", (4,), stored.append)]
+    with pytest.raises(ValueError, match=r"misshapen: b is \(3,\) of F32"):
+        load_weights(parts, [tmp_path / "model.safetensors"])
+    assert not stored
 
 
 def test_repeated_tensors_and_integers_are_refused(tmp_path: Path) -> None:

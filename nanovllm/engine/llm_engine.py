@@ -237,6 +237,7 @@ class LLMEngine:
             self.observer.begin()
             step = self.scheduler.schedule()
             if step is not None and step.plan.joins:
+                # Whoever joined was admitted last, so that their chunks are the last.
                 self.outputs.note_scheduled(step.chunked[-len(step.plan.joins) :])
             self.observer.scheduled(step)
         return step

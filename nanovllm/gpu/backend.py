@@ -27,5 +27,4 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         fused_attention=True,
         sample=sampling.sample,
         capture_decode=partial(DecodeGraphs, capture=cuda_capture) if on_gpu else None,
-        mirrors_rows=on_gpu,
     )

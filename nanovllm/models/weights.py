@@ -1,11 +1,12 @@
 """Loads safetensors into the parts of a model, one tensor at a time.
 
-The files are memory-mapped, so loading holds the weights once, and the pages of one tensor.
+All headers are checked first. The files are memory-mapped, so loading holds the weights once, and the pages of one tensor.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -36,34 +37,47 @@ class Part:
 
 
 def load_weights(parts: Iterable[Part], files: list[Path]) -> None:
-    """Store all parts. Raises ValueError with the tensors that do not fit them one to one."""
+    """Store all parts. Raises ValueError with the tensors that do not fit them one to one, before
+    anything is stored.
+    """
     known = {part.name: part for part in parts}
-    missing, unexpected, misshapen, repeated = dict.fromkeys(known), [], [], []
+    check_headers(known, files)
     with tqdm(total=len(known), desc="Loading weights", unit="tensor", delay=1) as bar:
         for path in files:
-            try:
-                reader = safe_open(path, framework="pt")
-            except Exception as error:  # safetensors' own error types are not public
-                raise unreadable(path, "a readable safetensors file", error) from None
-            with reader as file:
-                for name in file.keys():  # noqa: SIM118 (not a dict)
-                    part = known.get(name)
-                    if part is None:
-                        if not name.endswith(IGNORED):
-                            unexpected.append(name)
-                        continue
-                    if name not in missing:
-                        repeated.append(f"{name} in {path.name}")
-                        continue
-                    tensor = file.get_slice(name)
-                    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-                    if shape != part.shape or dtype not in DTYPES:
-                        expected = f"{part.shape} of {', '.join(DTYPES)}"
-                        misshapen.append(f"{name} is {shape} of {dtype}, expected {expected}")
-                    else:
-                        part.store(file.get_tensor(name)[part.wanted])
-                    del missing[name]
+            with open_file(path) as file:
+                for name in filter(known.get, file.keys()):
+                    part = known[name]
+                    part.store(file.get_tensor(name)[part.wanted])
                     bar.update()
+
+
+def open_file(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:  # safetensors' own error types are not public
+        raise unreadable(path, "a readable safetensors file", error) from None
+
+
+def check_headers(known: dict[str, Part], files: list[Path]) -> None:
+    """Raise ValueError if the files' tensors are not the `known` ones, each once."""
+    missing, unexpected, misshapen, repeated = dict.fromkeys(known), [], [], []
+    for path in files:
+        with open_file(path) as file:
+            for name in file.keys():  # noqa: SIM118 (not a dict)
+                part = known.get(name)
+                if part is None:
+                    if not name.endswith(IGNORED):
+                        unexpected.append(name)
+                    continue
+                if name not in missing:
+                    repeated.append(f"{name} in {path.name}")
+                    continue
+                del missing[name]
+                tensor = file.get_slice(name)
+                shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+                if shape != part.shape or dtype not in DTYPES:
+                    expected = f"{part.shape} of {', '.join(DTYPES)}"
+                    misshapen.append(f"{name} is {shape} of {dtype}, expected {expected}")
     wrong = []
     for what, names in (
         ("missing", list(missing)),

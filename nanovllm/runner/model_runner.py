@@ -55,7 +55,7 @@ class ModelRunner:
             step = self.rows.build(plan)
             self.attention.prepare(step.forward_batch)
             hidden = self.compiled_model.forward(step.forward_batch, self.attention)
-            output = PendingOutput(list)
+            output = PendingOutput()
             if len(step.sampling_rows):
                 last = hidden[step.forward_batch.logits_indices]
                 output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
@@ -118,7 +118,9 @@ class ModelRunner:
                 # In parts, because the memory profile does not include the logits of a whole chunk.
                 parts = zip(hidden[start : start + len(ids)].split(64), ids.split(64), strict=True)
                 copies = [
-                    start_copy(self.backend.token_logprobs(self.model.logits(part), part_ids, k))
+                    start_copy(
+                        self.backend.token_logprobs(self.compiled_model.logits(part), part_ids, k)
+                    )
                     for part, part_ids in parts
                 ]
                 output.prompts.append((chunk.row, targets, k, copies))

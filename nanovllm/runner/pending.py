@@ -31,7 +31,7 @@ def start_copy(tensor: Tensor) -> Callable[[], Any]:
 class PendingOutput:
     """The output of a step that the device may still compute: functions that wait for copies."""
 
-    token_ids: Callable[[], list[int]]
+    token_ids: Callable[[], list[int]] = list  # none yet
     hidden_rows: list[int] = field(default_factory=list)
     hidden_states: Callable[[], list[list[float]]] = list  # of these rows
     # (index among the tokens, row, number of log-probabilities), and what token_logprobs returns

@@ -3,17 +3,14 @@
 The KV cache comes after everything else, because it takes the memory that is left.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanovllm.config import EngineConfig
-from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.backend import Attention, Backend, CaptureDecode
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -27,8 +24,6 @@ from nanovllm.runner.openmp import check_openmp
 from nanovllm.runner.rows import Rows
 from nanovllm.runner.threads import ThreadLimit
 
-CaptureDecode = Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any]
-
 
 def make_runner(
     config: EngineConfig,
@@ -37,7 +32,7 @@ def make_runner(
     max_model_len: int,
     capture_decode: CaptureDecode | None = None,
 ) -> ModelRunner:
-    """capture_decode captures decode steps; None takes the backend's, unless enforce_eager."""
+    """capture_decode captures decode steps, unless enforce_eager; None takes the backend's."""
     check_openmp()
     device, block_size = pick_device(config.device), config.kvcache_block_size
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
@@ -50,17 +45,17 @@ def make_runner(
         backend = pick_backend(config.attention_backend, device, dtype, model_config.num_weights)
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
-        if capture_decode is None and not config.enforce_eager:
-            capture_decode = backend.capture_decode
+        capture_decode = capture_decode or backend.capture_decode
         model = load_model(config, model_config, directory, max_model_len, backend, device)
         max_blocks = -(-max_model_len // block_size)
         rows = Rows(config.max_num_seqs, max_blocks, block_size, model_config.vocab_size, device)
-        mirrored = backend.mirrors_rows or capture_decode is not None
+        # What can be captured is built from the mirror, so that eager steps compute the same.
+        mirror = None if capture_decode is None else Mirror(rows)
         limits = ThreadLimit() if device.type == "cpu" else partial(device_guard, device)
-        runner = ModelRunner(model, backend, rows, Mirror(rows) if mirrored else None, limits)
+        runner = ModelRunner(model, backend, rows, mirror, limits)
         make_cache(runner, config, max_model_len, dtype, before)
         runner.compiled_model = backend.compile_layers(model, runner.attention) or model
-        if capture_decode is not None:
+        if capture_decode is not None and not config.enforce_eager:
             shape = config.max_num_seqs, model_config.hidden_size
             hidden = torch.empty(shape, dtype=dtype, device=device)
             with (
