@@ -18,7 +18,7 @@ from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rota
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.cpu import amx  # noqa: E402
+from nanovllm.cpu import amx, avx512, decode  # noqa: E402
 from nanovllm.cpu import kernels as cpu  # noqa: E402
 from nanovllm.cpu import sampler as cpu_sampler  # noqa: E402
 from nanovllm.cpu.layers import CompiledLayers  # noqa: E402
@@ -217,7 +217,7 @@ def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     """What `compile_all` compiled fits every call: prompts, decodes, a prefix in common."""
     llm = LLM(dtype=dtype, device="cpu")
-    every = {**vars(cpu), **vars(amx), **vars(cpu_sampler)}.values()
+    every = {**vars(cpu), **vars(amx), **vars(decode), **vars(cpu_sampler)}.values()
     kernels = [k for k in every if hasattr(k, "signatures")]
     before = [len(k.signatures) for k in kernels]
     assert max(before) > 0
@@ -254,7 +254,10 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     assert not torch.equal(found[0][3], found[1][3])
 
 
-@pytest.mark.skipif(not amx.has_amx(), reason="no AMX on this processor")
+NO_PRODUCTS = not (amx.has_amx() or avx512.has_avx512_bf16())
+
+
+@pytest.mark.skipif(NO_PRODUCTS, reason="neither AMX nor AVX512-BF16 on this processor")
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
@@ -282,12 +285,12 @@ def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> Non
             return wanted
 
     calls = []
-    layers = amx.decode_layers
+    layers = decode.decode_layers
     runner.compiled_model = Both
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(amx, "decode_layers", lambda *a: (calls.append(a[3]), layers(*a)))
+        patch.setattr(decode, "decode_layers", lambda *a: (calls.append(a[3]), layers(*a)))
         llm.generate(prompts, params, use_tqdm=False)
     assert {1, 16, 17, 33, 64, 65} <= set(sizes)
     assert {1, 16, 17, 33, 64} <= set(calls)
@@ -320,12 +323,12 @@ def test_without_amx(tmp_path) -> None:
     """The AMX kernels are not compiled on a processor without AMX, where LLVM would fail."""
     code = (
         "from nanovllm import LLM\n"
-        "from nanovllm.cpu import amx, kernels\n"
+        "from nanovllm.cpu import amx, avx512, decode, kernels\n"
         "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
         "assert llm.engine.runner.compiled_model is llm.engine.runner.model\n"
-        "assert not amx.attend_packs_amx.signatures and not amx.linear.signatures\n"
+        "assert not amx.attend_packs_amx.signatures and not decode.linear.signatures\n"
         "assert kernels.attend_packs.signatures\n"
     )
     variables = os.environ | {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CACHE_DIR": str(tmp_path)}

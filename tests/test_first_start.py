@@ -87,7 +87,7 @@ def test_with_amx_every_block_size_is_compiled_in_the_background(
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
-def test_amx_compiles_without_amx(tmp_path: Path) -> None:
+def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
     """LLVM accepts the kernels for a processor that this one need not be. They do not run."""
     code = """
 import numpy as np
@@ -105,6 +105,14 @@ for kernel in (amx.linear_blocks, amx.attend_packs_amx):
     processor = dict(NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES="+amx-tile,+amx-bf16")
     lines, _ = start(tmp_path, code, **processor)
     assert lines == ["True", "True"]
+    code = """
+from numba import int64
+from nanovllm.cpu import avx512
+avx512.linear_blocks.compile((int64,) * 9)
+print("vdpbf16ps" in avx512.linear_blocks.inspect_asm(avx512.linear_blocks.signatures[0]))
+"""
+    lines, _ = start(tmp_path, code, NUMBA_CPU_NAME="znver4")
+    assert lines == ["True"]
 
 
 def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import SamplingParams
-from nanovllm.cpu.linear import address, has_amx_layout, packed, padded_tokens, product
+from nanovllm.cpu.linear import address, is_packed_by, packed, padded_tokens, product
 
 needs_tiles = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 tiles on this processor"
@@ -54,41 +54,43 @@ def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_tiles
-@pytest.mark.parametrize("shape", [(512, 256), (32, 32), (96, 64)])
+@pytest.mark.parametrize("shape", [(512, 256), (64, 32), (192, 64)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) -> None:
-    amx = pytest.importorskip("nanovllm.cpu.amx")
-    if not amx.has_amx():
-        pytest.skip("no AMX on this processor")
+    decode = pytest.importorskip("nanovllm.cpu.decode")
+    if not (decode.amx.has_amx() or decode.without_amx(torch.bfloat16)):
+        pytest.skip("neither AMX nor AVX512-BF16 on this processor")
+    use_amx = True if decode.amx.has_amx() else None
     torch.manual_seed(0)
     weight = weights(*shape)
     tiles, b = packed(weight), weights(shape[0]) if bias else None
-    assert has_amx_layout(tiles)
-    for rows in (1, 2, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 200):
+    assert is_packed_by(32 if use_amx else 64, tiles)
+    for rows in (1, 2, 3, 5, 6, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 200):
         x, found = torch.randn(rows, shape[1]).bfloat16(), torch.full((rows + 1, shape[0]), 7.0)
         found = found.bfloat16()
-        amx.linear(
+        decode.linear(
             x.data_ptr(), address(tiles), 0 if b is None else b.data_ptr(), found.data_ptr(),
-            rows, *shape[::-1], 3,
+            rows, *shape[::-1], use_amx, 3,
         )  # fmt: skip
         torch.testing.assert_close(found[:rows], F.linear(x, weight, b), atol=0.02, rtol=0.016)
         assert (found[rows] == 7).all()
 
 
 @needs_tiles
-def test_what_does_not_lie_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [32, 64])
+def test_what_is_packed_in_another_way(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weights(64, 64)
     tiles = packed(weight)
-    assert not has_amx_layout(weight)
-    assert not has_amx_layout(packed(weights(100, 64)))
-    assert not has_amx_layout(packed(weights(64, 70)))
+    assert not is_packed_by(width, weight)
+    assert not is_packed_by(width, packed(weights(100, 64)))
+    assert not is_packed_by(width, packed(weights(64, 70)))
     tiny = weight.clone()
     tiny[3], tiny[:, 5] = 1e-39, 0  # numbers that the matrix units take for 0
-    assert has_amx_layout(packed(tiny)) == has_amx_layout(tiles)
+    assert is_packed_by(width, packed(tiny)) == is_packed_by(width, tiles)
     # As if torch packed in another way: the numbers are those of another weight.
     other = packed(weights(64, 64))
     monkeypatch.setattr("nanovllm.cpu.linear.address", lambda _: address(other))
-    assert not has_amx_layout(tiles)
+    assert not is_packed_by(width, tiles)
 
 
 @needs_tiles

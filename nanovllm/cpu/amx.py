@@ -1,7 +1,7 @@
 """CPU kernels for AMX, the matrix instructions of Intel's processors, in bfloat16.
 
-Attention, and all layers of a decode step in one call (`decode_layers`). The rules and shapes are
-those of cpu/kernels.py. LLVM compiles them only for a processor with AMX.
+Attention, and products of few rows. The rules and shapes are those of cpu/kernels.py. LLVM compiles
+them only for a processor with AMX.
 
 There are eight tiles of up to 16 rows of up to 64 bytes. tile_dot multiplies bfloat16 numbers in
 pairs, which are neighbours in a row of A and in a row of B, and sums in float32 over all k:
@@ -16,16 +16,16 @@ import sys
 import numba
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
-from numba import prange, types
+from numba import types
 from numba.extending import intrinsic, overload
 
 from nanovllm.cpu.jit import compiled
 from nanovllm.cpu.kernels import (
-    BFLOAT16, MAX_PACK_ROWS, PREFETCH_TILES, _add_rms_norm, _silu_and_mul, array, attend,
-    count_queries, exp, f32, from_float32, instruction, kv_address, maximum, norm_rope_store,
-    prefetch_range, select_attend_packs, to_float32)
+    BFLOAT16, MAX_PACK_ROWS, PREFETCH_TILES, array, count_queries, exp, f32, from_float32,
+    instruction, kv_address, maximum, prefetch_range, select_attend_packs, to_float32)
 
 TILE_ROWS = 16
+WIDTH = 32  # outputs of a block of the packed weight
 # Prefetch distance of weights: the layers of Qwen3-0.6B take 36 ms instead of 42 ms.
 PREFETCH_BYTES = 4096
 
@@ -222,13 +222,6 @@ def _attend_packs_with_amx(use_amx, *arguments):
     return (lambda use_amx, *arguments: attend_packs_amx(*arguments)) if chosen else None
 
 
-# ---- the layers of a decode step ----
-
-# The columns of decode_layers' addresses; 0 means that the layer has no such weight.
-(INPUT_NORM, QKV, QKV_BIAS, Q_NORM, K_NORM, OUTPUT, OUTPUT_BIAS, POST_ATTENTION_NORM, GATE_UP, DOWN,
- K_CACHE, V_CACHE) = range(12)
-
-
 @compiled()
 def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop):
     """out [rows, outputs] = x [rows, inputs] W^T + bias by AMX: blocks [start, stop) of 32 outputs.
@@ -290,44 +283,3 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
                     for c in range(32):
                         row[c] = from_float32(total[c] + bias[c], BFLOAT16)
     tile_release()
-
-
-@compiled(parallel=True)
-def linear(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, parts):
-    blocks = outputs // 32
-    for p in prange(parts):
-        start, stop = p * blocks // parts, (p + 1) * blocks // parts
-        linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop)
-
-
-@compiled()
-def decode_layers(addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin_ptr, intermediate_size,
-                  num_heads, eps, shape, slot_mapping, work, use_amx, parts):
-    """Compute all layers of a decode step in bfloat16 by AMX, as models.qwen3.DecoderLayer does.
-
-    addresses [layers, 12]; cos, sin [rows, D]. x and residual [rows, size] change in place: their
-    sum is the embedding at first and the input of the final norm at the end.
-    """
-    _, num_kv_heads, _, dim = shape
-    qkv_size, attn_size = (num_heads + 2 * num_kv_heads) * dim, num_heads * dim
-    qkv, attn = np.empty((rows, qkv_size), np.uint16), np.empty((rows, attn_size), np.uint16)
-    gate_up = np.empty((rows, 2 * intermediate_size), np.uint16)
-    activated = np.empty((rows, intermediate_size), np.uint16)
-    example, no_bias = BFLOAT16, np.int64(0)
-    for i in range(len(addresses)):
-        at = addresses[i]
-        # They are read in the loop (see `instruction`). Without the cast from unsigned, Numba would
-        # compile every kernel again for a second type of address.
-        qkv_ptr, attn_ptr = np.int64(qkv.ctypes.data), np.int64(attn.ctypes.data)
-        gate_up_ptr, activated_ptr = np.int64(gate_up.ctypes.data), np.int64(activated.ctypes.data)
-        _add_rms_norm(x_ptr, residual_ptr, at[INPUT_NORM], rows, size, eps, example, parts)
-        linear(x_ptr, at[QKV], at[QKV_BIAS], qkv_ptr, rows, size, qkv_size, parts)
-        norm_rope_store(qkv_ptr, at[Q_NORM], at[K_NORM], cos_ptr, sin_ptr, at[K_CACHE], at[V_CACHE],
-                        slot_mapping, shape, num_heads, eps, example, parts)
-        attend(qkv_ptr, rows, attn_ptr, num_heads, at[K_CACHE], at[V_CACHE], shape, work, example,
-               use_amx, parts)
-        linear(attn_ptr, at[OUTPUT], at[OUTPUT_BIAS], x_ptr, rows, attn_size, size, parts)
-        _add_rms_norm(x_ptr, residual_ptr, at[POST_ATTENTION_NORM], rows, size, eps, example, parts)
-        linear(x_ptr, at[GATE_UP], no_bias, gate_up_ptr, rows, size, 2 * intermediate_size, parts)
-        _silu_and_mul(gate_up_ptr, activated_ptr, rows, intermediate_size, example, parts)
-        linear(activated_ptr, at[DOWN], no_bias, x_ptr, rows, intermediate_size, size, parts)

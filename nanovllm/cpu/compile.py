@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numba import typeof
 
-from nanovllm.cpu import amx, jit, kernels, sampler
+from nanovllm.cpu import amx, decode, jit, kernels, sampler
 
 logger = logging.getLogger("nanovllm")
 
@@ -43,9 +43,9 @@ def compile_all(dtype: torch.dtype, use_amx: bool | None) -> None:
         (sampler._draw, (0, False, 0, 1, *draw)),
         (sampler._token_logprobs, (0, False, 0, 1, empty(1), empty(2, np.float64))),
     ]
-    if use_amx:
+    if use_amx or decode.without_amx(dtype):
         sizes = (1, 1, eps, shape, empty(1), work, use_amx, 1)
-        calls.append((amx.decode_layers, (empty(2), *zeros[:6], *sizes)))
+        calls.append((decode.decode_layers, (empty(2), *zeros[:6], *sizes)))
     with jit.guard():
         for i, (kernel, arguments) in enumerate(calls):
             misses = kernel.stats.cache_misses.total()

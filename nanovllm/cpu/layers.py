@@ -1,8 +1,9 @@
-"""The layers of a decode step in one call: on a CPU with AMX, what a CUDA graph is on a GPU.
+"""The layers of a decode step in one call: on a CPU, what a CUDA graph is on a GPU.
 
 Between two calls from Python only one thread works and the memory is idle. A product with few rows
-takes as long as reading its weights, and cpu/amx.py reads them faster than oneDNN does. With 16
-sequences at Qwen3-0.6B's shape a step took 88 ms layer by layer and 72 ms in one call.
+takes as long as reading its weights, and cpu/amx.py and cpu/avx512.py read them faster than oneDNN
+does. With AMX and 16 sequences at Qwen3-0.6B's shape a step took 88 ms layer by layer and 72 ms in
+one call.
 """
 
 import numba
@@ -12,22 +13,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.batch import ForwardBatch
-from nanovllm.cpu import amx
+from nanovllm.cpu import amx, avx512, decode
 from nanovllm.cpu.attention import NumbaAttention
 from nanovllm.cpu.kernels import add_rms_norm
-from nanovllm.cpu.linear import PACKED_FOR, address, has_amx_layout
+from nanovllm.cpu.linear import PACKED_FOR, address, is_packed_by
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 
 class CompiledLayers:
     """It has the model's `forward` and `logits`, and owns the addresses of its weights."""
 
-    def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
-        self.model = model
+    def __init__(self, model: Qwen3, attention: NumbaAttention, width: int) -> None:
+        """width: the outputs of a block of the packed weights."""
+        self.model, self.use_amx = model, attention.use_amx
         layers = zip(model.layers, attention.kv_addresses, strict=True)
         self.addresses = np.array([(*addresses(layer), *kv) for layer, kv in layers], np.int64)
         head = model.lm_head.weight
-        self.head = address(head) if has_amx_layout(head) else 0
+        self.head = address(head) if is_packed_by(width, head) else 0
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Same as Qwen3.forward, which runs large steps and those that need torch's attention."""
@@ -42,7 +44,7 @@ class CompiledLayers:
         tensors = (x.data_ptr(), residual.data_ptr(), *x.shape, cos.data_ptr(), sin.data_ptr())
         sizes = (config.intermediate_size, config.num_heads, eps, attention.shape)
         work = (step.slot_mapping, step.work, attention.use_amx, threads)
-        amx.decode_layers(self.addresses, *tensors, *sizes, *work)
+        decode.decode_layers(self.addresses, *tensors, *sizes, *work)
         return add_rms_norm(x, residual, model.norm, eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -52,19 +54,23 @@ class CompiledLayers:
         vocab_size = self.model.config.vocab_size
         logits = hidden.new_empty((len(hidden), vocab_size))
         pointers = (hidden.data_ptr(), self.head, 0, logits.data_ptr())
-        amx.linear(*pointers, *hidden.shape, vocab_size, numba.get_num_threads())
+        sizes = (*hidden.shape, vocab_size, self.use_amx, numba.get_num_threads())
+        decode.linear(*pointers, *sizes)
         return logits
 
 
 def compile_layers(model: Qwen3, attention: NumbaAttention) -> CompiledLayers | None:
-    """Return None if the processor has no AMX or if a weight does not have the layout."""
+    """Return None if the processor lacks the instructions or a weight does not have the layout."""
+    if not (attention.use_amx or decode.without_amx(attention.cache.dtype)):
+        return None
+    width = amx.WIDTH if attention.use_amx else avx512.WIDTH
     weights = {m.weight.shape: m.weight for layer in model.layers for m in layer.linears()}
-    fits = attention.use_amx and all(has_amx_layout(weight) for weight in weights.values())
-    return CompiledLayers(model, attention) if fits else None
+    fits = all(is_packed_by(width, weight) for weight in weights.values())
+    return CompiledLayers(model, attention, width) if fits else None
 
 
 def addresses(layer: DecoderLayer) -> list[int]:
-    """The first ten addresses of a layer for amx.decode_layers; 0 without a weight."""
+    """The first ten addresses of a layer for decode.decode_layers; 0 without a weight."""
     attn, mlp = layer.self_attn, layer.mlp
 
     def pointer(tensor: Tensor | None) -> int:

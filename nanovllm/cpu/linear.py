@@ -75,18 +75,19 @@ def packed(weight: Tensor) -> Tensor:
     return ops._reorder_linear_weight(weight, PACKED_FOR) if fits else weight
 
 
-def has_amx_layout(weight: Tensor) -> bool:
-    """Whether a packed weight [O, I] has the layout [O / 32, I / 2, 32, 2] of cpu/amx.py.
+def is_packed_by(width: int, weight: Tensor) -> bool:
+    """Whether a packed weight [O, I] has the layout [O / width, I / 2, width, 2].
 
-    The layout is not documented. Products with unit vectors, which are columns, confirm it.
+    cpu/amx.py and cpu/avx512.py read it. The layout is not documented. Products with unit vectors,
+    which are columns, confirm it.
     """
     ops, (outputs, inputs) = torch.ops.mkldnn, weight.shape
-    if not weight.is_mkldnn or not hasattr(ops, "data_ptr") or outputs % 32 or inputs % 32:
+    if not weight.is_mkldnn or not hasattr(ops, "data_ptr") or outputs % width or inputs % 32:
         return False
     if ops._nbytes(weight) != 2 * outputs * inputs:
         return False
     pointer = ctypes.cast(address(weight), ctypes.POINTER(ctypes.c_int16))
-    shape = (outputs // 32, inputs // 2, 32, 2)
+    shape = (outputs // width, inputs // 2, width, 2)
     blocks = torch.from_numpy(np.ctypeslib.as_array(pointer, shape))
     columns = torch.from_numpy(np.linspace(0, inputs - 1, PACKED_FOR).astype(np.int64))
     units = F.one_hot(columns, inputs).to(weight.dtype)

@@ -226,7 +226,7 @@ def show_layers() -> None:
     runner, layers = make_runner("auto"), cpu_layers()
     if type(runner.attention).__name__ != "PlainAttention":
         measure("Numba kernels, float32", runner)
-    if layers is not None and layers.amx.has_amx():
+    if layers is not None and (layers.amx.has_amx() or layers.avx512.has_avx512_bf16()):
         runner = make_runner("auto", "bfloat16")
         one_call, runner.compiled_model = runner.compiled_model, runner.model
         if one_call is not runner.model:
@@ -239,8 +239,8 @@ def show_layers() -> None:
     if len(rows) == 1:
         say("The CPU's kernels are missing: Numba is not installed, or is compiling them now.")
     if len(rows) < 4:
-        say("""With AMX one call computes all layers. This processor has no AMX, or the kernels for
-            bfloat16 are not compiled yet, so that call is not timed.""")
+        say("""With AMX or AVX512-BF16 one call computes all layers. This processor has neither, or
+            the kernels for bfloat16 are not compiled yet, so that call is not timed.""")
 
 
 def cpu_layers() -> Any:
