@@ -5,7 +5,7 @@ and the same input could give different results. The number of keys of a tile do
 block size of the cache. The entries follow from shared memory, registers and spills, which
 `.ci/compile_kernels.py --table` reports without a GPU, and from sizes published for Hopper GPUs: 16
 rows, 32 to 64 keys and 3 to 4 stages for decode; 64 to 128 rows, 64 keys and 2 to 3 stages for
-prefill. This project has not timed them on a GPU yet.
+prefill. Only those for heads of 128 in half precision have been timed, on an H100.
 """
 
 from dataclasses import dataclass
