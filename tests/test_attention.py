@@ -16,7 +16,7 @@ from nanovllm.models.config import ModelConfig
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.cpu import amx  # noqa: E402
+from nanovllm.cpu import amx, avx512  # noqa: E402
 from nanovllm.cpu.attention import NumbaAttention  # noqa: E402
 
 NAN = float("nan")
@@ -168,12 +168,13 @@ def test_decodes_in_bfloat16(
 
 
 def test_what_the_matrix_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    def use_amx(heads: tuple[int, int], size: int, dim: int, dtype: torch.dtype) -> bool | None:
+    def use_amx(heads: tuple[int, int], size: int, dim: int, dtype: torch.dtype) -> object:
         backend = make(NumbaAttention, heads, 2, size, dtype, dim)
         assert isinstance(backend, NumbaAttention)
         return backend.use_amx
 
     fits = ((8, 1), 16, 32, torch.bfloat16)
+    monkeypatch.setattr(avx512, "has_avx512_bf16", lambda: False)
     assert use_amx(*fits) is (amx.has_amx() or None)
     for other in (
         ((9, 1), *fits[1:]), (fits[0], 24, *fits[2:]), (*fits[:2], 48, fits[3]),

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.batch import ForwardBatch
-from nanovllm.cpu import amx, kernels
+from nanovllm.cpu import amx, avx512, kernels
 from nanovllm.cpu.compile import compile_all
 from nanovllm.cpu.linear import PACKED_FOR
 from nanovllm.models.attention import Gathered, PlainAttention
@@ -80,9 +80,12 @@ class NumbaAttention(PlainAttention):
         self.example = kernels.DTYPE_EXAMPLE[dtype]
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        fits = amx.fits_amx(self.group_size, block_size, self.dim)
-        use_amx = dtype is torch.bfloat16 and fits and amx.has_amx()
-        self.use_amx = True if use_amx else None  # Numba selects the kernel by the type
+        self.use_amx: bool | int | None = None  # Numba selects the kernel by the type
+        self.max_pack_rows = kernels.MAX_PACK_ROWS
+        if dtype is torch.bfloat16 and amx.has_amx():
+            self.use_amx = amx.fits_amx(self.group_size, block_size, self.dim) or None
+        elif dtype is torch.bfloat16 and avx512.has_avx512_bf16() and self.dim % 32 == 0:
+            self.use_amx, self.max_pack_rows = avx512.UNIT, avx512.MAX_PACK_ROWS
         compile_all(dtype, self.use_amx)
 
     @staticmethod
@@ -117,6 +120,9 @@ class NumbaAttention(PlainAttention):
                 tables[decodes], contexts[decodes], self.block_size
             ):
                 groups.append((first_decode + members, shared))
+        if self.use_amx == avx512.UNIT and len(chunks):
+            groups.append((chunks, 0))  # its kernel is faster than torch's attention
+            chunks = chunks[:0]
         step = AttentionPlan(batch.slot_mapping.numpy(), None, [], [], [])
         for i in chunks:
             if queries[i] < contexts[i]:
@@ -139,9 +145,10 @@ class NumbaAttention(PlainAttention):
         tables: Any,
     ) -> None:
         """Fill in the kernel's work from groups of (sequences, number of shared leading blocks)."""
-        size, pack_size = self.block_size, max(1, kernels.MAX_PACK_ROWS // self.group_size)
+        size, pack_size = self.block_size, max(1, self.max_pack_rows // self.group_size)
         # Steps of few rows are one call (cpu/layers.py), which cannot include flash attention.
         many_rows = sum(int(queries[members].sum()) for members, _ in groups) > PACKED_FOR
+        by_torch = many_rows and self.use_amx != avx512.UNIT
 
         # 1. The shared prefixes: packs of any tokens that attend to the same blocks.
         packed, first_members, lengths = [np.empty((0, pack_size), np.int64)], [], []
@@ -149,7 +156,7 @@ class NumbaAttention(PlainAttention):
         for members, shared in groups:
             if shared:
                 tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-                if many_rows and len(tokens) * self.group_size > FLASH_QUERIES:
+                if by_torch and len(tokens) * self.group_size > FLASH_QUERIES:
                     blocks = torch.from_numpy(tables[members[0], :shared])
                     step.prefixes.append(Prefix(tokens, self.block_rows(blocks)))
                 elif pack_size > 1:

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numba import typeof
 
-from nanovllm.cpu import amx, decode, jit, kernels, sampler
+from nanovllm.cpu import amx, avx512, decode, jit, kernels, sampler
 
 logger = logging.getLogger("nanovllm")
 
 
-def compile_all(dtype: torch.dtype, use_amx: bool | None) -> None:
+def compile_all(dtype: torch.dtype, use_amx: bool | int | None) -> None:
     """Compile all kernels that a dtype needs, or load their code. None of them is called."""
 
     def empty(dims: int, number: type = np.int64) -> Any:
@@ -43,7 +43,7 @@ def compile_all(dtype: torch.dtype, use_amx: bool | None) -> None:
         (sampler._draw, (0, False, 0, 1, *draw)),
         (sampler._token_logprobs, (0, False, 0, 1, empty(1), empty(2, np.float64))),
     ]
-    if use_amx or decode.without_amx(dtype):
+    if use_amx is not None:
         sizes = (1, 1, eps, shape, empty(1), work, use_amx, 1)
         calls.append((decode.decode_layers, (empty(2), *zeros[:6], *sizes)))
     with jit.guard():
@@ -75,6 +75,8 @@ def compile_now(dtype: torch.dtype) -> None:
             # With AMX both kernels of attention are needed: fits_amx depends on model and blocks.
             if dtype is torch.bfloat16 and amx.has_amx():
                 compile_all(dtype, True)
+            elif dtype is torch.bfloat16 and avx512.has_avx512_bf16():
+                compile_all(dtype, avx512.UNIT)
             path.touch()
 
 

@@ -4,7 +4,6 @@ The rules and shapes are those of cpu/kernels.py, which has all parts but the pr
 """
 
 import numpy as np
-import torch
 from numba import prange, types
 from numba.extending import overload
 
@@ -29,13 +28,8 @@ from nanovllm.cpu.kernels import BFLOAT16, _add_rms_norm, _silu_and_mul, attend,
 ) = range(12)
 
 
-def without_amx(dtype: torch.dtype) -> bool:
-    """Whether AVX512-BF16 computes the products of this dtype."""
-    return dtype is torch.bfloat16 and avx512.has_avx512_bf16() and not amx.has_amx()
-
-
 def select_linear_blocks(use_amx, *arguments):
-    """Call linear_blocks of cpu/amx.py if use_amx is True, and that of cpu/avx512.py if None."""
+    """Call linear_blocks of cpu/amx.py or cpu/avx512.py; see kernels.select_attend_packs."""
     raise NotImplementedError("compiled code only")
 
 
@@ -49,32 +43,16 @@ def _select_linear_blocks(use_amx, *arguments):
 
 @compiled(parallel=True)
 def linear(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, use_amx, parts):
-    blocks = outputs // (amx.WIDTH if use_amx else avx512.WIDTH)
+    blocks = outputs // (avx512.WIDTH if use_amx == avx512.UNIT else amx.WIDTH)
     for p in prange(parts):
         start, stop = p * blocks // parts, (p + 1) * blocks // parts
         select_linear_blocks(
-            use_amx, x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop
-        )
+            use_amx, x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop)
 
 
 @compiled()
-def decode_layers(
-    addresses,
-    x_ptr,
-    residual_ptr,
-    rows,
-    size,
-    cos_ptr,
-    sin_ptr,
-    intermediate_size,
-    num_heads,
-    eps,
-    shape,
-    slot_mapping,
-    work,
-    use_amx,
-    parts,
-):
+def decode_layers(addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin_ptr, intermediate_size,
+                  num_heads, eps, shape, slot_mapping, work, use_amx, parts):
     """Compute all layers of a decode step in bfloat16, as models.qwen3.DecoderLayer does.
 
     addresses [layers, 12]; cos, sin [rows, D]. x and residual [rows, size] change in place: their
@@ -94,48 +72,14 @@ def decode_layers(
         gate_up_ptr, activated_ptr = np.int64(gate_up.ctypes.data), np.int64(activated.ctypes.data)
         _add_rms_norm(x_ptr, residual_ptr, at[INPUT_NORM], rows, size, eps, example, parts)
         linear(x_ptr, at[QKV], at[QKV_BIAS], qkv_ptr, rows, size, qkv_size, use_amx, parts)
-        norm_rope_store(
-            qkv_ptr,
-            at[Q_NORM],
-            at[K_NORM],
-            cos_ptr,
-            sin_ptr,
-            at[K_CACHE],
-            at[V_CACHE],
-            slot_mapping,
-            shape,
-            num_heads,
-            eps,
-            example,
-            parts,
-        )
-        attend(
-            qkv_ptr,
-            rows,
-            attn_ptr,
-            num_heads,
-            at[K_CACHE],
-            at[V_CACHE],
-            shape,
-            work,
-            example,
-            use_amx,
-            parts,
-        )
+        norm_rope_store(qkv_ptr, at[Q_NORM], at[K_NORM], cos_ptr, sin_ptr, at[K_CACHE], at[V_CACHE],
+                        slot_mapping, shape, num_heads, eps, example, parts)
+        attend(qkv_ptr, rows, attn_ptr, num_heads, at[K_CACHE], at[V_CACHE], shape, work, example,
+               use_amx, parts)
         linear(attn_ptr, at[OUTPUT], at[OUTPUT_BIAS], x_ptr, rows, attn_size, size, use_amx, parts)
         _add_rms_norm(x_ptr, residual_ptr, at[POST_ATTENTION_NORM], rows, size, eps, example, parts)
-        linear(
-            x_ptr,
-            at[GATE_UP],
-            no_bias,
-            gate_up_ptr,
-            rows,
-            size,
-            2 * intermediate_size,
-            use_amx,
-            parts,
-        )
+        linear(x_ptr, at[GATE_UP], no_bias, gate_up_ptr, rows, size, 2 * intermediate_size, use_amx,
+               parts)
         _silu_and_mul(gate_up_ptr, activated_ptr, rows, intermediate_size, example, parts)
-        linear(
-            activated_ptr, at[DOWN], no_bias, x_ptr, rows, intermediate_size, size, use_amx, parts
-        )
+        linear(activated_ptr, at[DOWN], no_bias, x_ptr, rows, intermediate_size, size, use_amx,
+               parts)

@@ -409,11 +409,13 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start, stop)
 
 
 def select_attend_packs(use_amx, *arguments):
-    """Call attend_packs if use_amx is None, and the kernel of cpu/amx.py if it is True."""
+    """Call attend_packs if use_amx is None, or the kernel of cpu/amx.py if it is True, or that of
+    cpu/avx512.py if it is avx512.UNIT.
+    """
     raise NotImplementedError("compiled code only")
 
 
-# The type of use_amx selects the kernel, because without AMX LLVM cannot compile the other one.
+# The type of use_amx selects the kernel, because LLVM compiles the others for their processors only.
 @overload(select_attend_packs)
 def _attend_packs_without_amx(use_amx, *arguments):
     chosen = use_amx == types.none

@@ -61,9 +61,9 @@ class CompiledLayers:
 
 def compile_layers(model: Qwen3, attention: NumbaAttention) -> CompiledLayers | None:
     """Return None if the processor lacks the instructions or a weight does not have the layout."""
-    if not (attention.use_amx or decode.without_amx(attention.cache.dtype)):
+    if attention.use_amx is None:
         return None
-    width = amx.WIDTH if attention.use_amx else avx512.WIDTH
+    width = avx512.WIDTH if attention.use_amx == avx512.UNIT else amx.WIDTH
     weights = {m.weight.shape: m.weight for layer in model.layers for m in layer.linears()}
     fits = all(is_packed_by(width, weight) for weight in weights.values())
     return CompiledLayers(model, attention, width) if fits else None
