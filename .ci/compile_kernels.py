@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from nanovllm.batch import SamplingBatch
 from nanovllm.gpu.kernels import attention, pointwise, sampling, store
 from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+from nanovllm.models.fp8 import FP8
 
 # (target, shared memory of one program in KiB, half-precision dtype). The limits are from the CUDA
 # C++ Programming Guide, "Technical Specifications per Compute Capability", and AMD's CDNA3 ISA.
@@ -50,6 +51,8 @@ TARGETS = {
 # One head size for each row of the tile table, and on sm_90 also sizes that are padded.
 HEAD_DIMS = (64, 128, 256)
 PADDED_HEAD_DIMS = (32, 80, 96)
+# The targets whose instructions convert fp8 (compute capability 8.9 and higher).
+FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 # (H, K): query heads and KV heads. The first is compiled for every target and head size, the others,
 # whose groups are 1, 5, 7 and 8 query heads, for sm_90 with a head size of 128.
 HEADS = ((16, 8), (8, 8), (40, 8), (28, 4), (64, 8))
@@ -101,7 +104,9 @@ class Variant:
         return " ".join([self.kernel.__name__, *types, *self.flags])
 
 
-def variants(name: str, dtype: torch.dtype, head_dim: int) -> list[Variant]:
+def variants(
+    name: str, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
+) -> list[Variant]:
     """The kernels of the package for TARGETS[name]; those without a head size come with D = 64."""
     target, shared_memory_kib, half = TARGETS[name]
     gpu = GpuInfo(shared_memory_kib)
@@ -113,11 +118,11 @@ def variants(name: str, dtype: torch.dtype, head_dim: int) -> list[Variant]:
 
     run, JITFunction.run = JITFunction.run, catch
     try:
-        launch_layer(gpu, dtype, head_dim, *HEADS[0])
+        launch_layer(gpu, dtype, head_dim, cache_dtype, *HEADS[0])
         if (name, dtype, head_dim) == ("sm_90", half, 128):
             for heads in HEADS[1:]:
-                launch_layer(gpu, dtype, head_dim, *heads)
-        if head_dim == HEAD_DIMS[0]:
+                launch_layer(gpu, dtype, head_dim, cache_dtype, *heads)
+        if head_dim == HEAD_DIMS[0] and cache_dtype == dtype:
             x = torch.empty((32, 4096), dtype=dtype)
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
             pointwise.add_rms_norm(x, None, x[0], 1e-6)
@@ -133,11 +138,13 @@ def variants(name: str, dtype: torch.dtype, head_dim: int) -> list[Variant]:
 
 
 def launch_layer(
-    gpu: GpuInfo, dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int
-) -> None:
+    gpu: GpuInfo, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype, heads: int,
+    kv_heads: int,
+) -> None:  # fmt: skip
     """The kernels between the projections: of 32 sequences and of one, with and without norms."""
-    cache = torch.empty((4, kv_heads, 16, head_dim), dtype=dtype)
-    wide, narrow = prefill_tile(gpu, head_dim, dtype), decode_tile(gpu, head_dim, dtype)
+    cache = torch.empty((4, kv_heads, 16, head_dim), dtype=cache_dtype)
+    wide = prefill_tile(gpu, head_dim, dtype, cache_dtype)
+    narrow = decode_tile(gpu, head_dim, dtype, cache_dtype)
     weight = torch.empty(head_dim, dtype=dtype)
     for num in (32, 1):
         q = torch.empty((num, heads, head_dim), dtype=dtype)
@@ -195,19 +202,24 @@ def resources(cubin: bytes) -> tuple[str, str]:
     return match[1], str(int(match[2]) + int(match[3]))
 
 
-def jobs(name: str) -> list[tuple[str, torch.dtype, int]]:
-    """The dtypes and head sizes that are compiled for TARGETS[name]."""
+def jobs(name: str) -> list[tuple[str, torch.dtype, int, torch.dtype]]:
+    """The dtypes, head sizes and dtypes of the cache that are compiled for TARGETS[name]."""
     half = TARGETS[name][2]
     cases = [(half, head_dim) for head_dim in HEAD_DIMS]
     if name == "sm_90":
         cases += [(half, head_dim) for head_dim in PADDED_HEAD_DIMS]
         cases += [(d, head_dim) for d in (torch.float16, torch.float32) for head_dim in HEAD_DIMS]
-    return [(name, *case) for case in cases]
+    found = [(name, dtype, head_dim, dtype) for dtype, head_dim in cases]
+    if name in FP8_TARGETS:
+        found += [(name, half, head_dim, FP8) for head_dim in HEAD_DIMS]
+    if name == "sm_90":
+        found += [(name, dtype, 128, FP8) for dtype in (torch.float16, torch.float32)]
+    return found
 
 
-def run_job(job: tuple[str, torch.dtype, int]) -> list[tuple[str, list[str]]]:
-    name, dtype, head_dim = job
-    size = f"{dtype} D={head_dim}".removeprefix("torch.")
+def run_job(job: tuple[str, torch.dtype, int, torch.dtype]) -> list[tuple[str, list[str]]]:
+    name, dtype, head_dim, cache_dtype = job
+    size = f"{dtype} D={head_dim}{' fp8' * (cache_dtype == FP8)}".removeprefix("torch.")
     return [
         compile_one(name, " ".join([size, f"G={variant.group}", *variant.flags]), variant)
         for variant in variants(*job)

@@ -93,6 +93,7 @@ class EngineConfig:
     max_num_seqs: int = 256  # sequences that run at a time
     max_num_batched_tokens: int = 8192  # the token budget of one step
     gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory that the engine may use
+    kv_cache_dtype: str = "auto"  # "auto": `dtype`; "fp8" or "fp8_e4m3": half as large as bfloat16
     kv_cache_memory_bytes: int | None = None  # size of the KV cache; None: what the memory allows
     kvcache_block_size: int = 16  # tokens
     num_kvcache_blocks: int | None = None  # for requests; the null block is additional
@@ -156,6 +157,7 @@ class EngineConfig:
 
 LIMITS: Limits = {
     "dtype": DTYPES,
+    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3"),
     "seed": (-(2**63), 2**64 - 1),
     "gpu_memory_utilization": (0, 1),
     "scheduling_policy": ("fcfs", "sjf"),
@@ -193,7 +195,6 @@ VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "generation_config": (("auto",), "pass a SamplingParams to use other values than the file's"),
     "hf_overrides": (({},), EDIT_CONFIG),
     "hf_token": ((), "set the environment variable HF_TOKEN"),
-    "kv_cache_dtype": (("auto",), "the KV cache has the dtype of the weights; set dtype"),
     "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
     "logprobs_mode": (("raw_logprobs",), "log-probabilities are computed before all rules"),
     "model_impl": (("auto", "vllm"), "the models are those of nanovllm/models"),

@@ -53,11 +53,12 @@ def make_engine(config: EngineConfig) -> LLMEngine:
         eos_token_ids |= {tokenizer.eos_token_id}
     runner = make_runner(config, model_config, directory, max_model_len)
     num_tokens = runner.num_blocks * config.kvcache_block_size
-    size = runner.attention.cache.nbytes
+    cache = runner.attention.cache
+    in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
     logger.info(
         f"{directory.name} on {runner.device} in {str(runner.dtype).removeprefix('torch.')}: "
         f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
-        f"{num_tokens:,} tokens ({size / 2**20:,.0f} MiB)"
+        f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB)"
     )
     inputs = InputProcessor(
         tokenizer,

@@ -1,8 +1,8 @@
 """A dry run of the CUDA path without a GPU, on a model of the device.
 
-    python tests/dry_run.py serve DTYPE RUNS DIRECTORY    tokens, waits and kernel variants
-    python tests/dry_run.py decode DIRECTORY              launches and waits of a decode of 256 sequences
-    python tests/dry_run.py faults DIRECTORY              what the model must refuse or notice
+    python tests/dry_run.py serve DTYPE KV_DTYPE RUNS DIRECTORY    tokens, waits and kernel variants
+    python tests/dry_run.py decode DIRECTORY    launches and waits of a decode of 256 sequences
+    python tests/dry_run.py faults DIRECTORY    what the model must refuse or notice
 
 Each prints JSON, which test_dry_run.py checks. It needs a process of its own: torch.cuda is replaced,
 and the kernels are imported without TRITON_INTERPRET.
@@ -38,7 +38,7 @@ import references
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import SamplingBatch
 from nanovllm.gpu import graphs
-from nanovllm.gpu.kernels import pointwise
+from nanovllm.gpu.kernels import attention, pointwise
 from nanovllm.models import layers, sampler
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
@@ -300,8 +300,9 @@ GPU = Gpu()
 
 
 def attend(a: Any, starts: Tensor) -> None:
-    found = references.attend(a.q, a.k_cache, a.v_cache, starts, a.context_lens, a.block_tables)
-    a.out.copy_(found)
+    cache = a.k_cache, a.v_cache, starts, a.context_lens, a.block_tables
+    k_scale = a.scale * a.q.shape[2] ** 0.5 / attention.LOG2E
+    a.out.copy_(references.attend(a.q, *cache, k_scale, a.v_scale))
 
 
 def attend_decode(a: Any) -> None:
@@ -311,7 +312,7 @@ def attend_decode(a: Any) -> None:
 
 def norm_rope_store(a: Any) -> None:
     norms = (a.q_weight, a.k_weight) if a.NORM else (None, None)
-    cache = a.slot_mapping, a.k_cache, a.v_cache
+    cache = a.slot_mapping, a.k_cache, a.v_cache, a.k_scale, a.v_scale
     a.q_out.copy_(references.norm_rope_store(a.qkv, *norms, a.eps, a.cos, a.sin, *cache))
 
 
@@ -401,7 +402,7 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def serve(dtype: str, num_runs: str, directory: str) -> Any:
+def serve(dtype: str, kv_dtype: str, num_runs: str, directory: str) -> Any:
     """A mixed workload: waits, variants and, in float32, whether the answers are a CPU's."""
     rng = random.Random(0)
     prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 40))] for _ in range(8)]
@@ -415,6 +416,7 @@ def serve(dtype: str, num_runs: str, directory: str) -> Any:
         for kind, fields in SAMPLING.items()
     }  # fmt: skip
     base = OPTIONS | dict(dtype=dtype, max_num_seqs=5, max_num_batched_tokens=48, max_model_len=80)
+    base["kv_cache_dtype"] = kv_dtype
     wanted = {}
     if dtype == "float32":  # lower precision has near-ties
         cpu = LLM(directory, device="cpu", attention_backend="sdpa", **base)
@@ -437,7 +439,10 @@ def serve(dtype: str, num_runs: str, directory: str) -> Any:
             run[f"{kind} waits"] = dict(GPU.waits)
             if kind in wanted:
                 pairs = zip_longest(found, wanted[kind], fillvalue=1e9)
-                run[f"{kind} is right"] = all(abs(a - b) < 1e-3 for a, b in pairs)
+                right = [abs(a - b) < 1e-3 for a, b in pairs]
+                # In fp8 a number on an edge may be rounded to its other neighbour.
+                share = 1.0 if kv_dtype == "auto" else 0.8
+                run[f"{kind} is right"] = sum(right) >= share * len(right)
         run["preemptions"] = llm.stats()["preemptions"]
         run["direct launches"] = GPU.direct_launches
         run["variants at start"] = list(GPU.variants.values())[:num_at_start]

@@ -1,8 +1,16 @@
-"""The Triton kernels in plain torch; those that are missing here have theirs in nanovllm.models."""
+"""The Triton kernels in plain torch; those that are missing here have theirs in nanovllm.models.
+
+And an fp8 KV cache that is emulated in the dtype of the model.
+"""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanovllm.batch import ForwardBatch
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.fp8 import FP8, Scales, to_fp8
 from nanovllm.models.layers import rms_norm, rotate
 
 
@@ -13,6 +21,8 @@ def attend(
     query_start_loc: Tensor,
     context_lens: Tensor,
     block_tables: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Compute the same as `attend` and `attend_decode`, one sequence at a time, in float32."""
     out = torch.empty_like(q)
@@ -23,8 +33,8 @@ def attend(
         position = torch.arange(context_len, device=q.device)
         block = block_tables[seq].long()[position // block_size]
         k, v = (  # [context_len, H, D]
-            cache[block, :, position % block_size].float().repeat_interleave(group_size, 1)
-            for cache in (k_cache, v_cache)
+            scale * cache[block, :, position % block_size].float().repeat_interleave(group_size, 1)
+            for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
         query_position = position[context_len - (tokens.stop - tokens.start) :]
         scores = torch.einsum("qhd,lhd->hql", q[tokens].float(), k) / q.shape[2] ** 0.5
@@ -43,6 +53,8 @@ def norm_rope_store(
     slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     _, num_kv_heads, block_size, head_dim = k_cache.shape
     heads = qkv.unflatten(-1, (-1, head_dim))
@@ -51,6 +63,32 @@ def norm_rope_store(
     if q_weight is not None and k_weight is not None:
         q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
     q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
+    if k_cache.dtype == FP8:
+        k, v = to_fp8(k, k_scale), to_fp8(v, v_scale)
     k_cache[slot_mapping // block_size, :, slot_mapping % block_size] = k
     v_cache[slot_mapping // block_size, :, slot_mapping % block_size] = v
     return q
+
+
+def round_to_e4m3(x: Tensor) -> Tensor:
+    """The numbers of e4m3 that are nearest to x, in float32: ties to even, at most 448 in size."""
+    x = x.float().clamp(-448, 448)
+    _, exponent = torch.frexp(x)  # |x| is at least 2^(exponent - 1) and less than 2^exponent
+    # The unit of 3 bits of mantissa, and that of subnormal numbers, below 2^-6.
+    unit = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-5) - 4)
+    return (x / unit).round() * unit
+
+
+class RoundedAttention(PlainAttention):
+    """PlainAttention whose keys and values are rounded as for fp8, in a cache that is not fp8."""
+
+    def __init__(self, *args: Any, rounded_by: list[Scales]) -> None:
+        super().__init__(*args[:5])
+        self.rounded_by = rounded_by
+
+    def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+        k, v = (
+            (round_to_e4m3(x.float() / scale) * scale).to(x.dtype)
+            for x, scale in zip((k, v), self.rounded_by[layer], strict=True)
+        )
+        super().store(layer, k, v, batch)

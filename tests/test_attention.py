@@ -13,6 +13,7 @@ from nanovllm import SamplingParams
 from nanovllm.batch import ForwardBatch
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.fp8 import Scales, to_fp8
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
@@ -51,8 +52,10 @@ def make(
     block_size: int,
     dtype: torch.dtype = torch.float32,
     dim: int = 8,
+    scales: Scales | None = None,
 ) -> PlainAttention | NumbaAttention:
-    return make_backend(config(*heads, dim), num_blocks, block_size, dtype, torch.device("cpu"))
+    arguments = config(*heads, dim), num_blocks, block_size, dtype, torch.device("cpu")
+    return make_backend(*arguments, scales and [scales])
 
 
 def compare(
@@ -64,17 +67,20 @@ def compare(
     shared: dict[int, list[int]] | None = None,
     dtype: torch.dtype = torch.float32,
     dim: int = 8,
+    scales: Scales | None = None,
 ) -> Any:
     """Any mix of (query length, tokens before it) against the reference, and what was prepared.
 
     NaN in the null block and all unwritten slots. `shared`: blocks -> the sequences that share so
-    many leading ones. Those of query length 1 at the end decode.
+    many leading ones. Those of query length 1 at the end decode. With `scales` the cache is in fp8,
+    and the reference attends to keys and values as they are rounded, the new ones too.
     """
     torch.manual_seed(seed)
     num_heads, kv_heads = heads
     contexts = [query + past for query, past in lengths]
     needed = [-(-c // block_size) for c in contexts]
-    backend = make(make_backend, heads, sum(needed) + 4, block_size, dtype, dim)
+    backend = make(make_backend, heads, sum(needed) + 4, block_size, dtype, dim, scales)
+    k_scale, v_scale = scales or (1.0, 1.0)
     backend.cache.fill_(NAN)
     blocks = (torch.randperm(sum(needed) + 3) + 1).tolist()  # any physical order; never block 0
     tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
@@ -92,7 +98,8 @@ def compare(
         tables[i, :n] = torch.tensor(own)
         slot = torch.tensor(own)[at // block_size] * block_size + at % block_size
         block, offset = slot[:past] // block_size, slot[:past] % block_size
-        for cache, written in zip(backend.cache[0], (ks[-1], vs[-1]), strict=True):
+        held = (ks[-1], vs[-1]) if scales is None else map(to_fp8, (ks[-1], vs[-1]), scales)
+        for cache, written in zip(backend.cache[0], held, strict=True):
             cache.transpose(1, 2)[block, offset] = written[:past]
         slots.append(slot[past:])
         positions.append(at[past:])
@@ -124,6 +131,8 @@ def compare(
     if dtype == torch.float32:
         tolerance = {"atol": 2e-5, "rtol": 1e-5}
     for (query, _), k, v in zip(lengths, ks, vs, strict=True):
+        if scales is not None:
+            k, v = k_scale * to_fp8(k, k_scale).float(), v_scale * to_fp8(v, v_scale).float()
         want = plain_attention(q[start : start + query].float(), k.float(), v.float())
         torch.testing.assert_close(got[start : start + query], want.to(dtype), **tolerance)
         start += query

@@ -317,7 +317,7 @@ OPTIONS = [
     ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported: .*never"),
     ({"quantization": "awq"}, ValueError, "not quantized"),
     ({"tensor_parallel_sise": 1}, TypeError, "did you mean 'tensor_parallel_size'"),
-    ({"mamba_cache_dtype": "auto"}, TypeError, "unknown option .*; known: model, device, dtype"),
+    ({"mamba_cache_mode": "auto"}, TypeError, "unknown option .*; known: model, device, dtype"),
 ]
 
 

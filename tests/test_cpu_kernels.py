@@ -122,7 +122,7 @@ def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
     arguments = (
         qkv.data_ptr(), *(0 if w is None else w.data_ptr() for w in weights), cos.data_ptr(),
         sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, tuple(cache.shape[1:]),
-        heads, eps, cpu.DTYPE_EXAMPLE[dtype],
+        heads, eps, *[cpu.DTYPE_EXAMPLE[dtype]] * 2, (1.0, 1.0),
     )  # fmt: skip
     if threads:
         cpu.norm_rope_store(*arguments, threads)
@@ -252,7 +252,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
         out = torch.empty(4, 32, dtype=dtype)
         cpu.attend(
             qkv.data_ptr(), 4, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
-            use_amx, 2,
+            like, use_amx, 2,
         )  # fmt: skip
         found.append(out)
     assert torch.equal(found[0][:3], found[1][:3])

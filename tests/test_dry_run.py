@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_checkpoint
+from safetensors.torch import load_file, save_file
 
-# Five processes, two at a time. All tests look at what they found, so one worker runs them.
+# Seven processes, two at a time. All tests look at what they found, so one worker runs them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dry_run")]
 
 ROOT = Path(__file__).parent.parent
 SCENARIOS = {
-    "qwen3": ("serve", "float32", "4", "qwen3"),
-    "qwen2": ("serve", "float32", "2", "qwen2"),
-    "bfloat16": ("serve", "bfloat16", "2", "qwen3"),
+    "qwen3": ("serve", "float32", "auto", "4", "qwen3"),
+    "qwen2": ("serve", "float32", "auto", "2", "qwen2"),
+    "fp8": ("serve", "float32", "fp8", "2", "scaled"),
+    "bfloat16": ("serve", "bfloat16", "auto", "2", "qwen3"),
+    "bfloat16 with fp8": ("serve", "bfloat16", "fp8", "2", "scaled"),
     "decode": ("decode", "wide"),
     "faults": ("faults", "qwen3"),
 }
@@ -42,6 +46,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]
     path = tmp_path_factory.mktemp("dry_run")
     make_checkpoint(path / "qwen3")
     make_checkpoint(path / "qwen2", family="qwen2")
+    # A checkpoint with scales of an fp8 KV cache.
+    make_checkpoint(path / "scaled")
+    file = path / "scaled" / "model.safetensors"
+    scales = {f"model.layers.1.self_attn.{kind}_scale": torch.tensor(0.7) for kind in "kv"}
+    save_file(load_file(file) | scales, file)
     # As many heads as Qwen3-0.6B, on which the number of splits depends; several chunks of logits.
     make_checkpoint(path / "wide", kv_heads=8, vocab_size=5000)
     with ThreadPoolExecutor(2) as pool:
@@ -51,7 +60,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]
         }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8"])
 def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Future], family: str) -> None:
     found = runs[family].result()["found"]
     for run in found:
@@ -86,7 +95,7 @@ def test_launches_of_a_decode(runs: dict[str, Future]) -> None:
     assert found["per layer"] <= 9
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "bfloat16"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8"])
 def test_nothing_is_compiled_while_serving(runs: dict[str, Future], name: str) -> None:
     for run in runs[name].result()["found"]:
         serving = run["variants while serving"]

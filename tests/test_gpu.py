@@ -16,6 +16,7 @@ from nanovllm.batch import SamplingBatch
 from nanovllm.demo import data
 from nanovllm.demo.grade import accuracy
 from nanovllm.models import sampler
+from nanovllm.models.fp8 import FP8
 from nanovllm.models.layers import add_rms_norm, silu_and_mul
 
 pytestmark = [
@@ -34,6 +35,11 @@ def exact_and_empty() -> Iterator[None]:
     yield
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def needs_fp8() -> None:
+    if torch.cuda.get_device_capability() < (8, 9) and not torch.version.hip:
+        pytest.skip("no instructions for fp8")
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -73,7 +79,9 @@ SHAPES = [
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("size", [16, 256])
-def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype, fp8: bool) -> None:
+    """In fp8 against the reference on the same numbers, which it multiplies by the scales."""
     from nanovllm.gpu.kernels import attention
     from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 
@@ -81,21 +89,26 @@ def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype) -
     torch.manual_seed(0)
     gpu = GpuInfo.of(torch.device(DEVICE))
     contexts = [1, 15, 16, 17, 255, 256, 257, 1000, 3001]
-    kv = paged(contexts, kv_heads, dim, size, dtype)
-    k, v, tables, lens = kv
-    narrow, wide = decode_tile(gpu, dim, dtype), prefill_tile(gpu, dim, dtype)
+    cache_dtype, scales = dtype, (1.0, 1.0)
+    if fp8:
+        needs_fp8()
+        cache_dtype, scales = FP8, (0.3, 1.7)
+    k, v, tables, lens = paged(contexts, kv_heads, dim, size, cache_dtype)
+    narrow = decode_tile(gpu, dim, dtype, cache_dtype)
+    wide = prefill_tile(gpu, dim, dtype, cache_dtype)
     for queries in ([1] * 9, [1, 15, 1, 17, 200, 1, 257, 129, 500]):
         starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32).to(DEVICE)
         q = torch.randn(sum(queries), heads, dim, device=DEVICE).to(dtype)
-        wanted = references.attend(q.float(), k, v, starts, lens, tables)
+        wanted = references.attend(q.float(), k, v, starts, lens, tables, *scales)
         tiles = attention.query_tiles(starts, len(q), wide.num_rows // (heads // kv_heads))
         found = torch.full_like(q, float("nan"))
-        attention.attend(q, k, v, tiles, starts, lens, tables, wide, found)
+        attention.attend(q, k, v, tiles, starts, lens, tables, wide, found, *scales)
         assert error(found, wanted) < TOLERANCE[dtype]
         if queries[-1] == 1:
             for splits in (1, 2, 7, 64):
+                found.fill_(float("nan"))
                 attention.attend_decode(
-                    q, k, v, lens.argsort(), lens, tables, narrow, splits, found.fill_(float("nan"))
+                    q, k, v, lens.argsort(), lens, tables, narrow, splits, found, *scales
                 )
                 assert error(found, wanted) < TOLERANCE[dtype], splits
 
@@ -151,6 +164,31 @@ def test_pointwise_and_store(dtype: torch.dtype) -> None:
     assert torch.equal(caches[1], caches[3])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_store_in_fp8(dtype: torch.dtype) -> None:
+    """Every rounding: beyond 448 saturates, NaN remains NaN. Without a rotation k is exact too."""
+    from nanovllm.gpu.kernels import store
+
+    needs_fp8()
+    torch.manual_seed(0)
+    heads, kv_heads, dim, tokens = 4, 8, 128, 300
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=DEVICE)
+    qkv = (qkv * torch.exp(3 * torch.randn_like(qkv))).to(dtype)
+    qkv[:, 0::97], qkv[:, 1::97], qkv[:, 2::97] = float("nan"), 6e4, -6e4
+    ones = torch.ones(tokens, 1, dim, dtype=dtype, device=DEVICE)
+    slots = torch.randperm(40 * 16, device=DEVICE)[:tokens]
+    for scales in ((1.0, 1.0), (0.25, 4.0)):  # powers of 2, so that a division is exact
+        shape = (40, kv_heads, 16, dim)
+        caches = [torch.zeros(shape, device=DEVICE).to(FP8) for _ in range(4)]
+        arguments = (qkv, None, None, 0.0, ones, ones - 1, slots)
+        store.norm_rope_store(*arguments, *caches[:2], *scales)
+        references.norm_rope_store(*arguments, *caches[2:], *scales)
+        for found, wanted in zip(caches[:2], caches[2:], strict=True):
+            found, wanted = found.float(), wanted.float()
+            assert torch.equal(found.isnan(), wanted.isnan())
+            assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampler(dtype: torch.dtype) -> None:
     """The reference's tokens, but where sums in another order fall on the other side of an edge."""
@@ -197,6 +235,39 @@ def test_cuda_equals_cpu(embedded: LLM, eager: bool, asynchronous: bool) -> None
 def test_bf16_is_right_too() -> None:
     for task, (right, total, failed) in accuracy(LLM(dtype="bfloat16", device=DEVICE)).items():
         assert right / total >= 0.98, (task, failed[:3])
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_fp8_against_the_cpu(eager: bool) -> None:
+    """Prompts, chunks and decodes, in float32 with an fp8 cache on both devices.
+
+    A sum in another order can move a number over an edge, so that it is rounded to another
+    neighbour in fp8; nearly all log-probabilities are those of the CPU.
+    """
+    needs_fp8()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0,
+                            prompt_logprobs=0)  # fmt: skip
+    prompts = [[5 + (3 * i + n) % 900 for i in range(n)] for n in (3, 16, 40, 333)]
+    numbers = []
+    for device in ("cpu", DEVICE):
+        llm = LLM(dtype="float32", device=device, kv_cache_dtype="fp8", enforce_eager=eager,
+                  max_num_batched_tokens=128)  # fmt: skip
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        numbers.append([
+            max(entry.values(), key=lambda x: -x.rank).logprob
+            for o in outputs
+            for entry in [*o.prompt_logprobs[1:], *o.outputs[0].logprobs]
+        ])  # fmt: skip
+    difference = (torch.tensor(numbers[0]) - torch.tensor(numbers[1])).abs()
+    assert float((difference < 1e-2).float().mean()) > 0.9
+
+
+def test_fp8_is_right_too() -> None:
+    needs_fp8()
+    llm = LLM(dtype="bfloat16", device=DEVICE, kv_cache_dtype="fp8")
+    assert llm.engine.runner.attention.cache.dtype == FP8
+    for task, (right, total, failed) in accuracy(llm).items():
+        assert right / total >= 0.97, (task, failed[:3])
 
 
 QWEN3_06B = dict(

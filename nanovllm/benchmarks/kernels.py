@@ -20,6 +20,7 @@ from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.gpu.kernels.pointwise import add_rms_norm, silu_and_mul
 from nanovllm.gpu.kernels.sampling import sample
 from nanovllm.gpu.kernels.store import norm_rope_store
+from nanovllm.models.fp8 import FP8
 
 # The sizes of Qwen3-0.6B, and a number of rows.
 H, K, D, BLOCK, HIDDEN, FFN, VOCAB, ROWS = 16, 8, 128, 16, 1024, 3072, 151_936, 256
@@ -53,47 +54,58 @@ def seconds(calls: list[Callable[[], object]]) -> float:
     return float(time) / 1e3 / len(calls)
 
 
+def cache_dtypes() -> list[torch.dtype]:
+    """The dtypes of the cache that Triton can convert on this GPU."""
+    has_fp8 = torch.version.hip or torch.cuda.get_device_capability() >= (8, 9)
+    return [torch.bfloat16, FP8] if has_fp8 else [torch.bfloat16]
+
+
 def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
     """Yield (name, bytes to move or FLOPs, their unit, calls, calls of SDPA)."""
     gpu, dense = GpuInfo.of(torch.device("cuda")), partial(sdpa, enable_gqa=True)
-    tile = decode_tile(gpu, D, torch.bfloat16)
     rest: tuple[Any, ...]
-    for batch, length in product((1, 8, 64, 256), (128, 1024, 8192, 32_768)):
-        size, blocks = 4 * batch * length * K * D, batch * length // BLOCK
-        if 2.5 * size > torch.cuda.mem_get_info()[0]:
+    lengths = (128, 1024, 8192, 32_768)
+    for dtype, batch, length in product(cache_dtypes(), (1, 8, 64, 256), lengths):
+        tile = decode_tile(gpu, D, torch.bfloat16, dtype)
+        size, blocks = 2 * dtype.itemsize * batch * length * K * D, batch * length // BLOCK
+        if 5 / dtype.itemsize * size > torch.cuda.mem_get_info()[0]:
             continue
         # Block 0 is the null block.
-        kv = data(2, min(1024, -(-L2_BYTES // size)), blocks + 1, K, BLOCK, D)
+        dense_kv = data(2, min(1024, -(-L2_BYTES // size)), blocks + 1, K, BLOCK, D)
+        kv = dense_kv.to(dtype)
         tables, lens = (index(blocks).int() + 1).view(batch, -1), index(batch) * 0 + length
         q, out = data(batch, H, D), data(batch, H, D)
         splits = num_splits(batch, K, tile.programs_per_sm * gpu.num_sms)
         rest = (lens.argsort(), lens, tables, tile, splits, out)
         paged = [partial(attend_decode, q, k, v, *rest) for k, v in zip(*kv, strict=True)]
-        whole = kv[:, :, 1:].view(2, -1, batch, K, length, D).unbind(1)
-        other = [partial(dense, q[:, :, None], *pair) for pair in whole]
-        yield f"decode {batch} x {length:,} tokens", size, "GB/s", paged, other
+        whole = dense_kv[:, :, 1:].view(2, -1, batch, K, length, D).unbind(1)
+        other = [partial(dense, q[:, :, None], *pair) for pair in whole] if dtype != FP8 else []
+        name = f"decode{' fp8' * (dtype == FP8)} {batch} x {length:,} tokens"
+        yield name, size, "GB/s", paged, other
 
-    tile = prefill_tile(gpu, D, torch.bfloat16)
-    for length in (1024, 2048, 4096, 8192, 16_384):
+    for dtype, length in product(cache_dtypes(), (1024, 2048, 4096, 8192, 16_384)):
+        tile = prefill_tile(gpu, D, torch.bfloat16, dtype)
         q, out = data(length, H, D), data(length, H, D)
-        kv = data(2, length // BLOCK + 1, K, BLOCK, D)
+        dense_kv = data(2, length // BLOCK + 1, K, BLOCK, D)
+        kv = dense_kv.to(dtype)
         starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
         tiles, tables = (
             query_tiles(starts, length, tile.num_rows // (H // K)),
             index(length // BLOCK),
         )
         rest = (tiles, starts, starts[1:].long(), tables.int()[None] + 1, tile, out)
-        whole = (q.transpose(0, 1)[None], *kv[:, None, 1:].reshape(2, 1, K, length, D))
+        whole = (q.transpose(0, 1)[None], *dense_kv[:, None, 1:].reshape(2, 1, K, length, D))
         paged, other = (
             [partial(attend, q, kv[0], kv[1], *rest)],
-            [partial(dense, *whole, is_causal=True)],
+            [partial(dense, *whole, is_causal=True)] if dtype != FP8 else [],
         )
         flops = 2 * H * D * length * (length + 1)
-        yield f"prefill {length:,} tokens", flops, "TFLOP/s", paged, other
+        yield f"prefill{' fp8' * (dtype == FP8)} {length:,} tokens", flops, "TFLOP/s", paged, other
 
     width, w, norm, cos = (H + 2 * K) * D, data(HIDDEN), data(D), data(ROWS, 1, D)
     add: Any = add_rms_norm
-    rope = (norm, norm, 1e-6, cos, cos, index(ROWS * BLOCK)[:ROWS], *data(2, ROWS, K, BLOCK, D))
+    slots, kv = index(ROWS * BLOCK)[:ROWS], data(2, ROWS, K, BLOCK, D)
+    rope = (norm, norm, 1e-6, cos, cos, slots)
     ids, row = index(ROWS), torch.ones(ROWS, device="cuda")
     off = SamplingBatch(0.6 * row, ids, ids, {"top_k": 0 * ids, "top_p": row, "min_p": 0 * row})
     filters = {"top_k": 0 * ids + 50, "top_p": 0.95 * row, "min_p": 0 * row}
@@ -102,10 +114,18 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
     table: dict[str, tuple[int, int, Callable[[Any], object]]] = {
         "add, RMSNorm": (2 * HIDDEN, 4 * HIDDEN, lambda x: add(*x.view(2, ROWS, -1), w, 1e-6)),
         "SiLU, multiply": (2 * FFN, 3 * FFN, silu_and_mul),
-        "norm, rotary, KV store": (width, 2 * width, lambda x: norm_rope_store(x, *rope)),
+        "norm, rotary, KV store": (width, 2 * width, lambda x: norm_rope_store(x, *rope, *kv)),
         "sampler": (VOCAB, VOCAB, lambda x: sample(x, off)),
         "sampler, top-k 50, top-p": (VOCAB, VOCAB, lambda x: sample(x, on)),
     }
+    if FP8 in cache_dtypes():
+        # The cache takes half of the bytes.
+        fp8, stored = kv.to(FP8), 2 * width - K * D
+        table["norm, rotary, fp8 KV store"] = (
+            width,
+            stored,
+            lambda x: norm_rope_store(x, *rope, *fp8),
+        )
     for name, (size, moved, kernel) in table.items():
         inputs = data(min(256, -(-L2_BYTES // (2 * ROWS * size))), ROWS, size)
         calls = [partial(kernel, x) for x in inputs]

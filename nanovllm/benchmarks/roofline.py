@@ -21,14 +21,23 @@ from nanovllm.benchmarks.workloads import Workload
 from nanovllm.models.config import ModelConfig
 
 
-def costs(work: Workload, config: ModelConfig, itemsize: int, max_num_seqs: int) -> dict[str, int]:
-    """Return FLOPs and bytes. A weight or a KV value has `itemsize` bytes; decode reads `kv_bytes`."""
+def costs(
+    work: Workload,
+    config: ModelConfig,
+    itemsize: int,
+    max_num_seqs: int,
+    kv_itemsize: int | None = None,
+) -> dict[str, int]:
+    """Return FLOPs and bytes; decode reads `kv_bytes`.
+
+    A weight has `itemsize` bytes, and so has a KV value unless `kv_itemsize` is given.
+    """
     c = config
     attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     layers = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
     head = c.vocab_size * c.hidden_size
     weight_bytes = (layers + head) * itemsize
-    kv_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize
+    kv_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * (kv_itemsize or itemsize)
     flops_per_attended = 4 * c.num_layers * c.num_heads * c.head_dim
 
     # A perfect prefix cache contains the start of each prompt. In sorted order, each prompt follows

@@ -58,7 +58,8 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
             f"--workload {work.name} has a request of {max(work.lengths):,} tokens, but {model} "
             f"ends at {longest:,}; lower --input, --output, --prefix or --turns, or take a --shape"
         )
-    cost = roofline.costs(work, config, dtype.itemsize, engine.max_num_seqs)
+    in_fp8 = engine.kv_cache_dtype != "auto"
+    cost = roofline.costs(work, config, dtype.itemsize, engine.max_num_seqs, 1 if in_fp8 else None)
     copies = 1 + len({"hf" if name.startswith("hf") else name for name in others})
     free = torch.cuda.mem_get_info(device)[0] if cuda else available_host_memory()
     # The remaining tenth is for the KV cache and the activations.
@@ -72,7 +73,11 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     )
     about += f"{sum(work.outputs):,} of them output"
     described = ", ".join(f"{key} {value}" for key, value in machine.describe(device).items())
-    head = {"machine": described, "model": f"{model} in {str(dtype)[6:]}", "workload": about}
+    head = {
+        "machine": described,
+        "model": f"{model} in {str(dtype)[6:]}{', KV in fp8' * in_fp8}",
+        "workload": about,
+    }
     print("\n".join(map(report.entry, head, head.values())), flush=True)
     result: Result = {**head, "machine": machine.describe(device), "command": command, "cost": cost}
 

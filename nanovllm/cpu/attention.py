@@ -25,6 +25,7 @@ from nanovllm.cpu.compile import compile_all
 from nanovllm.cpu.linear import PACKED_FOR
 from nanovllm.models.attention import Gathered, PlainAttention
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
 
 logger = logging.getLogger("nanovllm")
@@ -73,20 +74,25 @@ class NumbaAttention(PlainAttention):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        fp8_scales: list[Scales] | None = None,
     ) -> None:
-        super().__init__(config, num_blocks, block_size, dtype, device)
+        super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group_size, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
-        self.example = kernels.DTYPE_EXAMPLE[dtype]
+        self.examples = kernels.DTYPE_EXAMPLE[dtype], kernels.DTYPE_EXAMPLE[self.cache.dtype]
+        self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
         self.use_amx: bool | int | None = None  # Numba selects the kernel by the type
         self.max_pack_rows = kernels.MAX_PACK_ROWS
-        if dtype is torch.bfloat16 and amx.has_amx():
+        # The other kernels multiply bfloat16 as it is in the cache.
+        if self.cache.dtype is torch.bfloat16 and amx.has_amx():
             self.use_amx = amx.fits_amx(self.group_size, block_size, self.dim) or None
-        elif dtype is torch.bfloat16 and avx512.has_avx512_bf16() and self.dim % 32 == 0:
+        elif self.cache.dtype is torch.bfloat16 and avx512.has_avx512_bf16() and self.dim % 32 == 0:
             self.use_amx, self.max_pack_rows = avx512.UNIT, avx512.MAX_PACK_ROWS
-        compile_all(dtype, self.use_amx)
+        elif fp8_scales and (amx.has_amx() or avx512.has_avx512_bf16()):
+            logger.info("an fp8 KV cache is read without AMX and AVX512-BF16, layer by layer")
+        compile_all(dtype, self.use_amx, self.cache.dtype)
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -218,7 +224,7 @@ class NumbaAttention(PlainAttention):
         weights = (0, 0) if norms is None else [weight.data_ptr() for weight in norms]
         tensors = (qkv.data_ptr(), *weights, *(table.data_ptr() for table in rope))
         cache = (*self.kv_addresses[layer], slot_mapping, self.shape)
-        arguments = (*tensors, *cache, self.heads, self.eps, self.example)
+        arguments = (*tensors, *cache, self.heads, self.eps, *self.examples, self.scales[layer])
         if qkv.numel() <= kernels.SERIAL_ELEMENTS:
             kernels.norm_rope_store_rows(*arguments, 0, len(slot_mapping))
         else:
@@ -226,7 +232,7 @@ class NumbaAttention(PlainAttention):
         return qkv.view(len(qkv), -1, self.dim)
 
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
-        """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`."""
+        """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`, rounded and scaled for fp8."""
         step: AttentionPlan = batch.attention
         out = qkv.new_empty((len(qkv), self.heads, self.dim))
         if step.prompts:
@@ -244,9 +250,10 @@ class NumbaAttention(PlainAttention):
             for prefix in step.prefixes:
                 self._attend_prefix(prefix, step.work.lse, layer, qkv[:, : self.heads], out)
             tensors = (qkv.data_ptr(), len(qkv), out.data_ptr(), self.heads)
-            work = (step.work, self.example, self.use_amx, numba.get_num_threads())
+            work = (step.work, *self.examples, self.use_amx, numba.get_num_threads())
             kernels.attend(*tensors, *self.kv_addresses[layer], self.shape, *work)
-        return out.flatten(1)
+        _, v_scale = self.scales[layer]
+        return (out if v_scale == 1 else out.mul_(v_scale)).flatten(1)
 
     def _attend_prefix(self, prefix: Prefix, lse: Any, layer: int, q: Tensor, out: Tensor) -> None:
         """Writes `lse` and `out`. All queries of a KV head are one sequence of n * G queries."""

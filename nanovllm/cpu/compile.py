@@ -22,13 +22,17 @@ from nanovllm.cpu import amx, avx512, decode, jit, kernels, sampler
 logger = logging.getLogger("nanovllm")
 
 
-def compile_all(dtype: torch.dtype, use_amx: bool | int | None) -> None:
-    """Compile all kernels that a dtype needs, or load their code. None of them is called."""
+def compile_all(dtype: torch.dtype, use_amx: bool | int | None, cache_dtype: torch.dtype) -> None:
+    """Compile all kernels that two dtypes, of the model and of the KV cache, need, or load their
+    code. None of them is called.
+    """
 
     def empty(dims: int, number: type = np.int64) -> Any:
         return np.empty((0,) * dims, number)
 
     example, zeros, eps, shape = kernels.DTYPE_EXAMPLE[dtype], (0,) * 7, 0.0, (1, 1, 1, 2)
+    cached = kernels.DTYPE_EXAMPLE[cache_dtype]
+    store = (*zeros, empty(1), shape, 1, eps, example, cached, (1.0, 1.0))
     packs = kernels.Packs(empty(2), empty(2), empty(2, np.int32))
     work = kernels.AttentionWork(packs, packs, empty(2, np.float32))
     draw = (empty(1, np.float32), empty(1), empty(1), empty(2, np.float32), empty(1), 1)
@@ -37,9 +41,9 @@ def compile_all(dtype: torch.dtype, use_amx: bool | int | None) -> None:
         (kernels._add_rms_norm, (*zeros[:5], eps, example, 1)),
         (kernels._silu_and_mul_rows, (*zeros[:4], example, 0, 0)),
         (kernels._silu_and_mul, (*zeros[:4], example, 1)),
-        (kernels.norm_rope_store_rows, (*zeros, empty(1), shape, 1, eps, example, 0, 0)),
-        (kernels.norm_rope_store, (*zeros, empty(1), shape, 1, eps, example, 1)),
-        (kernels.attend, (*zeros[:6], shape, work, example, use_amx, 1)),
+        (kernels.norm_rope_store_rows, (*store, 0, 0)),
+        (kernels.norm_rope_store, (*store, 1)),
+        (kernels.attend, (*zeros[:6], shape, work, example, cached, use_amx, 1)),
         (sampler._draw, (0, False, 0, 1, *draw)),
         (sampler._token_logprobs, (0, False, 0, 1, empty(1), empty(2, np.float64))),
     ]
@@ -47,10 +51,12 @@ def compile_all(dtype: torch.dtype, use_amx: bool | int | None) -> None:
         sizes = (1, 1, eps, shape, empty(1), work, use_amx, 1)
         calls.append((decode.decode_layers, (empty(2), *zeros[:6], *sizes)))
     with jit.guard():
-        for i, (kernel, arguments) in enumerate(calls):
+        missed = False
+        for kernel, arguments in calls:
             misses = kernel.stats.cache_misses.total()
             kernel.compile(tuple(map(typeof, arguments)))
-            if i == 0 and kernel.stats.cache_misses.total() > misses:
+            if not missed and kernel.stats.cache_misses.total() > misses:
+                missed = True
                 kept = "and keeping them" if jit.DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
                 logger.info(f"compiling the CPU kernels, which takes 20 to 40 s ({kept})")
 
@@ -71,12 +77,12 @@ def compile_now(dtype: torch.dtype) -> None:
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            compile_all(dtype, None)
+            compile_all(dtype, None, dtype)
             # With AMX both kernels of attention are needed: fits_amx depends on model and blocks.
             if dtype is torch.bfloat16 and amx.has_amx():
-                compile_all(dtype, True)
+                compile_all(dtype, True, dtype)
             elif dtype is torch.bfloat16 and avx512.has_avx512_bf16():
-                compile_all(dtype, avx512.UNIT)
+                compile_all(dtype, avx512.UNIT, dtype)
             path.touch()
 
 

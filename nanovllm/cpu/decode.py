@@ -73,9 +73,9 @@ def decode_layers(addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin_ptr, 
         _add_rms_norm(x_ptr, residual_ptr, at[INPUT_NORM], rows, size, eps, example, parts)
         linear(x_ptr, at[QKV], at[QKV_BIAS], qkv_ptr, rows, size, qkv_size, use_amx, parts)
         norm_rope_store(qkv_ptr, at[Q_NORM], at[K_NORM], cos_ptr, sin_ptr, at[K_CACHE], at[V_CACHE],
-                        slot_mapping, shape, num_heads, eps, example, parts)
+                        slot_mapping, shape, num_heads, eps, example, example, (1.0, 1.0), parts)
         attend(qkv_ptr, rows, attn_ptr, num_heads, at[K_CACHE], at[V_CACHE], shape, work, example,
-               use_amx, parts)
+               example, use_amx, parts)
         linear(attn_ptr, at[OUTPUT], at[OUTPUT_BIAS], x_ptr, rows, attn_size, size, use_amx, parts)
         _add_rms_norm(x_ptr, residual_ptr, at[POST_ATTENTION_NORM], rows, size, eps, example, parts)
         linear(x_ptr, at[GATE_UP], no_bias, gate_up_ptr, rows, size, 2 * intermediate_size, use_amx,

@@ -8,8 +8,9 @@ compute, because the product has filled the caches with its weights. Here they a
 reads its input once. cpu/amx.py has what only processors with AMX can run.
 
 NumPy has no bfloat16, so it is stored as uint16, the upper half of a float32. The type of the
-argument `example` selects the stored dtype. Arithmetic is in float32. Results are rounded where
-PyTorch rounds, except in the rotary embedding, where PyTorch also rounds each product.
+argument `example` selects the stored dtype, and that of `cache_example` the dtype of the KV cache,
+where uint8 is fp8. Arithmetic is in float32. Results are rounded where PyTorch rounds, except in
+the rotary embedding, where PyTorch also rounds each product.
 
 Shapes: T tokens, P packs of M queries, H = K * G query heads that share K KV heads in groups of G,
 D head size, B slots per block, E hidden size, F intermediate size, R rows of logits, V vocabulary.
@@ -25,6 +26,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from nanovllm.cpu.jit import compiled
+from nanovllm.models.fp8 import FP8
 from nanovllm.models.layers import add_rms_norm as plain_add_rms_norm
 
 # Prefetch distance of KV, in tiles of 16 tokens or (in attend_packs) in blocks: 28 layers of
@@ -37,7 +39,7 @@ SERIAL_ELEMENTS = 1 << 17
 MAX_PACK_ROWS = 8
 
 BFLOAT16 = np.uint16(0)
-DTYPE_EXAMPLE = {torch.bfloat16: BFLOAT16, torch.float32: np.float32(0)}
+DTYPE_EXAMPLE = {torch.bfloat16: BFLOAT16, torch.float32: np.float32(0), FP8: np.uint8(0)}
 
 f32 = np.float32
 
@@ -88,6 +90,16 @@ def pointer(typing, address, example):
     return types.CPointer(example)(address, example), generate
 
 
+@intrinsic
+def half_to_float32(typing, bits):
+    """Convert a float16, given as uint16."""
+
+    def generate(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
 @compiled()
 def array(address, shape, example):
     return carray(pointer(address, example), shape)
@@ -100,13 +112,23 @@ def to_float32(x):
 
 @overload(to_float32)
 def _to_float32(x):
+    def from_fp8(x):
+        # By float16, which the processor converts: it has the same order of fields, one more bit of
+        # exponent (0 here) and seven more of mantissa, and its exponent means 2^8 less.
+        bits = np.int16((np.int16(np.int8(x)) << np.int16(7)) & np.int16(~0x4000))
+        is_nan = (bits & np.int16(0x3F80)) == np.int16(0x3F80)
+        bits = np.int16(bits | np.int16(0x7E00)) if is_nan else bits
+        return half_to_float32(np.uint16(bits)) * f32(256)
+
+    if x == types.uint8:
+        return from_fp8
     if x == types.uint16:
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
     return lambda x: x
 
 
 def from_float32(x, example):
-    """Round float32 to a stored number: to the nearest, ties to even."""
+    """Round float32 to a stored number: to the nearest, ties to even; in fp8 at most 448."""
     raise NotImplementedError("compiled code only")
 
 
@@ -117,7 +139,39 @@ def _from_float32(x, example):
         rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
         return np.uint16((bits + rounding) >> np.uint32(16)) if x == x else np.uint16(0x7FC0)
 
+    def to_fp8(x, example):
+        size = np.float32(min(abs(np.float32(x)), f32(448)))
+        bits = size.view(np.uint32)
+        rounding = np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))
+        normal = ((bits + rounding) >> np.uint32(20)) - np.uint32(120 << 3)
+        # In a float32 near 2^14 the lowest bit is 2^-9, the unit of subnormal numbers.
+        subnormal = np.float32(size + f32(2**14)).view(np.uint32) & np.uint32(0xF)
+        code = normal if size >= f32(2**-6) else subnormal
+        code = code if x == x else np.uint32(0x7F)
+        return np.uint8(code | ((np.float32(x).view(np.uint32) >> np.uint32(24)) & np.uint32(0x80)))
+
+    if example == types.uint8:
+        return to_fp8
     return to_bfloat16 if example == types.uint16 else lambda x, example: f32(x)
+
+
+def store_in_cache(x, cache, scale, example):
+    """Write x [D] to cache [D]. In fp8, of x / scale; x becomes what the cache then holds."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(store_in_cache)
+def _store_in_cache(x, cache, scale, example):
+    def store_fp8(x, cache, scale, example):
+        for c in range(len(x)):
+            cache[c] = from_float32(to_float32(x[c]) / scale, cache[c])
+            x[c] = from_float32(to_float32(cache[c]), example)
+
+    def store(x, cache, scale, example):
+        for c in range(len(x)):
+            cache[c] = x[c]
+
+    return store_fp8 if cache.dtype == types.uint8 else store
 
 
 @compiled()
@@ -239,18 +293,21 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 @compiled()
 def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr,
-                         slot_mapping, shape, num_heads, eps, example, start, stop):
+                         slot_mapping, shape, num_heads, eps, example, cache_example, scales,
+                         start, stop):
     """Normalize and rotate q and k of qkv [T, H + 2K, D] in place, and store k and v in the cache.
 
     q_norm, k_norm [D], or 0 without a norm; cos, sin [T, D] of RotaryEmbedding; slot_mapping [T];
-    `shape` [blocks, K, B, D] of the K cache and of the V cache.
+    `shape` [blocks, K, B, D] of the K cache and of the V cache. `scales` (of k, of v) are 1 unless
+    the cache is in fp8. Then q is multiplied by the scale of k, so that attention needs none for
+    k, and the k and v of qkv are replaced by what the cache holds.
     """
     _, num_kv_heads, block_size, dim = shape
     half, tokens = dim // 2, len(slot_mapping)
     qkv = array(qkv_ptr, (tokens, num_heads + 2 * num_kv_heads, dim), example)
     cos, sin = array(cos_ptr, (tokens, dim), example), array(sin_ptr, (tokens, dim), example)
-    k_cache, v_cache = array(k_ptr, shape, example), array(v_ptr, shape, example)
-    row = np.empty(dim, f32)
+    k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)
+    row, (k_scale, v_scale) = np.empty(dim, f32), scales
     for i in range(start, stop):
         block, offset = slot_mapping[i] // block_size, slot_mapping[i] % block_size
         for h in range(num_heads + num_kv_heads):
@@ -267,24 +324,28 @@ def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_pt
                 for c in range(dim):
                     normed = to_float32(from_float32(row[c] * scale, example))
                     row[c] = to_float32(from_float32(normed * to_float32(weight[c]), example))
+            if h < num_heads and k_scale != 1:
+                for c in range(dim):
+                    row[c] *= f32(k_scale)
             for c in range(half):
                 a, b, d = row[c], row[c + half], c + half
                 x[c] = from_float32(a * to_float32(cos[i, c]) + b * to_float32(sin[i, c]), example)
                 x[d] = from_float32(b * to_float32(cos[i, d]) + a * to_float32(sin[i, d]), example)
             if h >= num_heads:
-                for c in range(dim):
-                    k_cache[block, h - num_heads, offset, c] = x[c]
-                    v_cache[block, h - num_heads, offset, c] = qkv[i, h + num_kv_heads, c]
+                head = h - num_heads
+                store_in_cache(x, k_cache[block, head, offset], f32(k_scale), example)
+                v = qkv[i, h + num_kv_heads]
+                store_in_cache(v, v_cache[block, head, offset], f32(v_scale), example)
 
 
 @compiled(parallel=True)
 def norm_rope_store(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, slot_mapping,
-                    shape, num_heads, eps, example, parts):
+                    shape, num_heads, eps, example, cache_example, scales, parts):
     for p in prange(parts):
         start, stop = p * len(slot_mapping) // parts, (p + 1) * len(slot_mapping) // parts
         norm_rope_store_rows(
             qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, slot_mapping, shape,
-            num_heads, eps, example, start, stop)
+            num_heads, eps, example, cache_example, scales, start, stop)
 
 
 # ---- attention of decode rows and of short chunks ----
@@ -405,7 +466,7 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start, stop)
         for r in range(rows):
             result = out[queries[p, r // group], head * group + r % group]
             for d in range(dim):
-                result[d] = from_float32(acc[r, d] / row_sum[r], k_cache[0, 0, 0, 0])
+                result[d] = from_float32(acc[r, d] / row_sum[r], qkv[0, 0, 0])
 
 
 def select_attend_packs(use_amx, *arguments):
@@ -423,12 +484,13 @@ def _attend_packs_without_amx(use_amx, *arguments):
 
 
 @compiled(parallel=True)
-def attend(qkv_ptr, rows, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example, use_amx, parts):
+def attend(qkv_ptr, rows, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example, cache_example,
+           use_amx, parts):
     """Compute the AttentionWork `work`: qkv [rows, H + 2K, D] -> out [rows, H, D]."""
     num_kv_heads, dim = shape[1], shape[3]
     qkv = array(qkv_ptr, (rows, num_heads + 2 * num_kv_heads, dim), example)
     out = array(out_ptr, (rows, num_heads, dim), example)
-    k_cache, v_cache = array(k_ptr, shape, example), array(v_ptr, shape, example)
+    k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)
     # In a parallel loop Numba supports plain tuples, but not named ones.
     (a, b, c), (d, e, f), lse = work
     prefixes, own = (a, b, c), (d, e, f)

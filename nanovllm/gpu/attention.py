@@ -10,6 +10,7 @@ from nanovllm.gpu.kernels import attention, store
 from nanovllm.gpu.kernels.configs import GpuInfo, Tile, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
 
 
@@ -29,12 +30,17 @@ class TritonAttention(PlainAttention):
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        fp8_scales: list[Scales] | None = None,
     ) -> None:
-        super().__init__(config, num_blocks, block_size, dtype, device)
+        if fp8_scales:
+            check_fp8(device)
+        super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
+        # Numbers of the host: a captured launch contains them, and no kernel waits for a load.
+        self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
-        self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype)
-        self.prefill_tile = prefill_tile(self.gpu, config.head_dim, dtype)
+        self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype, self.cache.dtype)
+        self.prefill_tile = prefill_tile(self.gpu, config.head_dim, dtype, self.cache.dtype)
         self.group_size = config.num_heads // config.num_kv_heads
         if self.group_size > (limit := self.decode_tile.num_rows):
             raise ValueError(
@@ -66,7 +72,8 @@ class TritonAttention(PlainAttention):
     ) -> Tensor:
         q_norm, k_norm = norms or (None, None)
         cache = (batch.slot_mapping, *self.layers[layer])
-        return store.norm_rope_store(qkv, q_norm, k_norm, self.eps, *rope, *cache)
+        scales = self.scales[layer]
+        return store.norm_rope_store(qkv, q_norm, k_norm, self.eps, *rope, *cache, *scales)
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
         """Attention of q [T, H, D] -> [T, H * D].
@@ -74,11 +81,23 @@ class TritonAttention(PlainAttention):
         Decodes have their own launch: in a prefill tile a single query would leave most rows
         unused, and one program would have to read its whole context.
         """
-        (k, v), out = self.layers[layer], torch.empty_like(q)
+        (k, v), scales, out = self.layers[layer], self.scales[layer], torch.empty_like(q)
         shared: Launches = batch.attention
         tokens = shared.num_chunk_tokens
         if shared.chunks is not None:
-            attention.attend(q[:tokens], k, v, *shared.chunks, out[:tokens])
+            attention.attend(q[:tokens], k, v, *shared.chunks, out[:tokens], *scales)
         if shared.decodes is not None:
-            attention.attend_decode(q[tokens:], k, v, *shared.decodes, out[tokens:])
+            attention.attend_decode(q[tokens:], k, v, *shared.decodes, out[tokens:], *scales)
         return out.flatten(1)
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise ValueError if Triton has no conversions of float8_e4m3fn for the device."""
+    if device.type == "cuda" and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ValueError(
+                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or higher, and "
+                f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; use "
+                "kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
+            )

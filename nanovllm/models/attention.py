@@ -2,7 +2,7 @@
 
 PlainAttention owns the KV cache, [layers, 2, blocks, K, B, D]: K before V, and the slots of one KV
 head of a block side by side, so that a head reads a block in one piece. A slot that was never
-written may hold anything, including NaN, and is never read.
+written may hold anything, including NaN, and is never read. models/fp8.py says what fp8 changes.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from nanovllm.batch import ForwardBatch, to_device
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.fp8 import FP8, Scales, to_fp8
 
 
 class Gathered(NamedTuple):
@@ -38,12 +39,14 @@ class PlainAttention:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        fp8_scales: list[Scales] | None = None,
     ) -> None:
-        """`num_blocks` includes the null block. The cache is allocated and not cleared."""
+        """`num_blocks` includes the null block. The cache is allocated and not cleared. It has
+        `dtype`, that of q, k and v, or with the scales of each layer fp8."""
         heads, dim = config.num_kv_heads, config.head_dim
         shape = (config.num_layers, 2, num_blocks, heads, block_size, dim)
-        self.cache = self.allocate(shape, dtype, device)
-        self.block_size = block_size
+        self.cache = self.allocate(shape, FP8 if fp8_scales else dtype, device)
+        self.block_size, self.dtype, self.fp8_scales = block_size, dtype, fp8_scales
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -76,20 +79,23 @@ class PlainAttention:
         return ((k_and_v + blocks) * kv_heads + heads).flatten()
 
     def read_blocks(self, layer: int, rows: Tensor) -> Tensor:
-        """Copy the blocks at `rows` -> [2, K, n * B, D]."""
+        """Copy the blocks at `rows` -> [2, K, n * B, D], without the scales of fp8."""
         *_, kv_heads, block_size, dim = self.cache.shape
         blocks = self.cache[layer].view(-1, block_size * dim).index_select(0, rows)
-        return blocks.view(2, kv_heads, -1, dim)
+        return blocks.view(2, kv_heads, -1, dim).to(self.dtype)
 
     def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         block, offset = batch.slot_mapping // self.block_size, batch.slot_mapping % self.block_size
         k_cache, v_cache = self.cache[layer]
+        if self.fp8_scales:
+            k, v = map(to_fp8, (k, v), self.fp8_scales[layer])
         k_cache[block, :, offset], v_cache[block, :, offset] = k, v
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
+        k_scale, v_scale = self.fp8_scales[layer] if self.fp8_scales else (1.0, 1.0)
         out = torch.empty_like(q)
-        self.attend_gathered(layer, q, batch.attention, out)
-        return out.flatten(1)
+        self.attend_gathered(layer, q * k_scale, batch.attention, out)
+        return out.flatten(1) * v_scale
 
     def attend_gathered(
         self, layer: int, q: Tensor, sequences: list[Gathered], out: Tensor

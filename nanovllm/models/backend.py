@@ -15,6 +15,7 @@ from torch import Tensor
 from nanovllm.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Linear, Norms, Rope, add_rms_norm, linear, silu_and_mul
 from nanovllm.models.logit_rules import token_logprobs
 from nanovllm.models.sampler import sample
@@ -64,8 +65,11 @@ class Backend:
         add_rms_norm
     )
     silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
-    # (model config, number of blocks with the null block, block size, dtype, device) -> Attention
-    attention: Callable[[ModelConfig, int, int, torch.dtype, torch.device], Any] = PlainAttention
+    # (model config, number of blocks with the null block, block size, dtype, device, scales of an
+    # fp8 cache or None) -> Attention
+    attention: Callable[
+        [ModelConfig, int, int, torch.dtype, torch.device, list[Scales] | None], Any
+    ] = PlainAttention
     fused_attention: bool = False  # whether attention has `norm_rope_store`, and not `store`
     # logits [R, V] -> token ids [R] int64
     sample: Callable[[Tensor, SamplingBatch], Tensor] = sample

@@ -32,6 +32,7 @@ FIELDS: dict[str, tuple[type, tuple[Any, ...]]] = {
     "num_attention_heads": (int, SIZE),
     "num_hidden_layers": (int, (1, 10_000)),
     "num_key_value_heads": (int, SIZE),
+    "quantization_config": (dict, ()),
     "rms_norm_eps": (float, (0, 1)),
     "rope_parameters": (dict, ()),
     "rope_scaling": (dict, ()),
@@ -87,7 +88,9 @@ class ModelConfig:
                 raise ValueError(f"{path} has no {name!r}")
             return raw[name]
 
-        if raw.get("quantization_config"):
+        quantized = raw.get("quantization_config") or {}
+        # With a scheme for the KV cache alone the weights are not quantized; see models/fp8.py.
+        if quantized and (quantized.get("config_groups") or not quantized.get("kv_cache_scheme")):
             raise ValueError(f"{path}: quantized checkpoints are not supported; use the bf16 one")
         theta, factor = _rope(raw, path)
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")

@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.models.config import unreadable
+from nanovllm.models.fp8 import KV_SCALE
 
 # Names that are skipped: tables that are computed from the config, and a tied head.
 IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
@@ -66,7 +67,8 @@ def check_headers(known: dict[str, Part], files: list[Path]) -> None:
             for name in file.keys():  # noqa: SIM118 (not a dict)
                 part = known.get(name)
                 if part is None:
-                    if not name.endswith(IGNORED):
+                    # models/fp8.py reads scales, if the KV cache is in fp8.
+                    if not (name.endswith(IGNORED) or KV_SCALE.fullmatch(name)):
                         unexpected.append(name)
                     continue
                 if name not in missing:

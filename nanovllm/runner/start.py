@@ -13,6 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.models.backend import Attention, Backend, CaptureDecode
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
@@ -41,7 +42,9 @@ def make_runner(
         before = memory.Snapshot.of(device)
         weight_bytes = model_config.num_weights * dtype.itemsize
         memory.check_weights(directory.name, weight_bytes, dtype, before)
-        memory.check_cache(config, model_config.block_bytes(block_size, dtype.itemsize), before)
+        cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
+        block_bytes = model_config.block_bytes(block_size, cache_dtype.itemsize)
+        memory.check_cache(config, block_bytes, before)
         backend = pick_backend(config.attention_backend, device, dtype, model_config.num_weights)
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
@@ -53,7 +56,11 @@ def make_runner(
         mirror = None if capture_decode is None else Mirror(rows)
         limits = ThreadLimit() if device.type == "cpu" else partial(device_guard, device)
         runner = ModelRunner(model, backend, rows, mirror, limits)
-        make_cache(runner, config, max_model_len, dtype, before)
+        scales = None
+        if cache_dtype == FP8:
+            files = [] if config.load_format == "dummy" else weight_files(directory)
+            scales = read_fp8_scales(files, model_config.num_layers)
+        make_cache(runner, config, max_model_len, block_bytes, scales, before)
         runner.compiled_model = backend.compile_layers(model, runner.attention) or model
         if capture_decode is not None and not config.enforce_eager:
             shape = config.max_num_seqs, model_config.hidden_size
@@ -91,15 +98,17 @@ def make_cache(
     runner: ModelRunner,
     config: EngineConfig,
     max_model_len: int,
-    dtype: torch.dtype,
+    block_bytes: int,
+    scales: list[Scales] | None,
     before: memory.Snapshot,
 ) -> None:
     """Set the runner's KV cache, as large as `config` says or as fits beside the largest steps."""
     block_size, model_config = config.kvcache_block_size, runner.model.config
 
     def make_attention(num_blocks: int) -> Attention:
-        attention = runner.backend.attention
-        return attention(model_config, num_blocks, block_size, dtype, runner.device)
+        arguments = model_config, num_blocks, block_size, runner.dtype, runner.device, scales
+        attention: Attention = runner.backend.attention(*arguments)
+        return attention
 
     def profile(plan: StepPlan) -> None:
         runner.attention = make_attention(1)  # everything is written to the null block
@@ -109,7 +118,6 @@ def make_cache(
     plans = memory.largest_plans(
         config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size
     )
-    block_bytes = model_config.block_bytes(block_size, dtype.itemsize)
     num = memory.num_kv_blocks(config, max_model_len, block_bytes, before, plans, profile)
     with memory.explain_out_of_memory(
         f"a KV cache of {num} blocks takes {(num + 1) * block_bytes:,} bytes, more than the memory "

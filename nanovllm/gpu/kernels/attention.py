@@ -33,7 +33,10 @@ The splits of a context in flash decoding, and their merge:
     merge                out = sum(w_i o_i) / sum(w_i),  w_i = 2^(l_i - max(l))
 
 The cache of a layer is [blocks, K, block size, D], so the keys of a head and block are contiguous.
-Slots that were never written may hold anything, including NaN; they are never loaded.
+Slots that were never written may hold anything, including NaN; they are never loaded. A cache in
+fp8 (models/fp8.py) is converted to the dtype of q after the load. Its scales are numbers of the
+launch, on which Triton does not specialize: that of K is part of `scale`, and the result is
+multiplied by that of V.
 """
 
 import torch
@@ -80,6 +83,7 @@ def _attend_tile(
     else:
         k = tl.load(k_ptrs)
         v = tl.load(v_ptrs)
+    k, v = k.to(q.dtype), v.to(q.dtype)
     # `scale` contains log2(e), so that exp2, which is one instruction, replaces exp below.
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, TILE]
     if MASKED:
@@ -132,7 +136,7 @@ def _attend_range(
 )
 def _attend(
     q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
-    table_stride, num_seqs, scale,
+    table_stride, num_seqs, scale, v_scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -165,7 +169,7 @@ def _attend(
             0, context_len - num_queries + first_query + 1, end, query_position, scale,
             BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE, 2,
         )
-        result = acc / row_sum[:, None]
+        result = acc / row_sum[:, None] * v_scale
         mask = in_range[:, None] & (dim < D)[None, :]
         tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
 
@@ -184,7 +188,7 @@ def _split_context(context_len, max_splits, TILE: tl.constexpr, MIN_SIZE: tl.con
 )
 def _attend_decode(
     q, k_cache, v_cache, out, split_out, split_lse, order, context_lens, block_tables,
-    table_stride, max_splits, scale,
+    table_stride, max_splits, scale, v_scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
     M: tl.constexpr, TILE: tl.constexpr, MIN_SIZE: tl.constexpr,
 ):
@@ -214,7 +218,7 @@ def _attend_decode(
             block_tables + seq * table_stride, start, start, end, query_position, scale,
             BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE, 1,
         )
-        result = acc / row_sum[:, None]
+        result = acc / row_sum[:, None] * v_scale
         if num_splits == 1:
             tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
         else:
@@ -265,18 +269,20 @@ def query_tiles(query_start_loc: Tensor, num_tokens: int, queries_per_tile: int)
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tiles: Tensor, query_start_loc: Tensor,
     context_lens: Tensor, block_tables: Tensor, config: Tile, out: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:
     """Causal attention of q [T, H, D] over each sequence's context, written to `out` [T, H, D].
 
     The queries are the last tokens of their context. k_cache, v_cache [blocks, K, block size, D];
     tiles from `query_tiles`; query_start_loc [S + 1] int32; context_lens [S]; block_tables [S, B]
-    int32. All tensors are contiguous, and D is even.
+    int32. All tensors are contiguous, and D is even. What the caches hold is multiplied by the
+    scales.
     """
     _, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, _ = k_cache.shape
     args = (
         q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
-        block_tables.stride(0), context_lens.shape[0], LOG2E / head_dim**0.5,
+        block_tables.stride(0), context_lens.shape[0], LOG2E / head_dim**0.5 * k_scale, v_scale,
     )
     constants = dict(
         H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=next_power_of_2(head_dim),
@@ -289,6 +295,7 @@ def attend(
 def attend_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, order: Tensor, context_lens: Tensor,
     block_tables: Tensor, config: Tile, max_splits: int, out: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:
     """Compute the same as `attend` for one query per sequence: q and `out` are [S, H, D].
 
@@ -304,7 +311,7 @@ def attend_decode(
     split_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     args = (
         q, k_cache, v_cache, out, split_out, split_lse, order, context_lens, block_tables,
-        block_tables.stride(0), max_splits, LOG2E / head_dim**0.5,
+        block_tables.stride(0), max_splits, LOG2E / head_dim**0.5 * k_scale, v_scale,
     )
     constants = dict(
         H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=padded_dim, BLOCK=block_size,

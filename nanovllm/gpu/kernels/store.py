@@ -7,7 +7,8 @@ One program takes one token and HEADS of the H + 2K heads of its packed projecti
     written to             q_out [T, H, D] |  k_cache[slot // block size,  |  v_cache, same slot
                                            |    head, slot % block size]   |
 
-It changes the slots of the given tokens in one layer's cache. The reference uses models/layers.py.
+It changes the slots of the given tokens in one layer's cache, which may be in fp8 (models/fp8.py).
+The reference uses models/layers.py.
 """
 
 import torch
@@ -22,9 +23,18 @@ from nanovllm.gpu.kernels.launch import launch
 HEADS = 8
 
 
+@triton.jit
+def _to_cache(x, scale, dtype: tl.constexpr):
+    """x in the cache's dtype: in fp8 x / scale, at most 448 in size, and NaN for NaN."""
+    if dtype == tl.float8e4nv:
+        x = x.to(tl.float32) / scale
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _norm_rope_store(
-    qkv, q_weight, k_weight, cos, sin, slot_mapping, q_out, k_cache, v_cache, eps,
+    qkv, q_weight, k_weight, cos, sin, slot_mapping, q_out, k_cache, v_cache, eps, k_scale, v_scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
 ):
@@ -67,21 +77,23 @@ def _norm_rope_store(
     kv_head = tl.where(is_k, head - H, head - H - K)
     offsets = ((slot // BLOCK * K + kv_head) * BLOCK + slot % BLOCK)[:, None] * D + dim[None, :]
     k_mask, v_mask = is_k[:, None] & in_range[None, :], is_v[:, None] & in_range[None, :]
-    tl.store(k_cache + offsets, rotated_low, mask=k_mask)
-    tl.store(k_cache + offsets + HALF, rotated_high, mask=k_mask)
-    tl.store(v_cache + offsets, low, mask=v_mask)
-    tl.store(v_cache + offsets + HALF, high, mask=v_mask)
+    cache_dtype: tl.constexpr = k_cache.dtype.element_ty
+    tl.store(k_cache + offsets, _to_cache(rotated_low, k_scale, cache_dtype), mask=k_mask)
+    tl.store(k_cache + offsets + HALF, _to_cache(rotated_high, k_scale, cache_dtype), mask=k_mask)
+    tl.store(v_cache + offsets, _to_cache(low, v_scale, cache_dtype), mask=v_mask)
+    tl.store(v_cache + offsets + HALF, _to_cache(high, v_scale, cache_dtype), mask=v_mask)
 
 
 def norm_rope_store(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor,
     sin: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor,
+    k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> Tensor:
     """Return q [T, H, D] after norm and rotary (arXiv:2104.09864); store k and v in their slots.
 
     qkv [T, (H + 2K) D]; norm weights [D], or None for no norm; cos, sin [T, 1, D] with the halves
     (cos, cos) and (-sin, sin); slot_mapping [T] int64; k_cache, v_cache [blocks, K, block size, D].
-    All tensors are contiguous.
+    All tensors are contiguous. The scales divide k and v if the caches are float8_e4m3fn.
     """
     num_tokens, width = qkv.shape
     _, num_kv_heads, block_size, head_dim = k_cache.shape
@@ -90,7 +102,7 @@ def norm_rope_store(
     q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     norm = q_weight is not None and k_weight is not None
     weights = (q_weight, k_weight) if norm else (qkv, qkv)
-    args = (qkv, *weights, cos, sin, slot_mapping, q, k_cache, v_cache, eps)
+    args = (qkv, *weights, cos, sin, slot_mapping, q, k_cache, v_cache, eps, k_scale, v_scale)
     constants = dict(
         H=num_heads, K=num_kv_heads, D=head_dim, HALF_PAD=next_power_of_2(head_dim // 2),
         BLOCK=block_size, NORM=norm, HEADS=HEADS,

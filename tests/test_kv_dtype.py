@@ -1,0 +1,393 @@
+"""A KV cache in fp8, on a CPU: whole engines against one whose cache is rounded in float32."""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import references
+import torch
+from conftest import make_checkpoint, random_llm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from test_attention import BACKENDS, compare, heads_strategy, make
+from torch import Tensor
+
+from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.demo import data
+from nanovllm.demo.grade import accuracy
+from nanovllm.models.backend import PLAIN
+from nanovllm.models.fp8 import FP8, Scales, to_fp8
+from nanovllm.runner import backends
+
+numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
+
+from nanovllm.cpu import amx, kernels  # noqa: E402
+from nanovllm.cpu.attention import NumbaAttention  # noqa: E402
+
+ONES = [(1.0, 1.0), (1.0, 1.0)]
+SCALES = [(0.25, 2.0), (0.3, 0.7)]  # of the two layers of a random checkpoint
+NAN = float("nan")
+
+
+@numba.njit
+def convert(x: Any, example: Any) -> tuple[Any, Any]:
+    stored, read = kernels.np.empty(len(x), kernels.np.uint8), kernels.np.empty_like(x)
+    for i in range(len(x)):
+        stored[i] = kernels.from_float32(x[i], example)
+        read[i] = kernels.to_float32(stored[i])
+    return stored, read
+
+
+def test_conversions() -> None:
+    """All 256 numbers, what lies between them, ties, and beyond 448, by torch and by Numba."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(FP8).float()
+    finite = numbers[~numbers.isnan()].sort().values
+    ties = (finite[1:] + finite[:-1]) / 2
+    near = torch.cat((ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1)))
+    far = torch.tensor([448.1, 464.0, 464.1, 480.0, 1e30, math.inf, 1e-30, 2**-10, 0.0, -0.0])
+    torch.manual_seed(0)
+    noise = torch.randn(10_000) * torch.exp(4 * torch.randn(10_000))
+    x = torch.cat((finite, near, far, -far, noise))
+    wanted = references.round_to_e4m3(x)
+    assert torch.equal(references.round_to_e4m3(finite), finite)
+    assert torch.equal(to_fp8(x, 1.0).float(), wanted)
+    stored, read = (torch.from_numpy(y) for y in convert(x.numpy(), kernels.np.uint8(0)))
+    assert torch.equal(read, wanted)
+    assert torch.equal(stored, to_fp8(x, 1.0).view(torch.uint8))
+    for nan in (
+        to_fp8(torch.tensor([NAN, -NAN]), 1.0).float(),
+        torch.from_numpy(convert(torch.full((2,), NAN).numpy(), kernels.np.uint8(0))[1]),
+    ):
+        assert nan.isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 70)), max_size=9),
+    pasts=st.lists(st.integers(0, 99), min_size=1, max_size=12),
+    block_size=st.sampled_from([1, 2, 16, 48]),
+    heads=heads_strategy,
+    scales=st.sampled_from([ONES[0], *SCALES]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_ragged_batch(
+    backend: Any,
+    lengths: list[tuple[int, int]],
+    pasts: list[int],
+    block_size: int,
+    heads: tuple[int, int],
+    scales: Scales,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Chunks, and after them decodes."""
+    lengths = lengths + [(1, past) for past in pasts]
+    compare(backend, lengths, block_size, heads, seed, dtype=dtype, scales=scales)
+
+
+def test_prefixes_prompts_and_chunks_of_the_cpu() -> None:
+    """Every path of cpu/attention.py: see the tests of the same batches in test_attention.py."""
+    tails = [(20, 320), (33, 325), (60, 320), (65, 320)]
+    for dtype in (torch.float32, torch.bfloat16):
+        batch = partial(compare, NumbaAttention, heads=(4, 2), dtype=dtype, scales=SCALES[1])
+        batch(lengths=[(400, 0), *tails], block_size=16, seed=3, shared={20: [0, 1, 2, 3, 4]})
+        for count in (4, 65):  # the second is read by torch's flash attention
+            lengths = [(1, 320 + i) for i in range(count)]
+            batch(lengths=lengths, block_size=16, seed=0, shared={20: list(range(count))})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_copies_read_before_they_write(backend: Any) -> None:
+    made = make(backend, (4, 2), 6, 16, scales=SCALES[1])
+    assert made.cache.dtype == FP8
+    made.cache.copy_(torch.randn(made.cache.shape))
+    before = made.cache.float()
+    made.copy_blocks([(1, 2), (2, 3), (4, 1)])
+    for source, target in ((1, 2), (2, 3), (4, 1), (4, 4), (5, 5)):
+        assert torch.equal(made.cache[:, :, target].float(), before[:, :, source])
+
+
+def test_the_matrix_units_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(amx, "has_amx", lambda: True)
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        made = make(NumbaAttention, (8, 1), 2, 16, torch.bfloat16, 32, scales=ONES[0])
+    assert isinstance(made, NumbaAttention)
+    assert made.use_amx is None
+    assert "an fp8 KV cache is read without AMX" in caplog.text
+
+
+# ---- whole engines ----
+
+
+def rounded_llm(path: Path, scales: list[Scales], **options: Any) -> LLM:
+    """An engine in float32 whose keys and values are rounded as for fp8."""
+    attention = partial(references.RoundedAttention, rounded_by=scales)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "PLAIN", replace(PLAIN, attention=attention))
+        return random_llm(path, attention_backend="sdpa", **options)
+
+
+def same_answers(found: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+    """The same tokens and log-probabilities, as far as rounding allows.
+
+    Sums in another order differ in the last bit, so that a number on an edge may be rounded to its
+    other neighbour in fp8. That moves a log-probability by about 1e-3, and now and then a sampled
+    token becomes another one. Without fp8 they differ by 0.1, and most outputs soon differ.
+    """
+    different, pairs = 0, []
+    for a, b in zip(found, wanted, strict=True):
+        for x, y in zip(a.outputs, b.outputs, strict=True):
+            assert len(x.token_ids) == len(y.token_ids)
+            different += x.token_ids != y.token_ids
+            same = takewhile(lambda p: p[0] == p[1], zip(x.token_ids, y.token_ids, strict=True))
+            tokens = [token for token, _ in same]
+            pairs += [
+                (one[token].logprob, other[token].logprob)
+                for token, one, other in zip(tokens, x.logprobs, y.logprobs, strict=False)
+            ]
+    torch.testing.assert_close(*torch.tensor(pairs).T, atol=0.02, rtol=0)
+    assert different <= 1 + len(pairs) // 100
+
+
+PROMPTS = [[1 + (7 * i + n) % 150 for i in range(n)] for n in (1, 5, 16, 40, 33)]
+PROMPTS += [[*PROMPTS[3][:32], 9, 8], [*PROMPTS[3], 4]]  # prefix hits
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=3)
+FORKS = replace(PARAMS, temperature=0.8, n=3, seed=3)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "block of 1": {"kvcache_block_size": 1, "num_kvcache_blocks": 999},
+    "block of 3": {"kvcache_block_size": 3, "num_kvcache_blocks": 300},
+    "chunks": {"max_num_batched_tokens": 16},
+    "preemption": {"num_kvcache_blocks": 9},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "async": {"async_scheduling": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_engines(tmp_path: Path, family: str, backend: str, case: str) -> None:
+    """Prompts, prefix hits, forks and chunks; the same steps as the engine in float32."""
+    make_checkpoint(tmp_path, family)
+    options = CASES[case]
+    llm = random_llm(tmp_path, kv_cache_dtype="fp8", attention_backend=backend, **options)
+    assert llm.engine.runner.attention.cache.dtype == FP8
+    wanted = rounded_llm(tmp_path, ONES, **options)
+    for params in (PARAMS, FORKS):
+        answers = [x.generate(PROMPTS * 2, params, use_tqdm=False) for x in (llm, wanted)]
+        same_answers(*answers)
+    assert llm.stats() == wanted.stats()
+    if case == "preemption":
+        assert llm.stats()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+def test_whole_equals_chunked(tmp_path: Path, backend: str) -> None:
+    """Every query reads keys and values as they were rounded, also those of its own step."""
+    make_checkpoint(tmp_path)
+    params = replace(PARAMS, prompt_logprobs=0)
+    answers = []
+    for budget in (512, 7):
+        llm = random_llm(tmp_path, kv_cache_dtype="fp8", attention_backend=backend,
+                         max_num_batched_tokens=budget)  # fmt: skip
+        answers.append(llm.generate(PROMPTS, params, use_tqdm=False))
+    same_answers(*answers)
+    differences = [
+        abs(a[token].logprob - b[token].logprob)
+        for whole, chunked in zip(*answers, strict=True)
+        for token, a, b in zip(
+            whole.prompt_token_ids[1:], whole.prompt_logprobs[1:], chunked.prompt_logprobs[1:],
+            strict=True,
+        )
+    ]  # fmt: skip
+    # One number that is rounded to another neighbour moves a few of them.
+    assert sorted(differences)[len(differences) * 9 // 10] < 1e-3
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"kvcache_block_size": 3}])
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+def test_nan_in_what_nobody_wrote(tmp_path: Path, backend: str, options: dict[str, Any]) -> None:
+    make_checkpoint(tmp_path)
+    answers = []
+    for poison in (0.0, NAN):
+        llm = random_llm(tmp_path, kv_cache_dtype="fp8", attention_backend=backend, **options)
+        llm.engine.runner.attention.cache.fill_(poison)
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+
+
+def test_memory_halves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Twice as many blocks in as many bytes, and the line of the log says so."""
+    make_checkpoint(tmp_path)
+    options: dict[str, Any] = dict(dtype="bfloat16", num_kvcache_blocks=None)
+    options |= dict(kv_cache_memory_bytes=100 << 13, attention_backend="sdpa")
+    with caplog.at_level(logging.INFO, logger="nanovllm"):
+        runners = [
+            random_llm(tmp_path, kv_cache_dtype=name, **options).engine.runner
+            for name in ("auto", "fp8", "fp8_e4m3")
+        ]
+    sizes = [runner.attention.cache.nbytes for runner in runners]
+    assert sizes[0] == sizes[1] == sizes[2] == 100 << 13
+    half, *whole = [runner.num_blocks + 1 for runner in runners]
+    assert whole == [2 * half, 2 * half]
+    lines = [line for line in caplog.messages if "KV cache of" in line]
+    assert ["in fp8" in line for line in lines] == [False, True, True]
+    assert runners[1].dtype == torch.bfloat16
+
+
+# ---- the scales of a checkpoint ----
+
+NAMES: list[Callable[[int, str], str]] = [
+    lambda layer, kind: f"model.layers.{layer}.self_attn.{kind}_scale",
+    lambda layer, kind: f"model.layers.{layer}.self_attn.attn.{kind}_scale",
+    lambda layer, kind: f"model.layers.{layer}.self_attn.{kind}_proj.{kind}_scale",
+]
+
+
+def add_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    file = path / "model.safetensors"
+    save_file(load_file(file) | tensors, file)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+@pytest.mark.parametrize("name", NAMES)
+def test_scales_of_a_checkpoint(
+    tmp_path: Path, name: Callable[[int, str], str], backend: str
+) -> None:
+    make_checkpoint(tmp_path)
+    load = partial(random_llm, tmp_path, attention_backend=backend)
+    without = load().generate(PROMPTS, PARAMS, use_tqdm=False)
+    add_tensors(tmp_path, {
+        name(layer, kind): torch.tensor(scale, dtype=torch.float32)
+        for layer, scales in enumerate(SCALES) for kind, scale in zip("kv", scales, strict=True)
+    })  # fmt: skip
+    llm = load(kv_cache_dtype="fp8")
+    for found, wanted in zip(llm.engine.runner.attention.fp8_scales, SCALES, strict=True):
+        assert found == pytest.approx(wanted)
+    answers = [x.generate(PROMPTS, PARAMS, use_tqdm=False)
+               for x in (llm, rounded_llm(tmp_path, SCALES))]  # fmt: skip
+    same_answers(*answers)
+    # Without an fp8 cache they are ignored.
+    ignored = load().generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [x["token_ids"] for x in ignored] == [x["token_ids"] for x in without]
+
+
+def test_scales_that_some_layers_lack(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    add_tensors(tmp_path, {NAMES[0](1, "v"): torch.tensor([3.0], dtype=torch.bfloat16)})
+    llm = random_llm(tmp_path, kv_cache_dtype="fp8")
+    assert llm.engine.runner.attention.fp8_scales == [(1.0, 1.0), (1.0, 3.0)]
+    dummy = random_llm(tmp_path, kv_cache_dtype="fp8", load_format="dummy")
+    assert dummy.engine.runner.attention.fp8_scales == ONES
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, NAN, math.inf, [1.0, 2.0]])
+def test_bad_scales(tmp_path: Path, value: Any) -> None:
+    make_checkpoint(tmp_path)
+    add_tensors(tmp_path, {NAMES[0](1, "k"): torch.tensor(value)})
+    with pytest.raises(ValueError, match=r"layers.1.self_attn.k_scale must be one finite number"):
+        random_llm(tmp_path, kv_cache_dtype="fp8")
+    random_llm(tmp_path)
+
+
+def test_a_scale_of_something_else_is_unexpected(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    add_tensors(tmp_path, {"model.layers.0.self_attn.q_scale": torch.tensor(1.0)})
+    with pytest.raises(ValueError, match=r"unexpected: model.layers.0.self_attn.q_scale"):
+        random_llm(tmp_path)
+
+
+def test_a_checkpoint_whose_kv_cache_alone_is_quantized(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    path = tmp_path / "config.json"
+    whole = path.read_text()
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    for groups, accepted in (({}, True), ({"group_0": {}}, False)):
+        quantized = {"config_groups": groups, "kv_cache_scheme": scheme}
+        path.write_text(whole.replace("{", f'{{"quantization_config": {quantized!r},', 1)
+                        .replace("'", '"'))  # fmt: skip
+        if accepted:
+            random_llm(tmp_path, kv_cache_dtype="fp8")
+        else:
+            with pytest.raises(ValueError, match="quantized checkpoints are not supported"):
+                random_llm(tmp_path)
+
+
+# ---- values that cannot work ----
+
+
+@pytest.mark.parametrize("value", ["fp8_e5m2", "bfloat16", "int8", ""])
+def test_bad_values(value: str) -> None:
+    with pytest.raises(ValueError, match=f"kv_cache_dtype must be one of auto, fp8.*{value!r}"):
+        LLM(kv_cache_dtype=value)
+
+
+def test_bad_type() -> None:
+    with pytest.raises(TypeError, match="kv_cache_dtype must be a string, not True"):
+        LLM(kv_cache_dtype=True)  # type: ignore[arg-type]
+
+
+def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention = pytest.importorskip("nanovllm.gpu.attention")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    for capability in ((8, 0), (8, 6), (7, 5)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        with pytest.raises(ValueError, match=r"8.9 or higher, and A100 has \d\.\d; use kv_cache"):
+            attention.check_fp8(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    attention.check_fp8(torch.device("cuda", 0))
+    attention.check_fp8(torch.device("cpu"))
+
+
+# ---- the embedded model ----
+
+
+@pytest.mark.slow
+def test_grades() -> None:
+    """Of the answers in each task at most 1 of 100 more is wrong than in bfloat16."""
+    load = partial(LLM, dtype="bfloat16", device="cpu")
+    wanted, found = accuracy(load()), accuracy(load(kv_cache_dtype="fp8"))
+    for task, (right, total, failed) in found.items():
+        print(f"{task:10} {right} of {total}, in bfloat16 {wanted[task][0]}")
+        assert right >= wanted[task][0] - total / 100, (task, failed[:3])
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_the_embedded_model() -> None:
+    """Of right answers, given the question: near those with a cache in bfloat16."""
+    samples = [s for task in data.ALL_TASKS for s in data.graded_samples(task, 20)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    found: list[list[float]] = []
+    for name in ("auto", "fp8"):
+        llm = LLM(dtype="bfloat16", device="cpu", kv_cache_dtype=name)
+        tokenizer, texts, starts = llm.get_tokenizer(), [], []
+        for sample in samples:
+            chat = [{"role": "user", "content": sample.question}]
+            question = tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True
+            )
+            chat += [{"role": "assistant", "content": sample.answer}]
+            texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
+            assert texts[-1].startswith(question)
+            starts.append(len(tokenizer.encode(question)))
+        found.append([])
+        for output, start in zip(llm.generate(texts, params, use_tqdm=False), starts, strict=True):
+            entries = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+            found[-1] += [entry[token].logprob for token, entry in list(entries)[start:]]
+    difference = (torch.tensor(found[0]) - torch.tensor(found[1])).abs()
+    print(f"{len(difference)} tokens: largest {difference.max():.3f}, mean {difference.mean():.4f}")
+    assert difference.mean() < 0.01
