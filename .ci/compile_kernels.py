@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from functools import cache, cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from nanovllm.batch import SamplingBatch
-from nanovllm.gpu.kernels import attention, pointwise, sampling, store
+from nanovllm.gpu.kernels import attention, int8, pointwise, sampling, store
 from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.models.fp8 import FP8
+from nanovllm.models.int8 import Int8Weight
 
 # (target, shared memory of one program in KiB, half-precision dtype). The limits are from the CUDA
 # C++ Programming Guide, "Technical Specifications per Compute Capability", and AMD's CDNA3 ISA.
@@ -89,8 +91,10 @@ class Variant:
 
     @property
     def group(self) -> int:
-        """The query heads per KV head that a tile packs; 0 for a kernel without such tiles."""
-        return self.arguments["H"] // self.arguments["K"] if "M" in self.arguments else 0
+        """The query heads per KV head, or the rows, that a tile packs; 0 for other kernels."""
+        if "M" in self.arguments:
+            return self.arguments["H"] // self.arguments["K"]
+        return self.arguments.get("ROWS", 0)
 
     @property
     def text(self) -> str:
@@ -127,6 +131,7 @@ def variants(
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
             pointwise.add_rms_norm(x, None, x[0], 1e-6)
             pointwise.silu_and_mul(x)
+            launch_int8(dtype)
             # The vocabulary of the embedded model is a single chunk.
             for num_rows, vocab_size in ((32, 151_936), (1, 151_936), (32, 1042)):
                 row, ids = torch.ones(num_rows), torch.ones(num_rows, dtype=torch.int64)
@@ -158,6 +163,15 @@ def launch_layer(
         cos = torch.empty((num, 1, head_dim), dtype=dtype)
         for norm in (weight, None):
             store.norm_rope_store(qkv, norm, norm, 1e-6, cos, cos, lens, cache, cache)
+
+
+def launch_int8(dtype: torch.dtype) -> None:
+    """Linear layers with weights in int8: all tiles, with and without a bias, also of odd sizes."""
+    for outputs, inputs in ((4096, 1024), (70, 70)):
+        empty = partial(torch.empty, dtype=dtype)
+        weight = Int8Weight.empty(empty, outputs, inputs)
+        for bias in (None, empty(outputs)):
+            int8.pack(SimpleNamespace(weight=weight, bias=bias))
 
 
 def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]]:

@@ -106,6 +106,7 @@ class EngineConfig:
     attention_backend: str = "auto"  # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
     tensor_parallel_size: int = 1
     load_format: str = "auto"  # "dummy": random weights; needs config.json only
+    quantization: str | None = None  # "int8": linear layers and head are quantized while loading
     tokenizer: str | None = None  # a directory or hub id; None: the model's
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only
@@ -163,6 +164,7 @@ LIMITS: Limits = {
     "scheduling_policy": ("fcfs", "sjf"),
     "attention_backend": ("auto", "triton", "numba", "sdpa"),
     "load_format": ("auto", "dummy"),
+    "quantization": ("int8",),
     "max_num_seqs": (1, 2**20),
     "kvcache_block_size": (1, 2**20),
     "max_model_len": (2, math.inf),  # a prompt and an output have at least one token each
@@ -201,7 +203,6 @@ VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "num_gpu_blocks_override": ((), "use num_kvcache_blocks"),
     "override_generation_config": (({},), "pass a SamplingParams"),
     "pipeline_parallel_size": ((1,), ONE_DEVICE),
-    "quantization": ((), "load a checkpoint that is not quantized"),
     "rope_scaling": (({},), EDIT_CONFIG),
     "rope_theta": ((), EDIT_CONFIG),
     "runner": (("auto", "generate"), TEXT_ONLY),

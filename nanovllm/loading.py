@@ -12,6 +12,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.models.checkpoint import GenerationDefaults, config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig, read_json
+from nanovllm.runner.memory import weight_bytes
 from nanovllm.runner.start import make_runner
 
 if TYPE_CHECKING:
@@ -55,8 +56,10 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     num_tokens = runner.num_blocks * config.kvcache_block_size
     cache = runner.attention.cache
     in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
+    weights = weight_bytes(model_config, runner.backend, runner.dtype)
     logger.info(
         f"{directory.name} on {runner.device} in {str(runner.dtype).removeprefix('torch.')}: "
+        f"weights of {weights / 2**20:,.0f} MiB, "
         f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
         f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB)"
     )

@@ -1,6 +1,7 @@
 """A dry run of the CUDA path without a GPU, on a model of the device.
 
     python tests/dry_run.py serve DTYPE KV_DTYPE RUNS DIRECTORY    tokens, waits and kernel variants
+    python tests/dry_run.py int8 RUNS DIRECTORY    the same with weights in int8
     python tests/dry_run.py decode DIRECTORY    launches and waits of a decode of 256 sequences
     python tests/dry_run.py faults DIRECTORY    what the model must refuse or notice
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
 from triton.runtime.jit import JITFunction
@@ -35,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / ".ci"))
 import compile_kernels
 import references
 
+import nanovllm.models.int8
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import SamplingBatch
 from nanovllm.gpu import graphs
@@ -94,7 +97,8 @@ def tensors_in(x: Any) -> list[Tensor]:
 def spoil(*tensors: Tensor) -> None:
     """Write what uninitialized memory may hold."""
     for x in tensors:
-        x.fill_(float("nan") if x.is_floating_point() else x.dtype == torch.bool or 10**6 + 7)
+        whole = True if x.dtype == torch.bool else 107 if x.dtype == torch.int8 else 10**6 + 7
+        x.fill_(float("nan") if x.is_floating_point() else whole)
 
 
 # The host needs the result of these, or its size.
@@ -328,7 +332,13 @@ def draw(a: Any) -> None:
     a.tokens.copy_(sampler.sample(a.logits.float(), batch))
 
 
+def int8_linear(a: Any) -> None:
+    weight = a.weight * a.scale[:, None]
+    a.out.copy_(F.linear(a.x.float(), weight, a.bias.float() if a.BIAS else None))
+
+
 REFERENCES: dict[str, Callable[[Any], Any]] = {
+    "_int8_linear": int8_linear,
     "_attend": lambda a: attend(a, a.query_start_loc),
     "_attend_decode": attend_decode,
     "_merge_splits": lambda a: None,  # the reference of _attend_decode does not split
@@ -387,7 +397,7 @@ def replace_device() -> None:
 
 # ---- scenarios ----
 
-OPTIONS = dict(skip_tokenizer_init=True, num_kvcache_blocks=99)
+OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, num_kvcache_blocks=99)
 # (enforce_eager, async_scheduling, blocks): 5 blocks are hardly enough for one request.
 RUNS = ((True, True, 5), (False, True, 99), (True, False, 99), (False, False, 5))
 SAMPLING: dict[str, list[dict[str, Any]]] = {
@@ -400,6 +410,13 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
         {"allowed_token_ids": list(range(10, 60)), "min_tokens": 3, "logprobs": 1},
     ],
 }  # fmt: skip
+
+
+def int8(num_runs: str, directory: str) -> Any:
+    """Weights in int8. The CPU takes the product of a GPU, so that the answers are the same."""
+    nanovllm.models.int8.dynamic = nanovllm.models.int8.weight_only
+    OPTIONS["quantization"] = "int8"
+    return serve("float32", "auto", num_runs, directory)
 
 
 def serve(dtype: str, kv_dtype: str, num_runs: str, directory: str) -> Any:
@@ -573,7 +590,7 @@ def main() -> None:
     jobs = compile_kernels.jobs("sm_90")
     compiled = {v.text for job in jobs for v in compile_kernels.variants(*job)}
     replace_device()
-    scenarios = {f.__name__: f for f in (serve, decode, faults)}
+    scenarios = {f.__name__: f for f in (serve, int8, decode, faults)}
     found = scenarios[sys.argv[1]](*sys.argv[2:])
     missing = sorted(GPU.all_variants - compiled)
     print(json.dumps({"found": found, "not compiled": missing}, indent=1))

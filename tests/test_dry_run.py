@@ -14,7 +14,7 @@ import torch
 from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
 
-# Seven processes, two at a time. All tests look at what they found, so one worker runs them.
+# Eight processes, two at a time. All tests look at what they found, so one worker runs them.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dry_run")]
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +24,7 @@ SCENARIOS = {
     "fp8": ("serve", "float32", "fp8", "2", "scaled"),
     "bfloat16": ("serve", "bfloat16", "auto", "2", "qwen3"),
     "bfloat16 with fp8": ("serve", "bfloat16", "fp8", "2", "scaled"),
+    "int8": ("int8", "2", "qwen3"),
     "decode": ("decode", "wide"),
     "faults": ("faults", "qwen3"),
 }
@@ -60,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]
         }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8"])
 def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Future], family: str) -> None:
     found = runs[family].result()["found"]
     for run in found:
@@ -95,7 +96,7 @@ def test_launches_of_a_decode(runs: dict[str, Future]) -> None:
     assert found["per layer"] <= 9
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int8"])
 def test_nothing_is_compiled_while_serving(runs: dict[str, Future], name: str) -> None:
     for run in runs[name].result()["found"]:
         serving = run["variants while serving"]

@@ -2,7 +2,10 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import references
@@ -17,6 +20,7 @@ from nanovllm.demo import data
 from nanovllm.demo.grade import accuracy
 from nanovllm.models import sampler
 from nanovllm.models.fp8 import FP8
+from nanovllm.models.int8 import Int8Weight, weight_only
 from nanovllm.models.layers import add_rms_norm, silu_and_mul
 
 pytestmark = [
@@ -187,6 +191,46 @@ def test_store_in_fp8(dtype: torch.dtype) -> None:
             found, wanted = found.float(), wanted.float()
             assert torch.equal(found.isnan(), wanted.isnan())
             assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(4096, 1024), (1024, 3072), (199, 70), (151_936, 1024)], ids=str)
+def test_int8_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Against the reference in float32, with the weights as they are stored."""
+    from nanovllm.gpu.kernels import int8
+
+    torch.manual_seed(0)
+    weight = Int8Weight.empty(partial(torch.empty, dtype=dtype, device=DEVICE), *shape)
+    weight.copy_(torch.randn(shape, device=DEVICE))
+    exact = replace(weight, dtype=torch.float32)
+    for bias in (None, torch.randn(shape[0], device=DEVICE).to(dtype)):
+        layer = SimpleNamespace(weight=weight, bias=bias)
+        wide = SimpleNamespace(weight=exact, bias=None if bias is None else bias.float())
+        for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 300):
+            x = torch.randn(rows, shape[1], device=DEVICE).to(dtype)
+            assert error(int8.linear(x, layer), weight_only(x.float(), wide)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_int8_engine(eager: bool) -> None:
+    """Captured or not, the embedded model in int8 is right, in half of the memory."""
+    llm = LLM(dtype="bfloat16", device=DEVICE, quantization="int8", enforce_eager=eager)
+    for task, (right, total, failed) in accuracy(llm).items():
+        assert right / total >= 0.97, (task, failed[:3])
+    assert llm.engine.runner.model.lm_head.weight.values.dtype == torch.int8
+
+
+def test_int8_tokens_are_the_same_captured_and_eager(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, tie=True)
+    prompts = [[i + 1] * (3 * i + 1) for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    answers = []
+    for options in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 16}):
+        llm = LLM(str(tmp_path), dtype="float32", device=DEVICE, skip_tokenizer_init=True,
+                  quantization="int8", max_num_seqs=16, num_kvcache_blocks=400, **options)  # fmt: skip
+        answers.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

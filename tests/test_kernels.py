@@ -7,6 +7,8 @@ incorrectly (up to Triton 3.9): .ci/compile_kernels.py compiles it, and `pytest 
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,10 +33,11 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from nanovllm import LLM  # noqa: E402
 from nanovllm.batch import SamplingBatch  # noqa: E402
-from nanovllm.gpu.kernels import attention, launch, pointwise, sampling, store  # noqa: E402
+from nanovllm.gpu.kernels import attention, int8, launch, pointwise, sampling, store  # noqa: E402
 from nanovllm.gpu.kernels.configs import Tile  # noqa: E402
 from nanovllm.models import sampler  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402
+from nanovllm.models.int8 import Int8Weight, weight_only  # noqa: E402
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, silu_and_mul  # noqa: E402
 
 NAN = float("nan")
@@ -266,6 +269,26 @@ def test_silu_and_mul(seed: int, rows: int, size: int, dtype: torch.dtype) -> No
     close(pointwise.silu_and_mul(x), silu_and_mul(x))
 
 
+@pytest.mark.slow
+@BRIEF
+@given(
+    seed=SEEDS,
+    rows=st.sampled_from([1, 2, 16, 17, 33, 65, 128, 129]),
+    shape=st.sampled_from([(64, 64), (70, 70), (16, 300), (199, 96)]),
+    bias=st.booleans(),
+    dtype=DTYPES,
+)
+def test_int8_linear(
+    seed: int, rows: int, shape: tuple[int, int], bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(seed)
+    weight = Int8Weight.empty(partial(torch.empty, dtype=dtype), *shape)
+    weight.copy_(torch.randn(shape) / shape[1] ** 0.5)
+    module = SimpleNamespace(weight=weight, bias=torch.randn(shape[0]).to(dtype) if bias else None)
+    x = torch.randn(rows, shape[1]).to(dtype)
+    close(int8.linear(x, module), weight_only(x, module))
+
+
 def sampling_batch(rows: int, generator: torch.Generator) -> SamplingBatch:
     def pick(*values: float) -> Tensor:
         return torch.tensor(values)[torch.randint(len(values), (rows,), generator=generator)]
@@ -463,13 +486,15 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     q, tile = torch.zeros(2, 1, 32), Tile(16, 16, 4, 1)
     launches(pointwise, "add_rms_norm", x, x, x[0], 1e-6)
     launches(pointwise, "silu_and_mul", x)
+    weight = Int8Weight.empty(torch.empty, 32, 64)
+    launches(int8, "linear", x, SimpleNamespace(weight=weight, bias=None))
     launches(
         store, "norm_rope_store", torch.zeros(2, 96), None, None, 0.0, cos, cos, ids, cache, cache
     )
     launches(attention, "attend", q, cache, cache, tables, ids, ids, tables, tile, q)
     launches(attention, "attend_decode", q, cache, cache, ids, ids, tables, tile, 2, q)
     found = launches(sampling, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
-    assert len(found) == 8
+    assert len(found) == 9
     assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.cpu import jit, kernels
+from nanovllm.cpu import int8, jit, kernels
 from nanovllm.cpu.attention import NumbaAttention
 from nanovllm.cpu.compile import is_ready
 from nanovllm.cpu.layers import compile_layers
@@ -29,6 +29,7 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         sample=sample,
         token_logprobs=token_logprobs,
         pack=pack,
+        int8={"make_weight": int8.PackedWeight.empty, "linear": int8.linear},
         compile_layers=compile_layers,
         guard=jit.guard,
     )

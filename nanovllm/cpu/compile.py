@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numba import typeof
 
-from nanovllm.cpu import amx, avx512, decode, jit, kernels, sampler
+from nanovllm.cpu import amx, avx512, decode, int8, jit, kernels, sampler
 
 logger = logging.getLogger("nanovllm")
 
@@ -44,6 +44,7 @@ def compile_all(dtype: torch.dtype, use_amx: bool | int | None, cache_dtype: tor
         (kernels.norm_rope_store_rows, (*store, 0, 0)),
         (kernels.norm_rope_store, (*store, 1)),
         (kernels.attend, (*zeros[:6], shape, work, example, cached, use_amx, 1)),
+        (int8.product, (*zeros[:5], 1, 1, 1, example, 1)),
         (sampler._draw, (0, False, 0, 1, *draw)),
         (sampler._token_logprobs, (0, False, 0, 1, empty(1), empty(2, np.float64))),
     ]

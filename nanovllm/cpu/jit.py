@@ -86,12 +86,15 @@ SUBDIRECTORY = f"kernels-{digest()}"
 DIRECTORY = make_directory()
 
 
-def compiled(parallel: bool = False, no_nan: bool = False) -> Callable[[Callable], Any]:
+def compiled(
+    parallel: bool = False, no_nan: bool = False, exact: bool = False
+) -> Callable[[Callable], Any]:
     """The decorator of all kernels. `parallel` makes prange parallel.
 
-    LLVM vectorizes a maximum only with `no_nan`: the result for a NaN is then undefined.
+    LLVM vectorizes a maximum only with `no_nan`: the result for a NaN is then undefined. With
+    `exact` it computes every operation as it is written.
     """
-    fastmath = FASTMATH | {"nnan"} if no_nan else FASTMATH
+    fastmath = set() if exact else FASTMATH | {"nnan"} if no_nan else FASTMATH
     options: Any = dict(parallel=parallel, nogil=True, error_model="numpy", fastmath=fastmath)
 
     def decorate(function: Callable) -> Any:

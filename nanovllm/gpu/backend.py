@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.gpu.attention import TritonAttention
 from nanovllm.gpu.graphs import DecodeGraphs, cuda_capture
-from nanovllm.gpu.kernels import pointwise, sampling
+from nanovllm.gpu.kernels import int8, pointwise, sampling
 from nanovllm.models.backend import Backend
 
 
@@ -21,6 +21,7 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
             "interpreter (very slowly)"
         )
     return Backend(
+        int8={"linear": int8.linear, "pack": int8.pack},
         attention=TritonAttention,
         add_rms_norm=pointwise.add_rms_norm,
         silu_and_mul=pointwise.silu_and_mul,

@@ -4,9 +4,9 @@ The model is written in plain torch. A backend replaces named parts of it by ker
 replaces nothing, runs on every device, and is the reference that the tests compare the others with.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -56,10 +56,17 @@ class Backend:
 
     # (shape) -> an uninitialized weight. The runner sets its dtype and device.
     empty: Callable[..., Tensor] = torch.empty
+    # (empty, outputs, inputs) -> the weight of a Linear: a tensor, or an object that is loaded and
+    # looked up like one.
+    make_weight: Callable[[Callable[..., Tensor], int, int], Any] = lambda empty, *shape: empty(
+        *shape
+    )
     # (x [T, I], Linear) -> [T, O]
     linear: Callable[[Tensor, Linear], Tensor] = linear
     # Changes how a Linear is stored, once it is loaded.
     pack: Callable[[Linear], None] = lambda module: None
+    # The fields that replace the plain ones of models/int8.py, if weights are in int8.
+    int8: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     # See models/layers.py. Both may overwrite their arguments.
     add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = (
         add_rms_norm

@@ -90,8 +90,13 @@ class ModelConfig:
 
         quantized = raw.get("quantization_config") or {}
         # With a scheme for the KV cache alone the weights are not quantized; see models/fp8.py.
-        if quantized and (quantized.get("config_groups") or not quantized.get("kv_cache_scheme")):
-            raise ValueError(f"{path}: quantized checkpoints are not supported; use the bf16 one")
+        kv_only = isinstance(quantized, dict) and quantized.get("kv_cache_scheme")
+        if quantized and (not kv_only or quantized.get("config_groups")):
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+            raise ValueError(
+                f"{path}: the checkpoint is quantized already ({method!r}), which is not supported; "
+                "use the one in bfloat16, and quantization='int8' to quantize it while it is loaded"
+            )
         theta, factor = _rope(raw, path)
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
         heads, hidden = need("num_attention_heads"), need("hidden_size")
@@ -129,14 +134,26 @@ class ModelConfig:
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
 
     @property
+    def linears(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of every linear layer, the head last."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden)]
+        return self.num_layers * [*layer, (hidden, inner)] + [(self.vocab_size, hidden)]
+
+    @property
+    def num_other_weights(self) -> int:
+        """The number of norm weights, biases, and weights of an embedding table that is not tied."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = self.attention_bias * (queries + 2 * keys) + self.output_bias * self.hidden_size
+        layer += 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        table = 0 if self.tie_word_embeddings else self.vocab_size
+        return self.num_layers * layer + (table + 1) * self.hidden_size
+
+    @property
     def num_weights(self) -> int:
         """The number of weights, a tied head counted once."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.hidden_size * (2 * queries + 2 * keys + 3 * self.intermediate_size + 2)
-        layer += self.attention_bias * (queries + 2 * keys) + self.output_bias * self.hidden_size
-        layer += self.qk_norm * 2 * self.head_dim
-        vocab = self.vocab_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_layers * layer + (vocab + 1) * self.hidden_size
+        return sum(outputs * inputs for outputs, inputs in self.linears) + self.num_other_weights
 
 
 # Properties that follow from the architecture's name and may be absent in config.json.

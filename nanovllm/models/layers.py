@@ -42,24 +42,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
 class Linear:
     """y = x W^T + b. Projections of the same input (q, k, v; gate, up) are one Linear.
 
-    The backend may replace `weight` by another layout once it is loaded.
+    The backend makes `weight`, and may replace it by another layout once it is loaded.
     """
 
     def __init__(
-        self,
-        inputs: int,
-        parts: dict[str, int],
-        backend: Backend,
-        bias: bool = False,
-        tied: Tensor | None = None,
+        self, inputs: int, parts: dict[str, int], backend: Backend, bias: bool = False
     ) -> None:
-        """parts: the name of each projection in a checkpoint -> its number of outputs.
-
-        tied: the weight of another module, used instead of a weight of its own.
-        """
+        """parts: the name of each projection in a checkpoint -> its number of outputs."""
         outputs = sum(parts.values())
         self.parts, self.backend = parts, backend
-        self.weight = backend.empty(outputs, inputs) if tied is None else tied
+        self.weight = backend.make_weight(backend.empty, outputs, inputs)  # [O, I]
         self.bias = backend.empty(outputs) if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:

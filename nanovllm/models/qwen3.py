@@ -14,7 +14,6 @@ D head size, F feed-forward size, V vocabulary.
 from collections.abc import Iterator
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from nanovllm.batch import ForwardBatch
 from nanovllm.models.backend import Attention, Backend
@@ -113,20 +112,20 @@ class Qwen3:
 
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
-        self.embed_tokens = backend.empty(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryEmbedding(
-            config.head_dim, max_model_len, config.rope_theta, config.rope_factor, self.embed_tokens
+        vocab_size, hidden = config.vocab_size, config.hidden_size
+        self.lm_head = Linear(hidden, {"lm_head": vocab_size}, backend)
+        self.embed_tokens = (  # [V, E]
+            self.lm_head.weight if config.tie_word_embeddings else backend.empty(vocab_size, hidden)
         )
         self.layers = [DecoderLayer(config, i, backend) for i in range(config.num_layers)]
-        self.norm = backend.empty(config.hidden_size)
-        tied = self.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = Linear(
-            config.hidden_size, {"lm_head": config.vocab_size}, backend, tied=tied
+        self.norm = backend.empty(hidden)
+        self.rotary = RotaryEmbedding(
+            config.head_dim, max_model_len, config.rope_theta, config.rope_factor, self.norm
         )
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         """The hidden states of the step's tokens, after the last norm: [T, E]."""
-        x = F.embedding(batch.input_ids, self.embed_tokens)
+        x = self.embed_tokens[batch.input_ids]
         rope, residual = self.rotary.at(batch.positions), None
         for layer in self.layers:
             x, residual = layer(x, residual, rope, batch, attention)

@@ -5,11 +5,14 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.models.backend import Backend
+from nanovllm.models.config import ModelConfig
 from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepPlan, Yield
 
 # How torch reports a failed allocation on a CPU, where the error has no type of its own.
@@ -37,13 +40,21 @@ class Snapshot:
         return cls(device, free, free)
 
 
-def check_weights(name: str, weight_bytes: int, dtype: torch.dtype, before: Snapshot) -> None:
+def weight_bytes(config: ModelConfig, backend: Backend, dtype: torch.dtype) -> int:
+    """The size of the weights as `backend` stores them before it packs any."""
+    empty = partial(torch.empty, dtype=dtype, device="meta")  # without memory
+    linears = sum(backend.make_weight(empty, *shape).nbytes for shape in config.linears)
+    return linears + config.num_other_weights * dtype.itemsize
+
+
+def check_weights(name: str, size: int, dtype: torch.dtype, before: Snapshot) -> None:
     """Raise ValueError if the weights of the model `name` do not fit the free memory."""
-    if weight_bytes > before.free:
+    if size > before.free:
         raise ValueError(
-            f"the weights of {name} take {weight_bytes / 2**30:,.2f} GiB in {str(dtype)[6:]}, and "
+            f"the weights of {name} take {size / 2**30:,.2f} GiB in {str(dtype)[6:]}, and "
             f"{before.free / 2**30:,.2f} GiB of memory are free on {before.device}; use a smaller "
-            "model, end other programs, or set dtype='bfloat16', which takes half of float32"
+            "model, end other programs, or set dtype='bfloat16', which takes half of float32, or "
+            "quantization='int8', which takes half of that"
         )
 
 

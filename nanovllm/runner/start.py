@@ -14,6 +14,7 @@ from nanovllm.models.backend import Attention, Backend, CaptureDecode
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
+from nanovllm.models.int8 import quantized
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
@@ -40,12 +41,14 @@ def make_runner(
     remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
     with device_guard(device), memory.explain_out_of_memory(remedy):
         before = memory.Snapshot.of(device)
-        weight_bytes = model_config.num_weights * dtype.itemsize
+        backend = pick_backend(config.attention_backend, device, dtype, model_config.num_weights)
+        if config.quantization is not None:
+            backend = quantized(backend, device, dtype)
+        weight_bytes = memory.weight_bytes(model_config, backend, dtype)
         memory.check_weights(directory.name, weight_bytes, dtype, before)
         cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
         block_bytes = model_config.block_bytes(block_size, cache_dtype.itemsize)
         memory.check_cache(config, block_bytes, before)
-        backend = pick_backend(config.attention_backend, device, dtype, model_config.num_weights)
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
         capture_decode = capture_decode or backend.capture_decode

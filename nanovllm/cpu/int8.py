@@ -1,0 +1,268 @@
+"""Linear layers with weights in int8 on a CPU: `dynamic` of models/int8.py in one kernel.
+
+VNNI, the dot product of AVX-512 for int8, adds to each of 16 numbers in int32 the products of 4
+neighbours. The weights are stored in the order in which the kernel reads them, [O / 64, I / 4, 64, 4]:
+
+    four vectors     output    0       1    ..   63
+    inputs 0 to 3         [ wwww | wwww | .. | wwww ]       x of a token: inputs 0 to 3 in all lanes
+           4 to 7         [ wwww | wwww | .. | wwww ]                     inputs 4 to 7
+
+One operand of VNNI is unsigned: w + 128 is stored. The excess of a sum, 128 times the sum of the
+token's activations, is known before the product and subtracted after it. No sum overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import get_num_threads, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.cpu.jit import compiled
+from nanovllm.cpu.kernels import (
+    DTYPE_EXAMPLE,
+    SERIAL_ELEMENTS,
+    array,
+    f32,
+    from_float32,
+    to_float32,
+)
+from nanovllm.models.int8 import LARGEST, SMALLEST, Int8Weight
+from nanovllm.models.layers import Linear
+
+INT8, UINT8, INT32, FLOAT32 = np.int8(0), np.uint8(0), np.int32(0), np.float32(0)
+OUTPUTS = 64  # of a block of weights
+TOKENS = 4  # whose sums for a block stay in registers
+TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
+
+
+@dataclass(slots=True)
+class PackedWeight(Int8Weight):
+    """`values` [O / 64, I / 4, 64] int32, each 4 inputs of an output; `rows` of it are this weight."""
+
+    rows: range
+    inputs: int
+
+    @classmethod
+    def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> PackedWeight:
+        shape = -(-outputs // OUTPUTS), -(-inputs // 4), OUTPUTS
+        values, scale = empty(*shape, dtype=torch.int32), empty(outputs, dtype=torch.float32)
+        return cls(values, scale, empty(0).dtype, range(outputs), inputs)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows), self.inputs))
+
+    def split(self, sizes: list[int]) -> Sequence[PackedWeight]:
+        ends = np.cumsum(sizes).tolist()
+        return [
+            PackedWeight(
+                self.values, self.scale, self.dtype, self.rows[end - size : end], self.inputs
+            )
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+
+    def store(self, start: int, values: Tensor, scale: Tensor) -> None:
+        rows = torch.tensor(self.rows[start : start + len(values)])
+        unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % 4))
+        self.values[rows // OUTPUTS, :, rows % OUTPUTS] = unsigned.view(torch.int32)
+        self.scale[rows] = scale
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        rows = rows + self.rows.start
+        unsigned = self.values[rows // OUTPUTS, :, rows % OUTPUTS].view(torch.uint8)
+        values = (unsigned[:, : self.inputs] ^ 128).view(torch.int8)
+        return (values * self.scale[rows, None]).to(self.dtype)
+
+
+def has_vnni() -> bool:
+    named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
+    return not named and bool(get_host_cpu_features().get("avx512vnni"))
+
+
+@intrinsic(prefer_literal=True)
+def vnni_tile(typing, sums, x, weight, steps, stride, tokens):
+    """sums [tokens, 64] int32 = x [tokens, 4 * steps] int8 times a block of weights.
+
+    All are addresses, and the rows of x begin `stride` bytes apart.
+    """
+
+    def generate(context, builder, signature, args):
+        sums, x, weight, steps, stride = args[:5]
+        int32, int64, count = ir.IntType(32), stride.type, tokens.literal_value
+        lanes = ir.VectorType(int32, 16)
+        kind = ir.FunctionType(lanes, [lanes] * 3)
+        dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+
+        def at(kind, address, *offsets):
+            for offset in offsets:
+                address = builder.add(address, offset)
+            return builder.inttoptr(address, kind.as_pointer())
+
+        zero = ir.Constant(lanes, [0] * 16)
+        totals = {at_: cgutils.alloca_once_value(builder, zero) for at_ in np.ndindex(count, 4)}
+        with cgutils.for_range(builder, steps) as loop:
+            block = builder.mul(loop.index, int64(4 * OUTPUTS))
+            weights = [
+                builder.load(at(lanes, weight, block, int64(64 * v)), align=1) for v in range(4)
+            ]
+            for t in range(count):
+                row = builder.mul(stride, int64(t)), builder.mul(loop.index, int64(4))
+                inputs = builder.load(at(int32, x, *row), align=1)
+                first = builder.insert_element(ir.Constant(lanes, ir.Undefined), inputs, int32(0))
+                splat = builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * 16))
+                for v in range(4):
+                    total = builder.load(totals[t, v])
+                    builder.store(builder.call(dot, [total, weights[v], splat]), totals[t, v])
+        for i, total in enumerate(totals.values()):
+            builder.store(builder.load(total), at(lanes, sums, int64(64 * i)), align=1)
+        return context.get_dummy_value()
+
+    return types.void(sums, x, weight, steps, stride, tokens), generate
+
+
+@compiled()
+def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """Compute the same as vnni_tile."""
+    sums, x = array(sums_ptr, (tokens, OUTPUTS), INT32), array(x_ptr, (tokens, stride), INT8)
+    weight = array(weight_ptr, (steps, OUTPUTS, 4), UINT8)
+    for t in range(tokens):
+        sums[t] = 0
+        for s in range(steps):
+            for o in range(OUTPUTS):
+                total = np.int32(0)
+                for i in range(4):
+                    total += np.int32(weight[s, o, i]) * np.int32(x[t, 4 * s + i])
+                sums[t, o] += total
+
+
+tile: Any = vnni_tile if has_vnni() else plain_tile
+
+
+@compiled(exact=True)
+def quantize_rows(x_ptr, values, scale, excess, size, example, start, stop):
+    """Rows [start, stop) of `quantize` of x [T, size], and the excess [T] of their products."""
+    x = array(x_ptr, (len(scale), size), example)
+    for i in range(start, stop):
+        # As integers, the bits of magnitudes are in the same order, and those of NaN come last.
+        bits = f32(SMALLEST).view(np.int32)
+        for c in range(size):
+            number = np.float32(to_float32(x[i, c])).view(np.int32)
+            bits = max(bits, np.int32(number & np.int32(0x7FFFFFFF)))
+        largest = np.int32(bits).view(np.float32)
+        inverse, total = f32(LARGEST) / largest, np.int32(0)
+        for c in range(size):
+            value = np.int32(np.rint(to_float32(x[i, c]) * inverse))
+            values[i, c] = np.int8(value)
+            total = np.int32(total + value)
+        values[i, size:] = 0
+        scale[i], excess[i] = largest * f32(1 / LARGEST), np.int32(128 * total)
+
+
+@compiled(exact=True)
+def scale_dequantized(sums, excess, token_scale, scale, addend, out):
+    """out [N] = (sums - excess) * token_scale * scale + addend."""
+    for c in range(len(out)):
+        total = f32(np.int32(sums[c] - excess))
+        out[c] = from_float32(total * token_scale * scale[c] + addend[c], out[c])
+
+
+@compiled(exact=True)
+def product_blocks(
+    values,
+    token_scale,
+    excess,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    outputs,
+    example,
+    start,
+    stop,
+):
+    """Blocks [start, stop) of 64 outputs, of all tokens: values [T, I] int8 -> out [T, outputs]."""
+    tokens, size = values.shape
+    scale, out = array(scale_ptr, (outputs,), FLOAT32), array(out_ptr, (tokens, outputs), example)
+    bias = array(bias_ptr, (outputs,), example)
+    sums, addend = np.empty((TOKENS, OUTPUTS), np.int32), np.zeros(OUTPUTS, f32)
+    for first in range(0, tokens, TOKEN_BLOCK):
+        last = min(first + TOKEN_BLOCK, tokens)
+        for block in range(start, stop):
+            weight, o = weight_ptr + block * OUTPUTS * size, block * OUTPUTS
+            if bias_ptr != 0:
+                for c in range(min(OUTPUTS, outputs - o)):
+                    addend[c] = to_float32(bias[o + c])
+            for t in range(first, last, TOKENS):
+                rows = min(TOKENS, last - t)
+                sums_ptr, x = np.int64(sums.ctypes.data), np.int64(values.ctypes.data) + t * size
+                if rows == TOKENS:
+                    tile(sums_ptr, x, weight, size // 4, size, TOKENS)
+                else:
+                    for i in range(rows):
+                        row_ptr = sums_ptr + 4 * OUTPUTS * i
+                        tile(row_ptr, x + i * size, weight, size // 4, size, 1)
+                for i in range(rows):
+                    scale_dequantized(
+                        sums[i],
+                        excess[t + i],
+                        token_scale[t + i],
+                        scale[o:],
+                        addend,
+                        out[t + i, o : o + OUTPUTS],
+                    )
+
+
+@compiled(parallel=True)
+def product(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, example, parts):
+    values = np.empty((tokens, (size + 3) // 4 * 4), np.int8)
+    token_scale, excess = np.empty(tokens, f32), np.empty(tokens, np.int32)
+    if tokens * size <= SERIAL_ELEMENTS:
+        quantize_rows(x_ptr, values, token_scale, excess, size, example, 0, tokens)
+    else:
+        for p in prange(parts):
+            start, stop = p * tokens // parts, (p + 1) * tokens // parts
+            quantize_rows(x_ptr, values, token_scale, excess, size, example, start, stop)
+    blocks = (outputs + OUTPUTS - 1) // OUTPUTS
+    for p in prange(parts):
+        start, stop = p * blocks // parts, (p + 1) * blocks // parts
+        product_blocks(
+            values,
+            token_scale,
+            excess,
+            weight_ptr,
+            scale_ptr,
+            bias_ptr,
+            out_ptr,
+            outputs,
+            example,
+            start,
+            stop,
+        )
+
+
+def linear(x: Tensor, module: Linear) -> Tensor:
+    """x [T, I], float32 or bfloat16 -> [T, O]."""
+    weight, bias = module.weight, module.bias
+    outputs, inputs = weight.shape
+    out = x.new_empty((len(x), outputs))
+    pointers = (
+        weight.values.data_ptr(),
+        weight.scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+    )
+    sizes = len(x), inputs, outputs
+    product(
+        x.data_ptr(), *pointers, out.data_ptr(), *sizes, DTYPE_EXAMPLE[x.dtype], get_num_threads()
+    )
+    return out
