@@ -14,7 +14,7 @@ token's activations, is known before the product and subtracted after it. No sum
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numba
@@ -29,18 +29,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.cpu.jit import compiled
-from nanovllm.cpu.kernels import (
-    DTYPE_EXAMPLE,
-    SERIAL_ELEMENTS,
-    array,
-    f32,
-    from_float32,
-    to_float32,
-)
+from nanovllm.cpu.kernels import DTYPE_EXAMPLE, SERIAL_ELEMENTS, array, from_float32, to_float32
 from nanovllm.models.int8 import LARGEST, SMALLEST, Int8Weight
 from nanovllm.models.layers import Linear
 
-INT8, UINT8, INT32, FLOAT32 = np.int8(0), np.uint8(0), np.int32(0), np.float32(0)
+f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
 TOKENS = 4  # whose sums for a block stay in registers
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
@@ -65,12 +58,8 @@ class PackedWeight(Int8Weight):
 
     def split(self, sizes: list[int]) -> Sequence[PackedWeight]:
         ends = np.cumsum(sizes).tolist()
-        return [
-            PackedWeight(
-                self.values, self.scale, self.dtype, self.rows[end - size : end], self.inputs
-            )
-            for size, end in zip(sizes, ends, strict=True)
-        ]
+        parts = [self.rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [replace(self, rows=rows) for rows in parts]
 
     def store(self, start: int, values: Tensor, scale: Tensor) -> None:
         rows = torch.tensor(self.rows[start : start + len(values)])
@@ -96,11 +85,10 @@ def vnni_tile(typing, sums, x, weight, steps, stride, tokens):
 
     All are addresses, and the rows of x begin `stride` bytes apart.
     """
-
     def generate(context, builder, signature, args):
         sums, x, weight, steps, stride = args[:5]
-        int32, int64, count = ir.IntType(32), stride.type, tokens.literal_value
-        lanes = ir.VectorType(int32, 16)
+        word, int64, count = ir.IntType(32), stride.type, tokens.literal_value
+        lanes = ir.VectorType(word, 16)
         kind = ir.FunctionType(lanes, [lanes] * 3)
         dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
 
@@ -113,13 +101,12 @@ def vnni_tile(typing, sums, x, weight, steps, stride, tokens):
         totals = {at_: cgutils.alloca_once_value(builder, zero) for at_ in np.ndindex(count, 4)}
         with cgutils.for_range(builder, steps) as loop:
             block = builder.mul(loop.index, int64(4 * OUTPUTS))
-            weights = [
-                builder.load(at(lanes, weight, block, int64(64 * v)), align=1) for v in range(4)
-            ]
+            vectors = [at(lanes, weight, block, int64(64 * v)) for v in range(4)]
+            weights = [builder.load(vector, align=1) for vector in vectors]
             for t in range(count):
                 row = builder.mul(stride, int64(t)), builder.mul(loop.index, int64(4))
-                inputs = builder.load(at(int32, x, *row), align=1)
-                first = builder.insert_element(ir.Constant(lanes, ir.Undefined), inputs, int32(0))
+                inputs = builder.load(at(word, x, *row), align=1)
+                first = builder.insert_element(ir.Constant(lanes, ir.Undefined), inputs, word(0))
                 splat = builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * 16))
                 for v in range(4):
                     total = builder.load(totals[t, v])
@@ -134,15 +121,15 @@ def vnni_tile(typing, sums, x, weight, steps, stride, tokens):
 @compiled()
 def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     """Compute the same as vnni_tile."""
-    sums, x = array(sums_ptr, (tokens, OUTPUTS), INT32), array(x_ptr, (tokens, stride), INT8)
-    weight = array(weight_ptr, (steps, OUTPUTS, 4), UINT8)
+    sums, x = array(sums_ptr, (tokens, OUTPUTS), int32(0)), array(x_ptr, (tokens, stride), np.int8(0))
+    weight = array(weight_ptr, (steps, OUTPUTS, 4), np.uint8(0))
     for t in range(tokens):
         sums[t] = 0
         for s in range(steps):
             for o in range(OUTPUTS):
-                total = np.int32(0)
+                total = int32(0)
                 for i in range(4):
-                    total += np.int32(weight[s, o, i]) * np.int32(x[t, 4 * s + i])
+                    total += int32(weight[s, o, i]) * int32(x[t, 4 * s + i])
                 sums[t, o] += total
 
 
@@ -158,42 +145,31 @@ def quantize_rows(x_ptr, values, scale, excess, size, example, start, stop):
         bits = f32(SMALLEST).view(np.int32)
         for c in range(size):
             number = np.float32(to_float32(x[i, c])).view(np.int32)
-            bits = max(bits, np.int32(number & np.int32(0x7FFFFFFF)))
-        largest = np.int32(bits).view(np.float32)
-        inverse, total = f32(LARGEST) / largest, np.int32(0)
+            bits = max(bits, int32(number & int32(0x7FFFFFFF)))
+        largest = int32(bits).view(np.float32)
+        inverse, total = f32(LARGEST) / largest, int32(0)
         for c in range(size):
-            value = np.int32(np.rint(to_float32(x[i, c]) * inverse))
+            value = int32(np.rint(to_float32(x[i, c]) * inverse))
             values[i, c] = np.int8(value)
-            total = np.int32(total + value)
+            total = int32(total + value)
         values[i, size:] = 0
-        scale[i], excess[i] = largest * f32(1 / LARGEST), np.int32(128 * total)
+        scale[i], excess[i] = largest * f32(1 / LARGEST), int32(128 * total)
 
 
 @compiled(exact=True)
 def scale_dequantized(sums, excess, token_scale, scale, addend, out):
     """out [N] = (sums - excess) * token_scale * scale + addend."""
     for c in range(len(out)):
-        total = f32(np.int32(sums[c] - excess))
+        total = f32(int32(sums[c] - excess))
         out[c] = from_float32(total * token_scale * scale[c] + addend[c], out[c])
 
 
 @compiled(exact=True)
-def product_blocks(
-    values,
-    token_scale,
-    excess,
-    weight_ptr,
-    scale_ptr,
-    bias_ptr,
-    out_ptr,
-    outputs,
-    example,
-    start,
-    stop,
-):
+def product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
+                   example, start, stop):
     """Blocks [start, stop) of 64 outputs, of all tokens: values [T, I] int8 -> out [T, outputs]."""
     tokens, size = values.shape
-    scale, out = array(scale_ptr, (outputs,), FLOAT32), array(out_ptr, (tokens, outputs), example)
+    scale, out = array(scale_ptr, (outputs,), f32(0)), array(out_ptr, (tokens, outputs), example)
     bias = array(bias_ptr, (outputs,), example)
     sums, addend = np.empty((TOKENS, OUTPUTS), np.int32), np.zeros(OUTPUTS, f32)
     for first in range(0, tokens, TOKEN_BLOCK):
@@ -214,13 +190,8 @@ def product_blocks(
                         tile(row_ptr, x + i * size, weight, size // 4, size, 1)
                 for i in range(rows):
                     scale_dequantized(
-                        sums[i],
-                        excess[t + i],
-                        token_scale[t + i],
-                        scale[o:],
-                        addend,
-                        out[t + i, o : o + OUTPUTS],
-                    )
+                        sums[i], excess[t + i], token_scale[t + i], scale[o:], addend,
+                        out[t + i, o : o + OUTPUTS])
 
 
 @compiled(parallel=True)
@@ -236,19 +207,8 @@ def product(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outpu
     blocks = (outputs + OUTPUTS - 1) // OUTPUTS
     for p in prange(parts):
         start, stop = p * blocks // parts, (p + 1) * blocks // parts
-        product_blocks(
-            values,
-            token_scale,
-            excess,
-            weight_ptr,
-            scale_ptr,
-            bias_ptr,
-            out_ptr,
-            outputs,
-            example,
-            start,
-            stop,
-        )
+        product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr,
+                       outputs, example, start, stop)
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
@@ -256,13 +216,8 @@ def linear(x: Tensor, module: Linear) -> Tensor:
     weight, bias = module.weight, module.bias
     outputs, inputs = weight.shape
     out = x.new_empty((len(x), outputs))
-    pointers = (
-        weight.values.data_ptr(),
-        weight.scale.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-    )
+    addresses = (x.data_ptr(), weight.values.data_ptr(), weight.scale.data_ptr(),
+                 0 if bias is None else bias.data_ptr(), out.data_ptr())
     sizes = len(x), inputs, outputs
-    product(
-        x.data_ptr(), *pointers, out.data_ptr(), *sizes, DTYPE_EXAMPLE[x.dtype], get_num_threads()
-    )
+    product(*addresses, *sizes, DTYPE_EXAMPLE[x.dtype], get_num_threads())
     return out
