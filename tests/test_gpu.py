@@ -206,7 +206,7 @@ def test_int8_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for bias in (None, torch.randn(shape[0], device=DEVICE).to(dtype)):
         layer = SimpleNamespace(weight=weight, bias=bias)
         wide = SimpleNamespace(weight=exact, bias=None if bias is None else bias.float())
-        for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 300):
+        for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300):
             x = torch.randn(rows, shape[1], device=DEVICE).to(dtype)
             assert error(int8.linear(x, layer), weight_only(x.float(), wide)) < TOLERANCE[dtype]
 

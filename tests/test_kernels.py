@@ -273,7 +273,7 @@ def test_silu_and_mul(seed: int, rows: int, size: int, dtype: torch.dtype) -> No
 @BRIEF
 @given(
     seed=SEEDS,
-    rows=st.sampled_from([1, 2, 16, 17, 33, 65, 128, 129]),
+    rows=st.sampled_from([1, 2, 16, 17, 33, 65, 128, 129, 257]),
     shape=st.sampled_from([(64, 64), (70, 70), (16, 300), (199, 96)]),
     bias=st.booleans(),
     dtype=DTYPES,

@@ -4,6 +4,7 @@ A CUDA graph contains all calls, so that launches cost nothing. The inputs of al
 larger than the L2 cache. SDPA, torch's attention, gets the same lengths in a contiguous KV cache.
 """
 
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -17,11 +18,14 @@ from triton.testing import do_bench_cudagraph
 from nanovllm.batch import SamplingBatch
 from nanovllm.gpu.kernels.attention import attend, attend_decode, num_splits, query_tiles
 from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+from nanovllm.gpu.kernels.int8 import linear
 from nanovllm.gpu.kernels.pointwise import add_rms_norm, silu_and_mul
 from nanovllm.gpu.kernels.sampling import sample
 from nanovllm.gpu.kernels.store import norm_rope_store
 from nanovllm.models.fp8 import FP8
+from nanovllm.models.int8 import Int8Weight
 
+Layer = namedtuple("Layer", "weight bias")  # what a product reads of a Linear
 # The sizes of Qwen3-0.6B, and a number of rows.
 H, K, D, BLOCK, HIDDEN, FFN, VOCAB, ROWS = 16, 8, 128, 16, 1024, 3072, 151_936, 256
 L2_BYTES = 512 << 20
@@ -101,6 +105,17 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         )
         flops = 2 * H * D * length * (length + 1)
         yield f"prefill{' fp8' * (dtype == FP8)} {length:,} tokens", flops, "TFLOP/s", paged, other
+
+    shapes = ((4096, HIDDEN), (HIDDEN, FFN), (VOCAB, HIDDEN))
+    for (outputs, inputs), rows in product(shapes, (1, 16, 64, 256)):
+        # SDPA's column has torch's product with weights in bfloat16.
+        shape = -(-L2_BYTES // (outputs * inputs)), outputs, inputs
+        values = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
+        x, scale, bf16 = data(rows, inputs), data(outputs).float(), torch.bfloat16
+        quantized = [Layer(Int8Weight(each, scale, bf16), None) for each in values]
+        products: list[Any] = [partial(linear, x, layer) for layer in quantized]
+        plain = [partial(torch.nn.functional.linear, x, each) for each in data(*shape)]
+        yield f"int8 {outputs:,} x {inputs:,}, {rows} rows", outputs * inputs, "GB/s", products, plain
 
     width, w, norm, cos = (H + 2 * K) * D, data(HIDDEN), data(D), data(ROWS, 1, D)
     add: Any = add_rms_norm

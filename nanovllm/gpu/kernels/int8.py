@@ -37,6 +37,7 @@ HALF = {
     32: Int8Tile(32, 32, 128, 4, 4),
     64: Int8Tile(64, 32, 128, 4, 3),
     128: Int8Tile(128, 64, 64, 8, 3),
+    256: Int8Tile(128, 64, 64, 8, 3),  # two programs read the same weights, of 1 byte each
 }
 FLOAT32 = {
     16: Int8Tile(16, 16, 64, 4, 3),
