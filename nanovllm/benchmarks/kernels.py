@@ -25,7 +25,7 @@ from nanovllm.gpu.kernels.store import norm_rope_store
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.int8 import Int8Weight
 
-Layer = namedtuple("Layer", "weight bias")  # what a product reads of a Linear
+Layer: Any = namedtuple("Layer", "weight bias")  # what a product reads of a Linear
 # The sizes of Qwen3-0.6B, and a number of rows.
 H, K, D, BLOCK, HIDDEN, FFN, VOCAB, ROWS = 16, 8, 128, 16, 1024, 3072, 151_936, 256
 L2_BYTES = 512 << 20
@@ -113,9 +113,9 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         values = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
         x, scale, bf16 = data(rows, inputs), data(outputs).float(), torch.bfloat16
         quantized = [Layer(Int8Weight(each, scale, bf16), None) for each in values]
-        products: list[Any] = [partial(linear, x, layer) for layer in quantized]
+        ours: list[Any] = [partial(linear, x, layer) for layer in quantized]
         plain = [partial(torch.nn.functional.linear, x, each) for each in data(*shape)]
-        yield f"int8 {outputs:,} x {inputs:,}, {rows} rows", outputs * inputs, "GB/s", products, plain
+        yield f"int8 {outputs:,} x {inputs:,}, {rows} rows", outputs * inputs, "GB/s", ours, plain
 
     width, w, norm, cos = (H + 2 * K) * D, data(HIDDEN), data(D), data(ROWS, 1, D)
     add: Any = add_rms_norm
