@@ -148,8 +148,8 @@ def launch_layer(
 ) -> None:  # fmt: skip
     """The kernels between the projections: of 32 sequences and of one, with and without norms."""
     cache = torch.empty((4, kv_heads, 16, head_dim), dtype=cache_dtype)
-    wide = prefill_tile(gpu, head_dim, dtype, cache_dtype)
-    narrow = decode_tile(gpu, head_dim, dtype, cache_dtype)
+    wide = prefill_tile(gpu, head_dim, dtype)
+    narrow = decode_tile(gpu, head_dim, dtype)
     weight = torch.empty(head_dim, dtype=dtype)
     for num in (32, 1):
         q = torch.empty((num, heads, head_dim), dtype=dtype)

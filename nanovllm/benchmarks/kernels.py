@@ -4,10 +4,10 @@ A CUDA graph contains all calls, so that launches cost nothing. The inputs of al
 larger than the L2 cache. SDPA, torch's attention, gets the same lengths in a contiguous KV cache.
 """
 
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from nanovllm.gpu.kernels.store import norm_rope_store
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.int8 import Int8Weight
 
-Layer: Any = namedtuple("Layer", "weight bias")  # what a product reads of a Linear
+Layer: Any = SimpleNamespace  # what a product reads of a Linear
 # The sizes of Qwen3-0.6B, and a number of rows.
 H, K, D, BLOCK, HIDDEN, FFN, VOCAB, ROWS = 16, 8, 128, 16, 1024, 3072, 151_936, 256
 L2_BYTES = 512 << 20
@@ -70,7 +70,7 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
     rest: tuple[Any, ...]
     lengths = (128, 1024, 8192, 32_768)
     for dtype, batch, length in product(cache_dtypes(), (1, 8, 64, 256), lengths):
-        tile = decode_tile(gpu, D, torch.bfloat16, dtype)
+        tile = decode_tile(gpu, D, torch.bfloat16)
         size, blocks = 2 * dtype.itemsize * batch * length * K * D, batch * length // BLOCK
         if 5 / dtype.itemsize * size > torch.cuda.mem_get_info()[0]:
             continue
@@ -88,7 +88,7 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         yield name, size, "GB/s", paged, other
 
     for dtype, length in product(cache_dtypes(), (1024, 2048, 4096, 8192, 16_384)):
-        tile = prefill_tile(gpu, D, torch.bfloat16, dtype)
+        tile = prefill_tile(gpu, D, torch.bfloat16)
         q, out = data(length, H, D), data(length, H, D)
         dense_kv = data(2, length // BLOCK + 1, K, BLOCK, D)
         kv = dense_kv.to(dtype)
@@ -112,7 +112,7 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         shape = -(-L2_BYTES // (outputs * inputs)), outputs, inputs
         values = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
         x, scale, bf16 = data(rows, inputs), data(outputs).float(), torch.bfloat16
-        quantized = [Layer(Int8Weight(each, scale, bf16), None) for each in values]
+        quantized = [Layer(weight=Int8Weight(each, scale, bf16), bias=None) for each in values]
         ours: list[Any] = [partial(linear, x, layer) for layer in quantized]
         plain = [partial(torch.nn.functional.linear, x, each) for each in data(*shape)]
         yield f"int8 {outputs:,} x {inputs:,}, {rows} rows", outputs * inputs, "GB/s", ours, plain

@@ -39,8 +39,8 @@ class TritonAttention(PlainAttention):
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
-        self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype, self.cache.dtype)
-        self.prefill_tile = prefill_tile(self.gpu, config.head_dim, dtype, self.cache.dtype)
+        self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype)
+        self.prefill_tile = prefill_tile(self.gpu, config.head_dim, dtype)
         self.group_size = config.num_heads // config.num_kv_heads
         if self.group_size > (limit := self.decode_tile.num_rows):
             raise ValueError(

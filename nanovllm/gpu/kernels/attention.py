@@ -83,7 +83,23 @@ def _attend_tile(
     else:
         k = tl.load(k_ptrs)
         v = tl.load(v_ptrs)
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    k = k.to(q.dtype)
+    if v_cache.dtype.element_ty == tl.float8e4nv:
+        # Pairs of neighbours in D, so that shared memory is read by 16 bits and not by 8.
+        pair = tl.arange(0, D_PAD // 2)
+        p_ptrs = v_cache.to(tl.pointer_type(tl.uint16)) + (offset // 2)[:, None] + pair[None, :]
+        if MASKED:
+            p_mask = (position < end)[:, None] & (pair < D // 2)[None, :]
+            pairs = tl.load(p_ptrs, mask=p_mask, other=0)
+        elif D < D_PAD:
+            pairs = tl.load(p_ptrs, mask=(pair < D // 2)[None, :], other=0)
+        else:
+            pairs = tl.load(p_ptrs)
+        low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
+        high = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
+        v = tl.interleave(low, high)
+    else:
+        v = v.to(q.dtype)
     # `scale` contains log2(e), so that exp2, which is one instruction, replaces exp below.
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, TILE]
     if MASKED:
@@ -161,6 +177,8 @@ def _attend(
         offsets = ((first_token + query).to(tl.int64) * H + kv_head * G + row % G) * D
         offsets = offsets[:, None] + dim[None, :]
         q_tile = tl.load(q + offsets, mask=(dim < D)[None, :], other=0.0)
+        if (k_cache.dtype.element_ty == tl.float8e4nv) & (q.dtype.element_ty == tl.bfloat16):
+            q_tile = q_tile.to(tl.float16)  # to which the GPU converts fp8 in one instruction
         end = context_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
         BLOCK_STRIDE: tl.constexpr = K * BLOCK * D
         acc, _, row_sum = _attend_range(
@@ -211,6 +229,8 @@ def _attend_decode(
         mask = (row < G)[:, None] & (dim < D)[None, :]
         offsets = (seq * H + head)[:, None] * D + dim[None, :]
         q_tile = tl.load(q + offsets, mask=(dim < D)[None, :], other=0.0)
+        if (k_cache.dtype.element_ty == tl.float8e4nv) & (q.dtype.element_ty == tl.bfloat16):
+            q_tile = q_tile.to(tl.float16)  # to which the GPU converts fp8 in one instruction
         query_position = tl.zeros([M], tl.int32) + context_len - 1
         BLOCK_STRIDE: tl.constexpr = K * BLOCK * D
         acc, row_max, row_sum = _attend_range(
