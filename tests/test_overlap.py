@@ -14,6 +14,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams, loading
 from nanovllm.lessons.oracle import ALPHABET, OracleRunner, answer
+from nanovllm.models.backend import PLAIN
 from nanovllm.plan import StepOutput
 
 CONFIG = {
@@ -27,7 +28,7 @@ class FakeRunner:
     """Stands in ModelRunner's place and notes what is done, (what, which step), in order."""
 
     num_blocks, is_async, device, dtype = 40, False, torch.device("cpu"), torch.float32
-    attention = SimpleNamespace(cache=torch.empty(0))
+    attention, backend = SimpleNamespace(cache=torch.empty(0)), PLAIN
 
     def __init__(self, *_: object) -> None:
         self.oracle = OracleRunner(self.num_blocks, 4, 8)

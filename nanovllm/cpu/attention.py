@@ -90,7 +90,7 @@ class NumbaAttention(PlainAttention):
             self.use_amx = amx.fits_amx(self.group_size, block_size, self.dim) or None
         elif self.cache.dtype is torch.bfloat16 and avx512.has_avx512_bf16() and self.dim % 32 == 0:
             self.use_amx, self.max_pack_rows = avx512.UNIT, avx512.MAX_PACK_ROWS
-        elif fp8_scales and (amx.has_amx() or avx512.has_avx512_bf16()):
+        elif fp8_scales and dtype is torch.bfloat16 and (amx.has_amx() or avx512.has_avx512_bf16()):
             logger.info("an fp8 KV cache is read without AMX and AVX512-BF16, layer by layer")
         compile_all(dtype, self.use_amx, self.cache.dtype)
 

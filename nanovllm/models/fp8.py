@@ -7,9 +7,8 @@ NaN but no infinity, and at most 448. Each layer has a scale for its keys and on
 
 As the scale is the same for all keys, attention multiplies the scores by it (or q), and its result
 by that of the values. Every e4m3 number is also one in bfloat16, float16 and float32, so that
-nothing is rounded when the cache is read, and arithmetic is what it is without fp8. Every query
-reads keys and values as they were rounded, those of its own step too: a prompt in chunks computes
-the same as a whole one.
+nothing is rounded when the cache is read. Every query reads keys and values as they were rounded,
+those of its own step too: a prompt in chunks computes the same as a whole one.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Loads safetensors into the parts of a model, one tensor at a time.
 
-All headers are checked first. The files are memory-mapped, so loading holds the weights once, and the pages of one tensor.
+All headers are checked first. The files are memory-mapped, so loading holds the weights once, and
+the pages of one tensor.
 """
 
 from collections.abc import Callable, Iterable

@@ -30,8 +30,8 @@ class Int8Tile(NamedTuple):
 
 # By the largest number of rows that they serve; more than that are multiplied in torch. With 16
 # outputs the small layers of Qwen3-0.6B (1,024 outputs) have 64 programs. The sizes follow from
-# shared memory and registers, and have not been timed on a GPU. Those of float32 are small, because
-# it uses no matrix units.
+# shared memory and registers. On an H100 a single request of that model took 1.04 times as long as in
+# bfloat16; no other sizes were timed. Those of float32 are small, because it uses no matrix units.
 HALF = {
     16: Int8Tile(16, 16, 256, 4, 4),
     32: Int8Tile(32, 32, 128, 4, 4),
