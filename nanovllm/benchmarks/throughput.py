@@ -59,7 +59,11 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
             f"ends at {longest:,}; lower --input, --output, --prefix or --turns, or take a --shape"
         )
     in_fp8 = engine.kv_cache_dtype != "auto"
-    cost = roofline.costs(work, config, dtype.itemsize, engine.max_num_seqs, 1 if in_fp8 else None)
+    # In int8 a weight has one byte; the scales are not counted.
+    weight_size, kv_size = (
+        1 if small else dtype.itemsize for small in (engine.quantization, in_fp8)
+    )
+    cost = roofline.costs(work, config, weight_size, engine.max_num_seqs, kv_size)
     copies = 1 + len({"hf" if name.startswith("hf") else name for name in others})
     free = torch.cuda.mem_get_info(device)[0] if cuda else available_host_memory()
     # The remaining tenth is for the KV cache and the activations.
@@ -75,7 +79,8 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     described = ", ".join(f"{key} {value}" for key, value in machine.describe(device).items())
     head = {
         "machine": described,
-        "model": f"{model} in {str(dtype)[6:]}{', KV in fp8' * in_fp8}",
+        "model": f"{model} in {str(dtype)[6:]}"
+        f"{', weights in int8' * bool(engine.quantization)}{', KV in fp8' * in_fp8}",
         "workload": about,
     }
     print("\n".join(map(report.entry, head, head.values())), flush=True)
