@@ -5,7 +5,7 @@ tensors, because making a Numba array from a tensor takes longer than many kerne
 
 Between two matrix products PyTorch makes about twelve calls of 10 to 15 us each, whatever they
 compute, because the product has filled the caches with its weights. Here they are one kernel that
-reads its input once. cpu/amx.py has what only processors with AMX can run.
+reads its input once. cpu/amx.py and cpu/avx512.py have what only some processors can run.
 
 NumPy has no bfloat16, so it is stored as uint16, the upper half of a float32. The type of the
 argument `example` selects the stored dtype, and that of `cache_example` the dtype of the KV cache,

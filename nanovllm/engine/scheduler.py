@@ -107,8 +107,8 @@ class Scheduler:
     def schedule(self) -> InFlightStep | None:
         """Plan one step. None if nothing can be computed before the steps in flight are committed.
 
-        num_computed and num_tokens of a sequence grow here and not at commit, so that the next step
-        can be planned while this one runs. `revert_in_flight` reverts this.
+        num_computed and num_with_placeholders of a sequence grow here and not at commit, so that
+        the next step can be planned while this one runs. `revert_in_flight` reverts this.
         """
         step = InFlightStep(plan := StepPlan())
         decoding: list[Sequence] = []

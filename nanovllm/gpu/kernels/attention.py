@@ -34,7 +34,7 @@ The splits of a context in flash decoding, and their merge:
 
 The cache of a layer is [blocks, K, block size, D], so the keys of a head and block are contiguous.
 Slots that were never written may hold anything, including NaN; they are never loaded. A cache in
-fp8 (models/fp8.py) is converted to the dtype of q after the load. Its scales are numbers of the
+fp8 (models/fp8.py) is converted after the load, to float16 if q is bfloat16. Its scales are numbers of the
 launch, on which Triton does not specialize: that of K is part of `scale`, and the result is
 multiplied by that of V.
 """
