@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanovllm.engine.input_processor import TextPrompt, TokensPrompt
     from nanovllm.llm import LLM
     from nanovllm.outputs import (
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "GenerationError",
     "Logprob",
@@ -40,6 +44,7 @@ __all__ = [
 ]
 HOMES = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
 HOMES |= dict.fromkeys(("TextPrompt", "TokensPrompt"), "engine.input_processor")
+HOMES |= dict.fromkeys((name for name in __all__ if name.startswith("Beam")), "beam_search")
 
 # Hidden from type checkers, which would take every name to exist.
 if not TYPE_CHECKING:

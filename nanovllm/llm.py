@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from tqdm import tqdm
 
+from nanovllm import beam_search
+from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
 from nanovllm.chat import Message, as_conversations, render
 from nanovllm.config import EMBEDDED, EngineConfig, check_scalar
-from nanovllm.engine.input_processor import Prompt, pair_up
+from nanovllm.engine.input_processor import Prompt, as_list, pair_up
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Request
 from nanovllm.loading import make_engine, show_log
@@ -118,25 +121,54 @@ class LLM:
         """
         check_call(self.generate, vllm)
         items, params = pair_up(prompts, sampling_params)
+        outputs: list[RequestOutput] = self._run(self.engine.submit, items, params, use_tqdm)
+        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
+            raise GenerationError(outputs)
+        return outputs
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely outputs of the prompts; see nanovllm/beam_search.py.
+
+        Returns one result for each prompt, with `sequences`, the best first. Prompts, errors and
+        Ctrl-C are as in `generate`.
+        """
+        submit = functools.partial(beam_search.submit, self.engine)
+        items = as_list(prompts)
+        return self._run(submit, items, [params] * len(items), use_tqdm)
+
+    def _run(
+        self,
+        submit: Callable[[Any, Any], Request],
+        items: Sequence[Any],
+        params: Sequence[Any],
+        use_tqdm: bool,
+    ) -> list[Any]:
+        """Submit each item with its parameters, run them, and return their outputs."""
         requests: list[Request] = []
         with defer_interrupt() as interrupt:
             try:
                 for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
                     try:
-                        requests.append(self.engine.submit(prompt, p))
+                        requests.append(submit(prompt, p))
                     except (TypeError, ValueError) as error:
                         where = f"prompts[{i}]: " if len(items) > 1 else ""
                         kind = TypeError if isinstance(error, TypeError) else ValueError
                         raise kind(f"{where}{error}") from error
                     interrupt.check()
-                return self._run(requests, use_tqdm, interrupt.check)
+                self._wait(requests, use_tqdm, interrupt.check)
             except BaseException:
                 self.engine.abort(requests)
                 raise
+        return [request.output for request in requests]
 
-    def _run(
+    def _wait(
         self, requests: list[Request], use_tqdm: bool, check_interrupt: Callable[[], None]
-    ) -> list[RequestOutput]:
+    ) -> None:
         start = last_shown = time.monotonic()
         with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
             for pending in self.engine.run(requests):
@@ -146,10 +178,6 @@ class LLM:
                     last_shown = time.monotonic()
                     show_progress(bar, requests, last_shown - start)
             show_progress(bar, requests, time.monotonic() - start)
-        outputs = [request.output for request in requests if request.output is not None]
-        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
-            raise GenerationError(outputs)
-        return outputs
 
     def stream(
         self,

@@ -57,6 +57,7 @@ class Yield(Enum):
 
     TOKEN = 0  # the next token; a later step computes its KV
     HIDDEN_STATE = 1  # the hidden state of the last known token, after the final norm
+    CANDIDATES = 2  # the most likely next tokens, of which the engine chooses one later
 
 
 class BlockMove(NamedTuple):
@@ -114,6 +115,8 @@ class StepOutput:
     token_ids: list[int]
     # Row -> [E]
     hidden_states: dict[int, list[float]] = field(default_factory=dict)
+    # Row -> (token id, log-probability), as many as `logprobs` of its rules says, the best first.
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     # Row -> log-probabilities of its sampled token, if it requests them.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     # Row -> log-probabilities of each of the `logprob_targets` of its chunk.

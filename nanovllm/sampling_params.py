@@ -18,9 +18,9 @@ LogitsProcessor: TypeAlias = "Callable[..., Any]"
 # Fields of vLLM that do not exist here, and what to use instead.
 ELSEWHERE = {
     "best_of": "ask for n samples and choose among them by cumulative_logprob",
-    "use_beam_search": "there is no beam search yet; ask for n samples",
-    "length_penalty": "there is no beam search yet; ask for n samples",
-    "early_stopping": "there is no beam search yet; ask for n samples",
+    "use_beam_search": "use LLM.beam_search with BeamSearchParams",
+    "length_penalty": "use LLM.beam_search with BeamSearchParams",
+    "early_stopping": "use LLM.beam_search with BeamSearchParams",
     "extra_args": "write a function for logits_processors",
     "guided_decoding": "write a function for logits_processors",
     "structured_outputs": "write a function for logits_processors",

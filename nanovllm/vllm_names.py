@@ -24,7 +24,6 @@ _NAMES = {
     "use the methods of LLM(...).engine: add_request, step, has_unfinished_requests, "
     "abort_request": "LLMEngine abort_request add_request enqueue enqueue_chat exit "
     "has_unfinished_requests is_finished step wait_for_completion",
-    "ask for n samples and compare cumulative_logprob": "BeamSearchParams beam_search",
     "pass the options to LLM(model, **options)": "AsyncEngineArgs EngineArgs",
     "use LLM.stream for tokens as they are generated": "AsyncLLMEngine RequestOutputKind",
     "annotate with str, list[int], TextPrompt or TokensPrompt": "PromptType",

@@ -91,7 +91,7 @@ PARAMS = [
     ({"logits_processors": ["f"]}, TypeError, "functions"),
     ({"best_of": 3}, TypeError, "cumulative_logprob"),
     ({"guided_decoding": {}}, TypeError, "logits_processors"),
-    ({"length_penalty": 1.0}, TypeError, "no beam search"),
+    ({"length_penalty": 1.0}, TypeError, "LLM.beam_search"),
     ({"min_characters": 1}, TypeError, "known: n, temperature"),
     ({"temprature": 1}, TypeError, "'temperature'"),
     ({"max_token": 1}, TypeError, "'max_tokens'"),

@@ -16,6 +16,7 @@ RANKS = [
     {"cpu", "gpu"},
     {"engine", "runner"},
     {"loading"},
+    {"beam_search"},
     {"llm"},
     {"trace"},
 ]

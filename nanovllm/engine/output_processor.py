@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.scheduler import InFlightStep
@@ -45,6 +45,18 @@ class Sample:
     stream_ended: bool = False
 
 
+class Search(Protocol):
+    """Chooses the tokens of a request whose rows yield candidates: see nanovllm/beam_search.py."""
+
+    def start(self, seqs: list[Sequence]) -> None: ...
+
+    def receive(
+        self, request: "Request", seq: Sequence, candidates: list[tuple[int, float]]
+    ) -> None: ...
+
+    def output(self, request: "Request") -> Any: ...
+
+
 @dataclass(slots=True)
 class Request:
     request_id: str
@@ -57,8 +69,9 @@ class Request:
     stream: bool  # read with `read_stream` while it runs; it has no output
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
     tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
+    search: Search | None = None  # chooses its tokens and makes its output
     ended: bool = False
-    output: RequestOutput | None = None  # when it has ended
+    output: Any = None  # a RequestOutput, or that of `search`, when it has ended
     error: Exception | None = None  # raised by its own data in a step, which ended it
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
 
@@ -158,6 +171,7 @@ class OutputProcessor:
         params: SamplingParams,
         returned_by_step: bool,
         stream: bool,
+        search: Search | None = None,
     ) -> Request:
         samples = [Sample(seq) for seq in seqs]
         metrics = RequestMetrics(time.monotonic())
@@ -173,10 +187,11 @@ class OutputProcessor:
             stream=stream,
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
             tokenizer=self.tokenizer if params.detokenize else None,
+            search=search,
         )
         self.requests[request_id] = request
         needs_text = request.tokenizer is not None and bool(stream or params.stop)
-        if needs_text or params.logprobs is not None:
+        if search is None and (needs_text or params.logprobs is not None):
             for sample in samples:
                 self.per_token_samples[sample.seq] = sample
                 if needs_text and request.tokenizer is not None:
@@ -200,8 +215,12 @@ class OutputProcessor:
         if step.plan.chunks:
             self._note_first_tokens(updated)
         failed: list[Request] = []
-        if output.errors or output.logprobs or output.prompt_logprobs:
+        if output.errors or output.logprobs or output.prompt_logprobs or output.candidates:
             sequences = step.sequences()
+            for row, candidates in output.candidates.items():
+                request = self._request_of(sequences[row])
+                if request is not None and request.search is not None:
+                    request.search.receive(request, sequences[row], candidates)
             for row, error in output.errors.items():  # it got no token, which ended it
                 if (request := self._request_of(sequences[row])) is not None:
                     self._note_error(request, error)
@@ -261,7 +280,8 @@ class OutputProcessor:
             self.per_token_samples.pop(sample.seq, None)
         request.metrics.finished_time = time.monotonic()
         if not request.stream:
-            request.output = self._request_output(request)
+            search = request.search
+            request.output = search.output(request) if search else self._request_output(request)
         request.ended = True
 
     def _note_first_tokens(self, updated: list[Sequence]) -> None:

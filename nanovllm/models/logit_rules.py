@@ -233,7 +233,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
 
 def unpack_logprobs(packed: list[float], token: int, k: int) -> TokenLogprobs:
     """(token, log-probability, rank) of `token` and the k most likely, from `token_logprobs`."""
+    likely = [(other, p, i + 1) for i, (other, p) in enumerate(likely_tokens(packed, k))]
+    return [(token, packed[0], int(packed[1])), *(entry for entry in likely if entry[0] != token)]
+
+
+def likely_tokens(packed: list[float], k: int) -> list[tuple[int, float]]:
+    """(token, log-probability) of the k most likely tokens, from `token_logprobs`."""
     most = (len(packed) - 2) // 2
-    values, ids = packed[2 : 2 + k], packed[2 + most : 2 + most + k]
-    likely = zip(map(int, ids), values, range(1, k + 1), strict=True)
-    return [(token, packed[0], int(packed[1])), *(other for other in likely if other[0] != token)]
+    return list(zip(map(int, packed[2 + most : 2 + most + k]), packed[2 : 2 + k], strict=True))

@@ -110,7 +110,7 @@ class ModelRunner:
 
     def _yield_of_chunks(self, chunks: list[Chunk], hidden: Tensor, output: PendingOutput) -> None:
         """Add hidden states and log-probabilities of the chunks, from hidden states [T, E]."""
-        start, wanted = 0, []
+        start, wanted, candidates = 0, [], []
         for chunk in chunks:
             if targets := chunk.logprob_targets:
                 k = self.rows.rules[chunk.row].rules.prompt_logprobs or 0
@@ -128,6 +128,16 @@ class ModelRunner:
             if chunk.yields is Yield.HIDDEN_STATE:
                 output.hidden_rows.append(chunk.row)
                 wanted.append(start - 1)
+            elif chunk.yields is Yield.CANDIDATES:
+                k = self.rows.rules[chunk.row].rules.logprobs or 0
+                output.candidate_rows.append((chunk.row, k))
+                candidates.append(start - 1)
+        if candidates:
+            last = hidden[to_device(np.array(candidates), self.device)]
+            k = max(k for _, k in output.candidate_rows)
+            none = torch.zeros(len(candidates), dtype=torch.int64, device=self.device)
+            packed = self.backend.token_logprobs(self.compiled_model.logits(last), none, k)
+            output.candidates = start_copy(packed)
         if wanted:
             output.hidden_states = start_copy(
                 hidden[to_device(np.array(wanted), self.device)].float()
