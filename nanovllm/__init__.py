@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         StreamOutput,
     )
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.structured import StructuredOutputsParams
     from nanovllm.trace import Trace
 
 __version__ = "0.1.0"
@@ -34,11 +35,13 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamOutput",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "Trace",
 ]
 HOMES = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
+HOMES["StructuredOutputsParams"] = "structured"
 HOMES |= dict.fromkeys(("TextPrompt", "TokensPrompt"), "engine.input_processor")
 
 # Hidden from type checkers, which would take every name to exist.

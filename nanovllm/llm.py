@@ -15,7 +15,7 @@ from nanovllm.engine.input_processor import Prompt, pair_up
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Request
 from nanovllm.loading import make_engine, show_log
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
+from nanovllm.outputs import HIDING, GenerationError, RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import CallArguments, check_call, missing
 
@@ -147,8 +147,15 @@ class LLM:
                     show_progress(bar, requests, last_shown - start)
             show_progress(bar, requests, time.monotonic() - start)
         outputs = [request.output for request in requests if request.output is not None]
-        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
-            raise GenerationError(outputs)
+        failed = [
+            request.params
+            for request, out in zip(requests, outputs, strict=True)
+            if any(sample.finish_reason == "error" for sample in out.outputs)
+        ]
+        if failed:
+            raise GenerationError(
+                outputs, [n for n in HIDING if any(getattr(p, n) for p in failed)]
+            )
         return outputs
 
     def stream(
