@@ -174,9 +174,13 @@ class LLM:
         requests: list[Request] = []
         try:
             with defer_interrupt() as interrupt:
-                for prompt, p in zip(items, params, strict=True):
-                    requests.append(self.engine.submit(prompt, p, stream=True))
-                    interrupt.check()
+                try:
+                    for prompt, p in zip(items, params, strict=True):
+                        requests.append(self.engine.submit(prompt, p, stream=True))
+                        interrupt.check()
+                except BaseException:  # aborted here, where a second Ctrl-C is deferred too
+                    self.engine.abort(requests)
+                    raise
             steps = self.engine.run(requests)
             while True:
                 with defer_interrupt() as interrupt:
@@ -186,7 +190,7 @@ class LLM:
                         with self.engine.lock:
                             new = [out for i, r in enumerate(requests) for out in r.read_stream(i)]
                         interrupt.check()
-                    except BaseException:  # aborted here, where a second Ctrl-C is deferred too
+                    except BaseException:  # as above
                         self.engine.abort(requests)
                         raise
                 yield from new

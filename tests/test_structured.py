@@ -144,8 +144,8 @@ def test_fuzz(options: dict) -> None:
     kinds, requests = [], []
     for i in range(60):
         kind, params = random_request(rng, llm)
-        if rng.random() < 0.1:
-            kind, params = "", SamplingParams(seed=1, max_tokens=30)
+        if i < 4:  # they fill a small pool
+            kind, params = "", SamplingParams(seed=i, max_tokens=60, ignore_eos=True)
         kinds.append(kind)
         prompt = rng.choice(["Count from 1 to 9\n", "What is 12 + 30?\n", "Sort 4, 2, 9\n"])
         requests.append(llm.engine.submit(prompt, params, stream=i % 3 == 0))
@@ -172,10 +172,7 @@ def test_fuzz(options: dict) -> None:
             hiding = ("bad_words", "min_tokens", "allowed_token_ids", "ignore_eos")
             assert any(getattr(params, name) for name in hiding), params
         elif kind and end.finish_reason == "stop" and end.stop_reason is None:
-            try:
-                KINDS[kind][1](texts[i, index])
-            except Exception as error:
-                raise AssertionError((kind, texts[i, index], params)) from error
+            KINDS[kind][1](texts[i, index])
             valid += 1
     assert valid >= 15
     assert not llm.engine.has_unfinished_requests()
