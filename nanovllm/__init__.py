@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         StreamOutput,
     )
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.structured import StructuredOutputsParams
     from nanovllm.trace import Trace
 
 __version__ = "0.1.0"
@@ -38,11 +39,13 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamOutput",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "Trace",
 ]
 HOMES = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
+HOMES["StructuredOutputsParams"] = "structured"
 HOMES |= dict.fromkeys(("TextPrompt", "TokensPrompt"), "engine.input_processor")
 HOMES |= dict.fromkeys((name for name in __all__ if name.startswith("Beam")), "beam_search")
 

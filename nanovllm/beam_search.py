@@ -22,6 +22,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import Yield
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -47,6 +48,8 @@ class BeamSearchParams:
     # sums, which favours short outputs; a larger value favours longer ones.
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # whether `tokens` has the end-of-sequence token
+    # A grammar that every result follows, as in SamplingParams. Its tokens keep their scores.
+    structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True  # leave special tokens out of the text
 
     def __post_init__(self) -> None:
@@ -209,10 +212,16 @@ def submit(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> Request:
             + " or raise max_num_seqs" * (most != vocab_size)
         )
     search = BeamSearch(params, scheduler, engine.outputs.eos_token_ids)
+    if params.structured_outputs is not None and not search.stops:
+        raise ValueError(
+            "structured_outputs in a beam search needs an end-of-sequence token: set ignore_eos to "
+            "False, and use a checkpoint that has one"
+        )
     sampling = SamplingParams(
         temperature=0,
         max_tokens=params.max_tokens,
         ignore_eos=params.ignore_eos,
         logprobs=min(search.num_candidates, vocab_size),
+        structured_outputs=params.structured_outputs,
     )
     return engine.submit(prompt, sampling, search=search)

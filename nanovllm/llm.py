@@ -18,7 +18,7 @@ from nanovllm.engine.input_processor import Prompt, as_list, pair_up
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Request
 from nanovllm.loading import make_engine, show_log
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
+from nanovllm.outputs import HIDING, GenerationError, RequestOutput, StreamOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.vllm_names import CallArguments, check_call, missing
 
@@ -121,9 +121,17 @@ class LLM:
         """
         check_call(self.generate, vllm)
         items, params = pair_up(prompts, sampling_params)
-        outputs: list[RequestOutput] = self._run(self.engine.submit, items, params, use_tqdm)
-        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
-            raise GenerationError(outputs)
+        requests = self._run(self.engine.submit, items, params, use_tqdm)
+        outputs: list[RequestOutput] = [request.output for request in requests]
+        failed = [
+            request.params
+            for request, out in zip(requests, outputs, strict=True)
+            if any(sample.finish_reason == "error" for sample in out.outputs)
+        ]
+        if failed:
+            raise GenerationError(
+                outputs, [n for n in HIDING if any(getattr(p, n) for p in failed)]
+            )
         return outputs
 
     def beam_search(
@@ -139,7 +147,8 @@ class LLM:
         """
         submit = functools.partial(beam_search.submit, self.engine)
         items = as_list(prompts)
-        return self._run(submit, items, [params] * len(items), use_tqdm)
+        requests = self._run(submit, items, [params] * len(items), use_tqdm)
+        return [request.output for request in requests]
 
     def _run(
         self,
@@ -147,8 +156,8 @@ class LLM:
         items: Sequence[Any],
         params: Sequence[Any],
         use_tqdm: bool,
-    ) -> list[Any]:
-        """Submit each item with its parameters, run them, and return their outputs."""
+    ) -> list[Request]:
+        """Submit each item with its parameters, and run them to their ends."""
         requests: list[Request] = []
         with defer_interrupt() as interrupt:
             try:
@@ -164,7 +173,7 @@ class LLM:
             except BaseException:
                 self.engine.abort(requests)
                 raise
-        return [request.output for request in requests]
+        return requests
 
     def _wait(
         self, requests: list[Request], use_tqdm: bool, check_interrupt: Callable[[], None]
@@ -195,9 +204,13 @@ class LLM:
         requests: list[Request] = []
         try:
             with defer_interrupt() as interrupt:
-                for prompt, p in zip(items, params, strict=True):
-                    requests.append(self.engine.submit(prompt, p, stream=True))
-                    interrupt.check()
+                try:
+                    for prompt, p in zip(items, params, strict=True):
+                        requests.append(self.engine.submit(prompt, p, stream=True))
+                        interrupt.check()
+                except BaseException:  # aborted here, where a second Ctrl-C is deferred too
+                    self.engine.abort(requests)
+                    raise
             steps = self.engine.run(requests)
             while True:
                 with defer_interrupt() as interrupt:
@@ -207,7 +220,7 @@ class LLM:
                         with self.engine.lock:
                             new = [out for i, r in enumerate(requests) for out in r.read_stream(i)]
                         interrupt.check()
-                    except BaseException:  # aborted here, where a second Ctrl-C is deferred too
+                    except BaseException:  # as above
                         self.engine.abort(requests)
                         raise
                 yield from new

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypedDict
 from nanovllm.config import unknown_name
 
 TEXT_ONLY = "nanovllm generates text from text; use transformers for embeddings and scores"
-RULES = "write a function for logits_processors of SamplingParams"
 ADAPTER = "merge the adapter into the checkpoint"
 
 # Attributes of LLM, and names that are imported from vllm.
@@ -19,7 +18,7 @@ _NAMES = {
     TEXT_ONLY: "classify embed encode reset_mm_cache reward score ClassificationOutput "
     "ClassificationRequestOutput EmbeddingOutput EmbeddingRequestOutput PoolingOutput "
     "PoolingParams PoolingRequestOutput ScoringOutput ScoringRequestOutput",
-    RULES: "GuidedDecodingParams StructuredOutputsParams",
+    "its name is StructuredOutputsParams now, for structured_outputs of SamplingParams": "GuidedDecodingParams",
     ADAPTER: "LoRARequest",
     "use the methods of LLM(...).engine: add_request, step, has_unfinished_requests, "
     "abort_request": "LLMEngine abort_request add_request enqueue enqueue_chat exit "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams, Trace
+from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, Trace
 
 ENDS = [0, 3, 17, 18, 19, 20, 21, 22]  # many, so that beams end at different lengths
 
@@ -204,6 +204,38 @@ def test_text_of_the_embedded_model(embedded: LLM):
     (output,) = embedded.beam_search(question, BeamSearchParams(4, 20), use_tqdm=False)
     assert output.sequences[0].text.endswith("34 + 58 = 92")
     assert output.sequences[0].cum_logprob > output.sequences[1].cum_logprob
+
+
+def test_beams_follow_a_grammar(embedded: LLM):
+    """All results match, also after preemption, and the best is the most likely that matches."""
+    pytest.importorskip("llguidance")
+    names = ["apple", "melon", "plum", "pear", "peach", "lemon", "grape", "mango"]
+    grammar = StructuredOutputsParams(choice=names)
+    params = BeamSearchParams(8, 12, length_penalty=0.0, structured_outputs=grammar)
+    question = "Name a fruit.\n"
+    (output,) = embedded.beam_search(question, params, use_tqdm=False)
+    texts = [beam.text.removeprefix(question) for beam in output.sequences]
+    assert len(texts) == 8
+    assert set(texts) <= set(names)  # a text has several tokenizations
+    small = LLM(
+        dtype="float32", device="cpu", num_kvcache_blocks=12, kvcache_block_size=4,
+        max_model_len=32, max_num_seqs=8,
+    )  # fmt: skip
+    (again,) = small.beam_search(question, params, use_tqdm=False)
+    assert [beam.tokens for beam in again.sequences] == [b.tokens for b in output.sequences]
+    assert small.stats()["preemptions"] > 0
+    for beam in output.sequences:
+        scored = embedded.generate(
+            {"prompt_token_ids": [*beam.tokens, beam.stop_reason]},
+            SamplingParams(max_tokens=1, prompt_logprobs=0),
+            use_tqdm=False,
+        )
+        entries = scored[0].prompt_logprobs[len(embedded.engine.inputs.encode(question)) :]
+        total = sum(next(iter(entry.values())).logprob for entry in entries)
+        assert beam.cum_logprob == pytest.approx(total, abs=1e-3)
+    with pytest.raises(ValueError, match="set ignore_eos to False"):
+        ignoring = BeamSearchParams(2, 5, True, structured_outputs=grammar)
+        embedded.beam_search(question, ignoring)
 
 
 BAD = [

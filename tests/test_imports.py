@@ -11,7 +11,17 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
 # A module may import from its own rank and from those above it in this list.
 RANKS = [
-    {"plan", "batch", "config", "outputs", "sampling_params", "detokenizer", "chat", "vllm_names"},
+    {
+        "plan",
+        "batch",
+        "config",
+        "outputs",
+        "sampling_params",
+        "detokenizer",
+        "chat",
+        "vllm_names",
+        "structured",
+    },
     {"models"},
     {"cpu", "gpu"},
     {"engine", "runner"},

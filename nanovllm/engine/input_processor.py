@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, cast
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured import GrammarCompiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +56,7 @@ class InputProcessor:
         self.eos_token_ids = eos_token_ids
         self.default_sampling_params = default_sampling_params
         self.seed = seed
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
     def check_params(self, params: SamplingParams | None) -> SamplingParams:
         """Return a checked copy: fields may have been set since the last check."""
@@ -162,11 +164,14 @@ class InputProcessor:
             for text in (word, " " + word.lstrip()):  # at the start of a line, and after a word
                 bad_words.add(tuple(self.encode(text, add_special_tokens=False)))
         stops = sorted(t for t in self._stop_ids(params) if t < size)
-        values = {f.name: getattr(params, f.name) for f in fields(LogitRules) if f.name != "stops"}
+        names = {field.name for field in fields(LogitRules)} - {"stops", "grammar"}
+        values = {name: getattr(params, name) for name in names}
         values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         values |= {"logit_bias": tuple(bias.items()), "bad_words": tuple(sorted(bad_words))}
         values |= {n: size for n in ("logprobs", "prompt_logprobs") if values[n] == -1}
         values["min_tokens"] = min(params.min_tokens, self.max_model_len)
+        if params.structured_outputs is not None:
+            values["grammar"] = self.grammars.compile(params.structured_outputs, stops)
         rules = LogitRules(**values, stops=tuple(stops) if params.min_tokens else ())
         return None if rules == LogitRules() else rules
 

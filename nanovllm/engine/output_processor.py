@@ -23,6 +23,7 @@ from nanovllm.outputs import (
 )
 from nanovllm.plan import StepOutput, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured import OutputComplete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,7 +113,7 @@ class Request:
 
     def text_ids(self, seq: Sequence) -> list[int]:
         """Return the output tokens that the text contains: no stop token, unless requested."""
-        hidden = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        hidden = isinstance(seq.stop_reason, int) and not self.params.include_stop_str_in_output
         return seq.output_ids[:-1] if hidden else seq.output_ids
 
     def all_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -209,12 +210,14 @@ class OutputProcessor:
         self, step: InFlightStep, output: StepOutput, updated: list[Sequence]
     ) -> list[tuple[Sequence, str, str | None]]:
         """Process the results of a step. Returns (sequence, finish_reason, stop_reason) for each
-        sequence that a stop string ends, and for all samples of a request that ends with an error.
+        sequence that a stop string or its grammar ends, and for all samples of a request that ends
+        with an error.
         """
         self.num_output_tokens += len(updated)
         if step.plan.chunks:
             self._note_first_tokens(updated)
         failed: list[Request] = []
+        ended: list[tuple[Sequence, str, str | None]] = []
         if output.errors or output.logprobs or output.prompt_logprobs or output.candidates:
             sequences = step.sequences()
             for row, candidates in output.candidates.items():
@@ -222,10 +225,14 @@ class OutputProcessor:
                 if request is not None and request.search is not None:
                     request.search.receive(request, sequences[row], candidates)
             for row, error in output.errors.items():  # it got no token, which ended it
-                if (request := self._request_of(sequences[row])) is not None:
+                seq = sequences[row]
+                if (request := self._request_of(seq)) is None:
+                    continue
+                if not isinstance(error, OutputComplete):
                     self._note_error(request, error)
+                elif seq.finish_reason == "error":  # and nothing else ended it before
+                    ended.append((seq, "stop", None))
             self._add_logprobs(step, output, sequences, failed)
-        ended: list[tuple[Sequence, str, str | None]] = []
         for seq in updated if self.per_token_samples else ():
             with self._contain_errors(self.requests[seq.request_id], failed):
                 if (stop := self._detokenize(seq)) is not None:

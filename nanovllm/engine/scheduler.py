@@ -336,6 +336,8 @@ class Scheduler:
         """Append the token that the caller has chosen for a sequence whose result was returned."""
         seq.token_ids.append(token)
         seq.awaits_token = False
+        if seq.sampling.rules is not None and seq.sampling.rules.grammar is not None:
+            seq.joined = False  # the runner's grammar follows the tokens of a join
         if seq.status is Status.RUNNING:
             seq.num_with_placeholders += 1
         else:

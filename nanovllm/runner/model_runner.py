@@ -133,12 +133,27 @@ class ModelRunner:
                 output.candidate_rows.append((chunk.row, k))
                 candidates.append(start - 1)
         if candidates:
-            last = hidden[to_device(np.array(candidates), self.device)]
-            k = max(k for _, k in output.candidate_rows)
-            none = torch.zeros(len(candidates), dtype=torch.int64, device=self.device)
-            packed = self.backend.token_logprobs(self.compiled_model.logits(last), none, k)
-            output.candidates = start_copy(packed)
+            self._find_candidates(hidden[to_device(np.array(candidates), self.device)], output)
         if wanted:
             output.hidden_states = start_copy(
                 hidden[to_device(np.array(wanted), self.device)].float()
             )
+
+    def _find_candidates(self, hidden: Tensor, output: PendingOutput) -> None:
+        """Add the most likely tokens of `output.candidate_rows` [C], from hidden states [C, E].
+
+        What rules hide is no candidate; the log-probabilities of the others stay those of the model.
+        """
+        k = max(k for _, k in output.candidate_rows)
+        rows = [row for row, _ in output.candidate_rows]
+        logits, rules = self.compiled_model.logits(hidden), self.rows.with_rules(rows)
+        if rules is not None and rules.changes_logits:
+            positions = self.rows.send(self.rows.positions[rows])
+            logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+            values, ids = rules.apply(logprobs, positions).topk(k)
+            packed = torch.cat((values.double(), ids), dim=1)
+            output.errors |= rules.errors
+        else:
+            none = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+            packed = self.backend.token_logprobs(logits, none, k)[:, 2:]
+        output.candidates = start_copy(packed)

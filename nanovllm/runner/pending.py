@@ -35,7 +35,7 @@ class PendingOutput:
     hidden_rows: list[int] = field(default_factory=list)
     hidden_states: Callable[[], list[list[float]]] = list  # of these rows
     candidate_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, how many)
-    candidates: Callable[[], list[list[float]]] = list  # what token_logprobs returns
+    candidates: Callable[[], list[list[float]]] = list  # log-probabilities, then token ids
     # (index among the tokens, row, number of log-probabilities), and what token_logprobs returns
     reported: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: Callable[[], list[list[float]]] = list
