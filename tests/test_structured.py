@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_dry_run import dry_run
 
 from nanovllm import LLM, GenerationError, SamplingParams, StructuredOutputsParams
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
@@ -142,7 +143,7 @@ def test_fuzz(options: dict) -> None:
     llm = LLM(dtype="float32", device="cpu", max_model_len=160, attention_backend="sdpa",
               **({"num_kvcache_blocks": 400} | options))  # fmt: skip
     kinds, requests = [], []
-    for i in range(60):
+    for i in range(40):
         kind, params = random_request(rng, llm)
         if i < 4:  # they fill a small pool
             kind, params = "", SamplingParams(seed=i, max_tokens=60, ignore_eos=True)
@@ -174,7 +175,7 @@ def test_fuzz(options: dict) -> None:
         elif kind and end.finish_reason == "stop" and end.stop_reason is None:
             KINDS[kind][1](texts[i, index])
             valid += 1
-    assert valid >= 15
+    assert valid >= 10
     assert not llm.engine.has_unfinished_requests()
 
 
@@ -416,6 +417,13 @@ def test_the_rules_on_the_host_run_after_the_launch(
     for step in range(1, 4):
         wanted += ["forward", "wait", f"mask after {step}", "sample", "wait"]
     assert events == [*wanted, "wait"]
+
+
+@pytest.mark.slow
+def test_the_device_is_never_idle() -> None:
+    """On a model of a GPU: the right texts, and no wait for the last thing that was launched."""
+    for run in dry_run("structured")["found"]:
+        assert run == {"right": True, "waits": {}}
 
 
 def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
