@@ -21,15 +21,21 @@ if TYPE_CHECKING:
         RequestOutput,
         StreamOutput,
     )
+    from nanovllm.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.scoring import LoglikelihoodOutput
     from nanovllm.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "GenerationError",
+    "LoglikelihoodOutput",
     "Logprob",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -40,6 +46,8 @@ __all__ = [
 ]
 HOMES = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
 HOMES |= dict.fromkeys(("TextPrompt", "TokensPrompt"), "engine.input_processor")
+HOMES |= dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingParams"), "pooling")
+HOMES["LoglikelihoodOutput"] = "scoring"
 
 # Hidden from type checkers, which would take every name to exist.
 if not TYPE_CHECKING:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import WHY_WAITING, InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.plan import Yield
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -238,6 +239,7 @@ class Trace(Observer):
     def committed(self, step: InFlightStep, updated: list[Sequence]) -> None:
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
         event = self._changes()
+        updated = [seq for seq in updated if seq.yields is Yield.TOKEN]
         event |= Event(commit=self._in_flight.popleft(), time=times)
         event["tokens"] = [
             -1 if seq.finish_reason == "error" else seq.token_ids[-1] for seq in updated

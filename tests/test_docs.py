@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, SamplingParams, outputs
+from nanovllm import LLM, SamplingParams, outputs, pooling, scoring
 from nanovllm.config import VLLM_OPTIONS, EngineConfig
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +38,8 @@ def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_field_is_documented() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     values = [outputs.CompletionOutput, outputs.RequestOutput, outputs.StreamOutput]
+    values += [pooling.PoolingParams, pooling.EmbeddingOutput, pooling.EmbeddingRequestOutput]
+    values += [scoring.LoglikelihoodOutput]
     for cls in (EngineConfig, SamplingParams, outputs.Logprob, outputs.RequestMetrics, *values):
         for field in dataclasses.fields(cls):
             assert f"`{field.name}`" in text, (cls.__name__, field.name)

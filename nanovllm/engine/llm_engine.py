@@ -22,13 +22,12 @@ from typing import NoReturn
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.input_processor import InputProcessor, Prompt, request_ids
+from nanovllm.engine.input_processor import InputProcessor, Params, Prompt, request_ids
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.observer import NO_OBSERVER
-from nanovllm.engine.output_processor import OutputProcessor, Request
+from nanovllm.engine.output_processor import Output, OutputProcessor, Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
-from nanovllm.outputs import RequestOutput
-from nanovllm.plan import Runner, StepOutput
+from nanovllm.plan import Runner, StepOutput, Yield
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -79,7 +78,7 @@ class LLMEngine:
     def add_request(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         request_id: str | None = None,
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
@@ -88,7 +87,7 @@ class LLMEngine:
         return self._add(prompt, sampling_params, request_id).request_id
 
     def submit(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, stream: bool = False
+        self, prompt: Prompt, sampling_params: Params | None = None, stream: bool = False
     ) -> Request:
         """Queue a request whose caller reads `output` at its end, or `read_stream` while it runs."""
         return self._add(prompt, sampling_params, returned_by_step=False, stream=stream)
@@ -96,13 +95,13 @@ class LLMEngine:
     def _add(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        sampling_params: Params | None,
         request_id: str | None = None,
         returned_by_step: bool = True,
         stream: bool = False,
     ) -> Request:
         params = self.inputs.check_params(sampling_params)
-        text, token_ids = self.inputs.tokenize(prompt)
+        text, token_ids = self.inputs.tokenize(prompt, params)
         with defer_interrupt(), self.lock:
             arrival, is_known = self.num_requests, self.outputs.is_known
             if request_id is None:
@@ -113,8 +112,8 @@ class LLMEngine:
                 raise ValueError(f"request_id {request_id!r} is in use")
             seqs = self.inputs.make_sequences(request_id, arrival, token_ids, params)
             blocks, max_length = self.scheduler.blocks, seqs[0].max_length
-            # The KV of the last token is not needed.
-            needed = -(-(max_length - 1) // blocks.block_size)
+            # The KV of the last token is not needed if it is sampled.
+            needed = -(-(max_length - (seqs[0].yields is Yield.TOKEN)) // blocks.block_size)
             if needed > blocks.num_blocks:
                 raise ValueError(
                     f"a request of {max_length} tokens takes {needed} KV blocks of "
@@ -175,7 +174,7 @@ class LLMEngine:
             yield requests
             requests = unfinished
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Output]:
         """Run one step. Returns the requests that have finished since the last call."""
         self.run_step()
         with self.lock:
