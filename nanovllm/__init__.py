@@ -22,7 +22,9 @@ if TYPE_CHECKING:
         RequestOutput,
         StreamOutput,
     )
+    from nanovllm.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.scoring import LoglikelihoodOutput
     from nanovllm.structured import StructuredOutputsParams
     from nanovllm.trace import Trace
 
@@ -33,8 +35,12 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "GenerationError",
+    "LoglikelihoodOutput",
     "Logprob",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -48,6 +54,8 @@ HOMES = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
 HOMES["StructuredOutputsParams"] = "structured"
 HOMES |= dict.fromkeys(("TextPrompt", "TokensPrompt"), "engine.input_processor")
 HOMES |= dict.fromkeys((name for name in __all__ if name.startswith("Beam")), "beam_search")
+HOMES |= dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingParams"), "pooling")
+HOMES["LoglikelihoodOutput"] = "scoring"
 
 # Hidden from type checkers, which would take every name to exist.
 if not TYPE_CHECKING:

@@ -181,13 +181,13 @@ LIMITS: Limits = {
 # Options of vLLM that do not exist here: name -> (accepted values, why other values are refused).
 # None is accepted by all of them. Options without a reason accept every value. Accepted values have
 # no effect.
-TEXT_ONLY = "nanovllm generates text from text"
+TEXT_ONLY = "nanovllm has text, embeddings and log-likelihoods, all from text"
 ONE_DEVICE = "nanovllm runs one process on one device; use 1"
 EDIT_CONFIG = "edit config.json in a copy of the checkpoint"
 VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "code_revision": ((), "nanovllm never runs the code of a checkpoint"),
     "config_format": (("auto", "hf"), "the configuration is read from config.json"),
-    "convert": (("auto", "none"), TEXT_ONLY),
+    "convert": (("auto", "none", "embed"), TEXT_ONLY),
     "cpu_offload_gb": ((0,), "the weights stay on one device; use a smaller model or dtype"),
     "data_parallel_size": ((1,), ONE_DEVICE),
     "download_dir": ((), "set the environment variable HF_HOME, or pass a directory as model"),
@@ -205,9 +205,9 @@ VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "pipeline_parallel_size": ((1,), ONE_DEVICE),
     "rope_scaling": (({},), EDIT_CONFIG),
     "rope_theta": ((), EDIT_CONFIG),
-    "runner": (("auto", "generate"), TEXT_ONLY),
+    "runner": (("auto", "generate", "pooling"), TEXT_ONLY),
     "speculative_config": (({},), "there is no speculative decoding yet"),
-    "task": (("auto", "generate"), TEXT_ONLY),
+    "task": (("auto", "generate", "embed"), TEXT_ONLY),
     "tokenizer_mode": (("auto", "hf"), "transformers' AutoTokenizer reads the tokenizer"),
     "tokenizer_revision": ((), "download that revision and pass its directory as tokenizer"),
     "trust_remote_code": ((False,), "nanovllm never runs the code of a checkpoint"),

@@ -14,12 +14,14 @@ from nanovllm import beam_search
 from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
 from nanovllm.chat import Message, as_conversations, render
 from nanovllm.config import EMBEDDED, EngineConfig, check_scalar
-from nanovllm.engine.input_processor import Prompt, as_list, pair_up
+from nanovllm.engine.input_processor import Params, Prompt, as_list, pair_up
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Request
 from nanovllm.loading import make_engine, show_log
 from nanovllm.outputs import HIDING, GenerationError, RequestOutput, StreamOutput
+from nanovllm.pooling import EmbeddingRequestOutput, PoolingParams
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scoring import LoglikelihoodOutput
 from nanovllm.vllm_names import CallArguments, check_call, missing
 
 if TYPE_CHECKING:
@@ -120,9 +122,8 @@ class LLM:
         could be sampled.
         """
         check_call(self.generate, vllm)
-        items, params = pair_up(prompts, sampling_params)
-        requests = self._run(self.engine.submit, items, params, use_tqdm)
-        outputs: list[RequestOutput] = [request.output for request in requests]
+        requests = self._submit_and_run(*pair_up(prompts, sampling_params), use_tqdm)
+        outputs: list[Any] = [request.output for request in requests]
         failed = [
             request.params
             for request, out in zip(requests, outputs, strict=True)
@@ -145,44 +146,91 @@ class LLM:
         Returns one result for each prompt, with `sequences`, the best first. Prompts, errors and
         Ctrl-C are as in `generate`.
         """
-        submit = functools.partial(beam_search.submit, self.engine)
-        items = as_list(prompts)
-        requests = self._run(submit, items, [params] * len(items), use_tqdm)
+        items, submit = as_list(prompts), functools.partial(beam_search.submit, self.engine)
+        given = [params] * len(items)
+        requests = self._submit_and_run(items, given, use_tqdm, "Searching", submit)
         return [request.output for request in requests]
 
-    def _run(
+    def embed(
         self,
-        submit: Callable[[Any, Any], Request],
-        items: Sequence[Any],
-        params: Sequence[Any],
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        **vllm: Unpack[CallArguments],
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt: the last token's final hidden state, normalized.
+
+        prompts: as in `generate`; each may have max_model_len tokens.
+        pooling_params: one for all prompts, or one for each, instead of the three fields that
+            follow. They are those of PoolingParams, where None is what the checkpoint says.
+
+        Raises as `generate` does, and ArithmeticError if the model computed NaN.
+        """
+        check_call(self.embed, vllm)
+        fields = PoolingParams(dimensions, normalize, prompt_name)
+        if pooling_params is None:
+            pooling_params = fields
+        elif fields != PoolingParams():
+            raise TypeError("set the fields of pooling_params, or pass them alone")
+        pairs = pair_up(prompts, pooling_params, PoolingParams)
+        return unaborted(self._submit_and_run(*pairs, use_tqdm, "Embedding"))
+
+    def loglikelihood(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+    ) -> list[LoglikelihoodOutput]:
+        """Return how likely each continuation is after its prompt.
+
+        prompts: as in `generate`, one for each continuation, or one for all.
+        continuations: strings, which are encoded together with their prompts, or token ids.
+
+        What several pairs begin with is computed once, except for its last partial block. A pair
+        may have max_model_len + 1 tokens. Raises as `embed` does.
+        """
+        pairs = self.engine.inputs.tokenize_pairs(prompts, continuations)
+        return unaborted(self._submit_and_run(*pairs, use_tqdm, "Scoring"))
+
+    def _submit_and_run(
+        self,
+        items: Sequence[Prompt],
+        params: Sequence[Params | BeamSearchParams | None],
         use_tqdm: bool,
+        what: str = "Generating",
+        submit: Callable[[Any, Any], Request] | None = None,
     ) -> list[Request]:
-        """Submit each item with its parameters, and run them to their ends."""
+        """Run a request for each pair to its end, or none: see `generate`."""
+        add: Callable[[Any, Any], Request] = submit or self.engine.submit
         requests: list[Request] = []
         with defer_interrupt() as interrupt:
             try:
                 for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
                     try:
-                        requests.append(submit(prompt, p))
+                        requests.append(add(prompt, p))
                     except (TypeError, ValueError) as error:
                         where = f"prompts[{i}]: " if len(items) > 1 else ""
                         kind = TypeError if isinstance(error, TypeError) else ValueError
                         raise kind(f"{where}{error}") from error
                     interrupt.check()
-                self._wait(requests, use_tqdm, interrupt.check)
+                self._run(requests, use_tqdm, what, interrupt.check)
             except BaseException:
                 self.engine.abort(requests)
                 raise
         return requests
 
-    def _wait(
-        self, requests: list[Request], use_tqdm: bool, check_interrupt: Callable[[], None]
+    def _run(
+        self, requests: list[Request], use_tqdm: bool, what: str, check: Callable[[], None]
     ) -> None:
         start = last_shown = time.monotonic()
-        with tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+        with tqdm(total=len(requests), desc=what, unit="req", disable=not use_tqdm) as bar:
             for pending in self.engine.run(requests):
                 raise_error(pending)
-                check_interrupt()
+                check()
                 if use_tqdm and time.monotonic() - last_shown > 0.1:
                     last_shown = time.monotonic()
                     show_progress(bar, requests, last_shown - start)
@@ -271,6 +319,13 @@ def show_progress(bar: tqdm[NoReturn], requests: list[Request], seconds: float) 
     bar.set_postfix_str(f"prompt {prompt:,.0f} tok/s, output {output:,.0f} tok/s", refresh=False)
     bar.update(sum(request.ended for request in requests) - bar.n)
     bar.refresh()
+
+
+def unaborted(requests: list[Request]) -> list[Any]:
+    """Return the outputs of requests that have no part of one if they are aborted."""
+    if any(request.samples[0].seq.finish_reason == "abort" for request in requests):
+        raise RuntimeError("another thread has aborted the requests of this call")
+    return [request.output for request in requests]
 
 
 def raise_error(requests: list[Request]) -> None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.models.checkpoint import GenerationDefaults, config_file, find_checkpoint
+from nanovllm.models.checkpoint import (
+    GenerationDefaults,
+    config_file,
+    find_checkpoint,
+    weight_files,
+)
 from nanovllm.models.config import ModelConfig, read_json
+from nanovllm.models.sentence_transformers import read_pooling_settings
+from nanovllm.models.weights import HEAD, tensor_names
 from nanovllm.runner.memory import weight_bytes
 from nanovllm.runner.start import make_runner
 
@@ -52,6 +60,13 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     eos_token_ids = defaults.eos_token_ids
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
+    has_head = model_config.tie_word_embeddings or (
+        HEAD in tensor_names(weight_files(directory))
+        if has_weights
+        else model_config.architecture.endswith("ForCausalLM")
+    )
+    if not has_head:  # a head that is tied takes no memory; it is never used
+        model_config = replace(model_config, tie_word_embeddings=True)
     runner = make_runner(config, model_config, directory, max_model_len)
     num_tokens = runner.num_blocks * config.kvcache_block_size
     cache = runner.attention.cache
@@ -70,6 +85,8 @@ def make_engine(config: EngineConfig) -> LLMEngine:
         eos_token_ids,
         defaults.sampling,
         config.seed,
+        read_pooling_settings(directory, model_config.hidden_size),
+        has_head,
     )
     return LLMEngine(config, runner, inputs)
 

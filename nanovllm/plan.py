@@ -58,6 +58,7 @@ class Yield(Enum):
     TOKEN = 0  # the next token; a later step computes its KV
     HIDDEN_STATE = 1  # the hidden state of the last known token, after the final norm
     CANDIDATES = 2  # the most likely next tokens, of which the engine chooses one later
+    NOTHING = 3  # only the log-probabilities of its targets were wanted
 
 
 class BlockMove(NamedTuple):
@@ -87,8 +88,9 @@ class Chunk:
     start: int  # position; all earlier KV is in the cache or is stored before any query attends
     token_ids: list[int]
     yields: Yield | None  # None unless it ends with the last known token of the row
-    # The prompt tokens that follow each token of the chunk, if prompt_logprobs are requested.
+    # Tokens to score, one after the other. The first follows token `logprobs_from` of the chunk.
     logprob_targets: list[int] = field(default_factory=list)
+    logprobs_from: int = 0
 
 
 @dataclass(slots=True)

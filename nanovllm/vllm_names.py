@@ -10,14 +10,16 @@ from typing import Any, Literal, TypedDict
 
 from nanovllm.config import unknown_name
 
-TEXT_ONLY = "nanovllm generates text from text; use transformers for embeddings and scores"
+TEXT_ONLY = "nanovllm takes text and has no classification heads; use transformers"
 ADAPTER = "merge the adapter into the checkpoint"
 
 # Attributes of LLM, and names that are imported from vllm.
 _NAMES = {
-    TEXT_ONLY: "classify embed encode reset_mm_cache reward score ClassificationOutput "
-    "ClassificationRequestOutput EmbeddingOutput EmbeddingRequestOutput PoolingOutput "
-    "PoolingParams PoolingRequestOutput ScoringOutput ScoringRequestOutput",
+    TEXT_ONLY: "classify reset_mm_cache reward ClassificationOutput ClassificationRequestOutput",
+    "use embed, whose results are EmbeddingRequestOutput": "encode PoolingOutput "
+    "PoolingRequestOutput",
+    "use loglikelihood: docs/api.md shows a reranker's score with it": "score ScoringOutput "
+    "ScoringRequestOutput",
     "its name is StructuredOutputsParams now, for structured_outputs of SamplingParams": "GuidedDecodingParams",
     ADAPTER: "LoRARequest",
     "use the methods of LLM(...).engine: add_request, step, has_unfinished_requests, "

@@ -289,7 +289,7 @@ engine.abort_request(["0"])
 """
     bad = """from nanovllm import LLM, EngineArgs
 llm = LLM()
-llm.embed
+llm.encode
 llm.generate("a", use_tqmd=False)
 llm.generate("a", priority=3)
 LLM(max_num_seq=4)

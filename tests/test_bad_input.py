@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.config import VLLM_OPTIONS, EngineConfig
 from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
@@ -900,3 +901,114 @@ def test_ids_of_aborted_requests(llm: LLM) -> None:
         assert engine.outputs.requests.keys() == left
         engine.abort_request(["b", "c"])
     still_serves(llm)
+
+
+POOLING = [
+    ({"dimensions": 0}, ValueError, "dimensions must be at least 1"),
+    ({"dimensions": 65}, ValueError, "dimensions=65 is more than the 64 of the model"),
+    ({"dimensions": 2.0}, TypeError, "dimensions must be an int"),
+    ({"dimensions": True}, TypeError, "dimensions must be an int"),
+    ({"normalize": 1}, TypeError, "normalize must be True or False"),
+    ({"use_activation": "no"}, TypeError, "use_activation must be True or False"),
+    ({"normalize": True, "use_activation": False}, ValueError, "two names of one field"),
+    ({"prompt_name": 3}, TypeError, "prompt_name must be a string"),
+    ({"prompt_name": "query"}, ValueError, "no prompt named 'query'; it has none"),
+    ({"dimension": 3}, TypeError, "dimension"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "word"), POOLING, ids=str)
+def test_pooling_params(llm: LLM, fields: dict, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        llm.embed([[1]], PoolingParams(**fields), use_tqdm=False)
+    if "use_activation" not in fields:
+        with pytest.raises(error, match=word):
+            llm.embed([[1]], use_tqdm=False, **fields)
+    still_serves(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "word"),
+    [*(case for case in PROMPTS if "max_model_len" not in case[2] and case[2] != "10")],
+    ids=lambda x: str(x)[:30],
+)
+def test_prompts_of_embeddings_and_scores(
+    llm: LLM, prompt: object, error: type[Exception], word: str
+) -> None:
+    with pytest.raises(error, match=word):
+        llm.embed(prompt, use_tqdm=False)
+    with pytest.raises(error):
+        llm.loglikelihood(prompt, [[3], [4]], use_tqdm=False)
+    with pytest.raises((TypeError, ValueError)):
+        llm.loglikelihood([[3]], prompt, use_tqdm=False)
+    still_serves(llm)
+
+
+CALLS = [
+    (lambda llm: llm.embed([[1]], SamplingParams()), TypeError, "pooling_params must be a Pooling"),
+    (lambda llm: llm.embed([[1]], {"dimensions": 3}), TypeError, "pooling_params must be a Pooli"),
+    (lambda llm: llm.embed([[1]], [PoolingParams()] * 2), ValueError, "1 prompts but 2 pooling_pa"),
+    (lambda llm: llm.embed([[1]], PoolingParams(), dimensions=3), TypeError, "or pass them alone"),
+    (lambda llm: llm.embed([[1]], lora_request=3), ValueError, "lora_request=3 is not supported"),
+    (lambda llm: llm.embed([[1]], use_tqmd=False), TypeError, "did you mean 'use_tqdm'"),
+    (lambda llm: llm.embed([[1] * 161]), ValueError, "takes 11 KV blocks of 16; the cache has 10"),
+    (lambda llm: llm.generate([[1]], PoolingParams()), TypeError, "must be a SamplingParams"),
+    (lambda llm: next(llm.stream([[1]], PoolingParams())), TypeError, "must be a SamplingParams"),
+    (lambda llm: llm.loglikelihood([[1]] * 2, [[2]] * 3), ValueError, "2 prompts but 3 continuat"),
+    (lambda llm: llm.loglikelihood([1], []), None, ""),
+    (lambda llm: llm.loglikelihood([], []), None, ""),
+    (lambda llm: llm.loglikelihood([], [[2]]), ValueError, "0 prompts but 1 continuations"),
+    (lambda llm: llm.loglikelihood([[1]], [[]]), ValueError, "the continuation is empty"),
+    (lambda llm: llm.loglikelihood([[]], [[1]]), ValueError, "the prompt is empty"),
+    (lambda llm: llm.loglikelihood([1], "a"), TypeError, "the continuation 'a' is a string"),
+    (lambda llm: llm.loglikelihood([1], [VOCAB]), ValueError, f"token id {VOCAB}"),
+    (lambda llm: llm.loglikelihood([1], [[2], [1.5]]), TypeError, "pair 1: .* not 1.5"),
+    (lambda llm: llm.loglikelihood([1], None), TypeError, "continuations must be a string"),
+    (lambda llm: llm.loglikelihood("a", "b"), ValueError, "no tokenizer"),
+    (lambda llm: llm.score("a", "b"), AttributeError, "use loglikelihood"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "word"), CALLS)
+def test_calls_of_embed_and_loglikelihood(
+    llm: LLM, call: Callable, error: type[Exception] | None, word: str
+) -> None:
+    if error is None:
+        assert call(llm) == []
+    else:
+        with pytest.raises(error, match=word):
+            call(llm)
+    still_serves(llm)
+
+
+def test_continuations_that_add_no_token(embedded: LLM) -> None:
+    for prompt, end, word in (
+        ("a", "", "the continuation is empty"),
+        (" ", "b", "the prompt is empty"),
+        ("", "b", "the prompt is empty"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            embedded.loglikelihood(prompt, end)
+    still_serves(embedded)
+
+
+SETTINGS = [
+    ("modules.json", "{}", "modules.json is not valid: it must hold a list, not dict"),
+    ("modules.json", "[3]", "a module needs a 'type'"),
+    ("modules.json", "[", "modules.json is not valid JSON"),
+    ("config_sentence_transformers.json", "[]", "it must hold an object, not list"),
+    ("config_sentence_transformers.json", '{"prompts": []}', "prompts must be an object"),
+    ("config_sentence_transformers.json", '{"prompts": {"a": 3}}', "a prompt must be a string"),
+    ("config_sentence_transformers.json", '{"truncate_dim": 0}', "truncate_dim must be"),
+    ("config_sentence_transformers.json", '{"default_prompt_name": "a"}', "is none of the prompts"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "word"), SETTINGS)
+def test_broken_pooling_settings(
+    path: Path, tmp_path: Path, name: str, text: str, word: str
+) -> None:
+    edited(path, tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=word):
+        random_llm(tmp_path)

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 import nanovllm
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams, outputs
+from nanovllm import (
+    LLM,
+    SamplingParams,
+    StructuredOutputsParams,
+    beam_search,
+    outputs,
+    pooling,
+    scoring,
+)
 from nanovllm.config import VLLM_OPTIONS, EngineConfig
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +50,9 @@ def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_field_is_documented() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     values = [outputs.CompletionOutput, outputs.RequestOutput, outputs.StreamOutput]
+    values += [pooling.PoolingParams, pooling.EmbeddingOutput, pooling.EmbeddingRequestOutput]
+    values += [scoring.LoglikelihoodOutput, beam_search.BeamSearchParams]
+    values += [beam_search.BeamSearchSequence, beam_search.BeamSearchOutput]
     params = SamplingParams, StructuredOutputsParams
     for cls in (EngineConfig, *params, outputs.Logprob, outputs.RequestMetrics, *values):
         for field in dataclasses.fields(cls):

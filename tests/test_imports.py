@@ -11,24 +11,15 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
 # A module may import from its own rank and from those above it in this list.
 RANKS = [
-    {
-        "plan",
-        "batch",
-        "config",
-        "outputs",
-        "sampling_params",
-        "detokenizer",
-        "chat",
-        "vllm_names",
-        "structured",
-    },
+    {"plan", "batch", "config", "outputs", "sampling_params", "structured", "pooling", "scoring"}
+    | {"detokenizer", "chat", "vllm_names"},
     {"models"},
     {"cpu", "gpu"},
     {"engine", "runner"},
     {"loading"},
     {"beam_search"},
     {"llm"},
-    {"trace"},
+    {"trace", "integrations"},
 ]
 
 

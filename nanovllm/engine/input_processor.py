@@ -11,8 +11,10 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, cast
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import FILTERS, LogitRules, RowSampling
+from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
+from nanovllm.pooling import PoolingParams, PoolingSettings
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scoring import ScoringParams, encode_pair
 from nanovllm.structured import GrammarCompiler
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class TokensPrompt(TypedDict, total=False):
 # A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: a text and its ids.
 # A tokenizer's BatchEncoding, with "input_ids", is a Mapping too.
 Prompt: TypeAlias = "str | list[int] | Array | Mapping[str, Any]"
+# What a request asks for: new tokens, an embedding, or the log-probabilities of its last tokens.
+Params: TypeAlias = SamplingParams | PoolingParams | ScoringParams
 ENCODING_KEYS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
 
@@ -49,6 +53,8 @@ class InputProcessor:
         eos_token_ids: frozenset[int],
         default_sampling_params: SamplingParams,
         seed: int,
+        pooling: PoolingSettings | None = None,
+        has_head: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
@@ -57,18 +63,29 @@ class InputProcessor:
         self.default_sampling_params = default_sampling_params
         self.seed = seed
         self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+        self.pooling = pooling or PoolingSettings()
+        self.has_head = has_head
 
-    def check_params(self, params: SamplingParams | None) -> SamplingParams:
+    def check_params(self, params: Params | None) -> Params:
         """Return a checked copy: fields may have been set since the last check."""
         params = self.default_sampling_params if params is None else params
-        if not isinstance(params, SamplingParams):
+        if isinstance(params, PoolingParams):
+            return self.pooling.complete(params)
+        if not isinstance(params, SamplingParams | ScoringParams):
             raise TypeError(f"sampling_params must be a SamplingParams, not {params!r}")
+        if not self.has_head:
+            raise ValueError(
+                "the checkpoint has no head (lm_head.weight), which generation and log-likelihoods "
+                "need; use embed, or load a checkpoint with a head"
+            )
         return replace(params)
 
     def make_sequences(
-        self, request_id: str, arrival: int, token_ids: list[int], params: SamplingParams
+        self, request_id: str, arrival: int, token_ids: list[int], params: Params
     ) -> list[Sequence]:
         """Return one sequence for each of the n samples. The first computes the prompt for all."""
+        if not isinstance(params, SamplingParams):
+            return [self._make_prompt_only(request_id, arrival, token_ids, params)]
         room = self.max_model_len - len(token_ids)
         if room < 1:
             raise ValueError(
@@ -95,11 +112,84 @@ class InputProcessor:
                 filters=tuple(filters.values()),
                 rules=self._logit_rules(params),
             ),
+            targets=[] if params.prompt_logprobs is None else token_ids[1:],
         )
         return [first, *(_fork(first, index) for index in range(1, params.n))]
 
-    def tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return (text or None, token ids) of a prompt in any of its forms."""
+    def _make_prompt_only(
+        self,
+        request_id: str,
+        arrival: int,
+        token_ids: list[int],
+        params: PoolingParams | ScoringParams,
+    ) -> Sequence:
+        """Return a sequence that ends with its prompt. The last token to score is not computed."""
+        num_targets = params.num_tokens if isinstance(params, ScoringParams) else 0
+        known = token_ids[:-1] if num_targets else token_ids
+        if len(known) > self.max_model_len:
+            raise ValueError(
+                f"{len(known)} tokens are more than max_model_len={self.max_model_len}; shorten "
+                "the prompt or raise max_model_len"
+            )
+        return Sequence(
+            request_id=request_id,
+            arrival=arrival,
+            token_ids=known,
+            num_prompt=len(known),
+            max_length=len(known),
+            stop_token_ids=frozenset(),
+            sampling=RowSampling(temperature=0, seed=0),
+            yields=Yield.NOTHING if num_targets else Yield.HIDDEN_STATE,
+            targets=token_ids[len(token_ids) - num_targets :],
+            first_target=len(token_ids) - num_targets,
+        )
+
+    def tokenize_pairs(
+        self, prompts: "Prompt | Iterable[Prompt]", continuations: "Prompt | Iterable[Prompt]"
+    ) -> tuple[list[Prompt], list[Params | None]]:
+        """Return a prompt for each pair, with its continuation, and what to score of it."""
+        stems, ends = as_list(prompts), as_list(continuations, "continuations")
+        if len(stems) == 1:
+            stems = stems * len(ends)
+        if len(stems) != len(ends):
+            raise ValueError(
+                f"{len(stems)} prompts but {len(ends)} continuations; give one for each, or one "
+                "prompt for all"
+            )
+        whole: list[Prompt] = []
+        params: list[Params | None] = []
+        for i, (stem, end) in enumerate(zip(stems, ends, strict=True)):
+            try:
+                ids, new = self._tokenize_pair(stem, end)
+            except (TypeError, ValueError) as error:
+                where = f"pair {i}: " if len(stems) > 1 else ""
+                raise type(error)(f"{where}{error}") from error
+            whole.append([*ids, *new])
+            params.append(ScoringParams(len(new)))
+        return whole, params
+
+    def _tokenize_pair(self, stem: Prompt, end: Prompt) -> tuple[list[int], list[int]]:
+        if isinstance(stem, str) and isinstance(end, str):
+            ids, new = encode_pair(stem, end, self.encode)
+        elif isinstance(end, str):
+            raise TypeError(
+                f"the continuation {end!r} is a string, and its prompt is not: {stem!r}"
+            )
+        else:
+            end = plain_ids(end)
+            ids, new = self.tokenize(stem)[1], [] if end == [] else self.tokenize(end)[1]
+        if not ids or not new:
+            what = "prompt" if new else "continuation"
+            raise ValueError(f"the {what} is empty; give at least one token")
+        return ids, new
+
+    def tokenize(
+        self, prompt: Prompt, params: Params | None = None
+    ) -> tuple[str | None, list[int]]:
+        """Return (text or None, token ids) of a prompt in any of its forms.
+
+        `params` of an embedding may name a prompt of the checkpoint, which is put before the text.
+        """
         text: object = None
         ids: object = prompt
         if isinstance(prompt, str):
@@ -114,6 +204,13 @@ class InputProcessor:
                 )
         if text is not None and not isinstance(text, str):
             raise TypeError(f"the text of a prompt must be a string, not {text!r}")
+        if isinstance(params, PoolingParams):
+            if ids is None and text is not None:
+                text = self.pooling.prefix(params) + text
+            elif params.prompt_name is not None:
+                raise ValueError(
+                    f"prompt_name={params.prompt_name!r} needs a text to be put before, not token ids"
+                )
         ids = self.encode(text) if ids is None and text is not None else plain_ids(ids)
         if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list):
             ids = ids[0]  # a tokenizer's result with return_tensors has one row
@@ -183,29 +280,32 @@ class InputProcessor:
 
 def pair_up(
     prompts: "Prompt | Iterable[Prompt]",
-    sampling_params: SamplingParams | Iterable[SamplingParams] | None,
-) -> tuple[list[Prompt], list[SamplingParams | None]]:
-    """Return as many parameters as prompts; a single SamplingParams is repeated."""
+    params: "Params | Iterable[Params] | None",
+    kind: type = SamplingParams,
+) -> tuple[list[Prompt], list[Params | None]]:
+    """Return as many parameters of a `kind`, or None, as prompts; a single object is repeated."""
     items = as_list(prompts)
-    if isinstance(sampling_params, list | tuple):
-        params: list[SamplingParams | None] = list(sampling_params)
+    name = "sampling_params" if kind is SamplingParams else "pooling_params"
+    if isinstance(params, list | tuple):
+        each: list[Params | None] = list(params)
     else:
-        params = [cast("SamplingParams | None", sampling_params)] * len(items)
-    if len(params) != len(items):
-        raise ValueError(
-            f"{len(items)} prompts but {len(params)} sampling_params; give one, or one for each"
-        )
-    return items, params
+        each = [cast("Params | None", params)] * len(items)
+    if len(each) != len(items):
+        raise ValueError(f"{len(items)} prompts but {len(each)} {name}; give one, or one for each")
+    for one in each:
+        if one is not None and not isinstance(one, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, not {one!r}")
+    return items, each
 
 
-def as_list(prompts: "Prompt | Iterable[Prompt]") -> list[Prompt]:
+def as_list(prompts: "Prompt | Iterable[Prompt]", name: str = "prompts") -> list[Prompt]:
     """Return a list of prompts. Token ids are one prompt, or one for each row."""
     items = plain_ids(prompts)
     if isinstance(items, str | Mapping):
         return [items]
     if not isinstance(items, list | tuple):
         raise TypeError(
-            f"prompts must be a string, token ids, a dict, or a list of these, not {prompts!r}"
+            f"{name} must be a string, token ids, a dict, or a list of these, not {prompts!r}"
         )
     # An empty array is an empty prompt, but an empty list has no prompts.
     if (items or items is not prompts) and all(map(is_token_id, items)):
@@ -279,7 +379,7 @@ def _fork(first: Sequence, index: int) -> Sequence:
         rules = replace(rules, prompt_logprobs=None)
     seed = _signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
     sampling, token_ids = replace(first.sampling, rules=rules, seed=seed), list(first.token_ids)
-    own: dict[str, Any] = {"forks": [], "block_table": [], "block_hashes": []}
+    own: dict[str, Any] = {"forks": [], "block_table": [], "block_hashes": [], "targets": []}
     fork = replace(first, index=index, parent=first, token_ids=token_ids, sampling=sampling, **own)
     first.forks.append(fork)
     return fork

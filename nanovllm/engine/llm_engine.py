@@ -15,12 +15,11 @@ from typing import NoReturn
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.engine.input_processor import InputProcessor, Prompt, request_ids
+from nanovllm.engine.input_processor import InputProcessor, Params, Prompt, request_ids
 from nanovllm.engine.interrupt import defer_interrupt
-from nanovllm.engine.output_processor import OutputProcessor, Request, Search
+from nanovllm.engine.output_processor import Output, OutputProcessor, Request, Search
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.outputs import RequestOutput
-from nanovllm.plan import Runner
+from nanovllm.plan import Runner, Yield
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -51,7 +50,7 @@ class LLMEngine(EngineCore):
     def add_request(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         request_id: str | None = None,
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
@@ -62,7 +61,7 @@ class LLMEngine(EngineCore):
     def submit(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         stream: bool = False,
         search: Search | None = None,
     ) -> Request:
@@ -75,14 +74,14 @@ class LLMEngine(EngineCore):
     def _add(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        sampling_params: Params | None,
         request_id: str | None = None,
         returned_by_step: bool = True,
         stream: bool = False,
         search: Search | None = None,
     ) -> Request:
         params = self.inputs.check_params(sampling_params)
-        text, token_ids = self.inputs.tokenize(prompt)
+        text, token_ids = self.inputs.tokenize(prompt, params)
         with defer_interrupt(), self.lock:
             arrival, is_known = self.num_requests, self.outputs.is_known
             if request_id is None:
@@ -93,8 +92,8 @@ class LLMEngine(EngineCore):
                 raise ValueError(f"request_id {request_id!r} is in use")
             seqs = self.inputs.make_sequences(request_id, arrival, token_ids, params)
             blocks, max_length = self.scheduler.blocks, seqs[0].max_length
-            # The KV of the last token is not needed.
-            needed = -(-(max_length - 1) // blocks.block_size)
+            # The KV of the last token is not needed if it is sampled.
+            needed = -(-(max_length - (seqs[0].yields is Yield.TOKEN)) // blocks.block_size)
             if needed > blocks.num_blocks:
                 raise ValueError(
                     f"a request of {max_length} tokens takes {needed} KV blocks of "
@@ -132,7 +131,7 @@ class LLMEngine(EngineCore):
             yield requests
             requests = unfinished
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> list[Output]:
         """Run one step. Returns the requests that have finished since the last call."""
         self.run_step()
         with self.lock:

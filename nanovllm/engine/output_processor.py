@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nanovllm.detokenizer import Detokenizer
+from nanovllm.engine.input_processor import Params
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.outputs import (
@@ -21,14 +22,20 @@ from nanovllm.outputs import (
     RequestOutput,
     StreamOutput,
 )
-from nanovllm.plan import StepOutput, TokenLogprobs
+from nanovllm.plan import StepOutput, TokenLogprobs, Yield
+from nanovllm.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scoring import LoglikelihoodOutput, ScoringParams, check_logprobs
 from nanovllm.structured import OutputComplete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("nanovllm")
+# A RequestOutput, EmbeddingRequestOutput or LoglikelihoodOutput. A union would make every program that
+# runs the loop check which of them it gets.
+Output: TypeAlias = Any
+NO_TEXT = SamplingParams(detokenize=False)  # stands for those of a request that samples nothing
 
 
 @dataclass(slots=True)
@@ -72,9 +79,11 @@ class Request:
     tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
     search: Search | None = None  # chooses its tokens and makes its output
     ended: bool = False
-    output: Any = None  # a RequestOutput, or that of `search`, when it has ended
+    output: Any = None  # an Output, or that of `search`, when it has ended
     error: Exception | None = None  # raised by its own data in a step, which ended it
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
+    task: PoolingParams | ScoringParams | None = None  # what it asks for instead of new tokens
+    embedding: list[float] = field(default_factory=list)
 
     def read_stream(self, request_index: int) -> list[StreamOutput]:
         """Return the output of each sample since the last call; nothing after its finish_reason."""
@@ -116,6 +125,11 @@ class Request:
         hidden = isinstance(seq.stop_reason, int) and not self.params.include_stop_str_in_output
         return seq.output_ids[:-1] if hidden else seq.output_ids
 
+    def target_logprobs(self) -> list[Logprob]:
+        """Return the log-probabilities of the prompt's own tokens that are known, in their order."""
+        entries = (self.prompt_logprobs[i] for i in sorted(self.prompt_logprobs))
+        return [next(iter(entry.values())) for entry in entries]  # its own comes first
+
     def all_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """Return one entry for each prompt token, None for the first; None if not requested."""
         if self.params.prompt_logprobs is None:
@@ -154,7 +168,7 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.requests: dict[str, Request] = {}
-        self.finished: list[RequestOutput] = []  # not returned to the caller yet
+        self.finished: list[Output] = []  # not returned to the caller yet
         # Samples whose tokens are processed one by one: streams, stop strings, log-probabilities.
         self.per_token_samples: dict[Sequence, Sample] = {}
         self.num_prompt_tokens = 0  # of requests that have their first token
@@ -169,11 +183,12 @@ class OutputProcessor:
         self,
         seqs: list[Sequence],
         prompt: str | None,
-        params: SamplingParams,
+        asked: Params,
         returned_by_step: bool,
         stream: bool,
         search: Search | None = None,
     ) -> Request:
+        params, task = (asked, None) if isinstance(asked, SamplingParams) else (NO_TEXT, asked)
         samples = [Sample(seq) for seq in seqs]
         metrics = RequestMetrics(time.monotonic())
         request_id = seqs[0].request_id
@@ -189,6 +204,7 @@ class OutputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
             tokenizer=self.tokenizer if params.detokenize else None,
             search=search,
+            task=task,
         )
         self.requests[request_id] = request
         needs_text = request.tokenizer is not None and bool(stream or params.stop)
@@ -210,15 +226,18 @@ class OutputProcessor:
         self, step: InFlightStep, output: StepOutput, updated: list[Sequence]
     ) -> list[tuple[Sequence, str, str | None]]:
         """Process the results of a step. Returns (sequence, finish_reason, stop_reason) for each
-        sequence that a stop string or its grammar ends, and for all samples of a request that ends
-        with an error.
+        sequence that ends with a stop string, its grammar or its prompt, and for all samples of a
+        request that ends with an error.
         """
-        self.num_output_tokens += len(updated)
+        prompts: list[Sequence] = []  # that are complete and sample nothing
         if step.plan.chunks:
             self._note_first_tokens(updated)
+            prompts = [seq for seq in updated if seq.yields in (Yield.HIDDEN_STATE, Yield.NOTHING)]
+        self.num_output_tokens += len(updated) - len(prompts)
         failed: list[Request] = []
-        ended: list[tuple[Sequence, str, str | None]] = []
-        if output.errors or output.logprobs or output.prompt_logprobs or output.candidates:
+        ended: list[tuple[Sequence, str, str | None]] = [(seq, "stop", None) for seq in prompts]
+        reported = output.logprobs or output.prompt_logprobs or output.candidates
+        if prompts or output.errors or reported:
             sequences = step.sequences()
             for row, candidates in output.candidates.items():
                 request = self._request_of(sequences[row])
@@ -233,6 +252,7 @@ class OutputProcessor:
                 elif seq.finish_reason == "error":  # and nothing else ended it before
                     ended.append((seq, "stop", None))
             self._add_logprobs(step, output, sequences, failed)
+            self._complete_tasks(prompts, output, sequences, failed)
         for seq in updated if self.per_token_samples else ():
             with self._contain_errors(self.requests[seq.request_id], failed):
                 if (stop := self._detokenize(seq)) is not None:
@@ -319,9 +339,27 @@ class OutputProcessor:
             owner = self._request_of(seq)
             if targets and owner is not None:
                 with self._contain_errors(owner, failed):
-                    for position, entry in enumerate(targets, chunk.start + 1):
+                    for position, entry in enumerate(
+                        targets, chunk.start + chunk.logprobs_from + 1
+                    ):
                         decoded = owner.decode_logprobs(entry, seq, position)
                         owner.prompt_logprobs[position] = decoded
+
+    def _complete_tasks(
+        self,
+        prompts: list[Sequence],
+        output: StepOutput,
+        sequences: dict[int, Sequence],
+        failed: list[Request],
+    ) -> None:
+        rows = {sequences[row]: row for row in output.hidden_states}
+        for seq in prompts:
+            request = self.requests[seq.request_id]
+            with self._contain_errors(request, failed):
+                if isinstance(request.task, PoolingParams):
+                    request.embedding = request.task.pool(output.hidden_states[rows[seq]])
+                else:
+                    check_logprobs(request.target_logprobs())
 
     def _detokenize(self, seq: Sequence) -> str | None:
         """Append the text of the new tokens. Returns the stop string that it contains, if any."""
@@ -349,10 +387,29 @@ class OutputProcessor:
         sample.text = sample.text[: end if params.include_stop_str_in_output else end - len(stop)]
         return stop
 
-    def _request_output(self, request: Request) -> RequestOutput:
+    def _request_output(self, request: Request) -> Output:
         seqs = [sample.seq for sample in request.samples]
         request.metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
         first = seqs[0]
+        if isinstance(request.task, PoolingParams):
+            return EmbeddingRequestOutput(
+                request_id=first.request_id,
+                prompt_token_ids=first.token_ids,
+                outputs=EmbeddingOutput(request.embedding),
+                finished=True,
+                num_cached_tokens=first.num_cached_tokens,
+                metrics=request.metrics,
+            )
+        if isinstance(request.task, ScoringParams):
+            entries = request.target_logprobs()
+            return LoglikelihoodOutput(
+                logprob=sum(entry.logprob for entry in entries),
+                is_greedy=all(entry.rank == 1 for entry in entries),
+                token_logprobs=[entry.logprob for entry in entries],
+                token_ids=first.targets,
+                num_cached_tokens=first.num_cached_tokens,
+                request_id=first.request_id,
+            )
         return RequestOutput(
             request_id=first.request_id,
             prompt=request.prompt,

@@ -174,8 +174,10 @@ class Scheduler:
             seq.joined = True
         last = end == seq.num_with_placeholders
         chunk = Chunk(seq.row, start, seq.token_ids[start:end], seq.yields if last else None)
-        if self._wants_prompt_logprobs(seq):
-            chunk.logprob_targets = seq.token_ids[start + 1 : min(end + 1, seq.num_prompt)]
+        if seq.targets:
+            ahead = seq.first_target - 1 - start  # tokens of the chunk before the first that counts
+            chunk.logprobs_from = max(ahead, 0)
+            chunk.logprob_targets = seq.targets[max(-ahead, 0) : max(tokens - ahead, 0)]
         plan.chunks.append(chunk)
         step.chunked.append(seq)
         seq.num_computed = end
@@ -185,11 +187,6 @@ class Scheduler:
             seq.decoding = True
         self.blocks.cache_full_blocks(seq)
         return tokens
-
-    @staticmethod
-    def _wants_prompt_logprobs(seq: Sequence) -> bool:
-        rules = seq.sampling.rules
-        return rules is not None and rules.prompt_logprobs is not None
 
     def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
         """Give `seq` blocks for its next `tokens`. Returns the entries for plan.new_blocks."""
@@ -220,8 +217,9 @@ class Scheduler:
             return "seqs"
         if seq.num_with_placeholders > len(seq.token_ids):
             return "in flight"
-        # Log-probabilities of a prompt need every position computed.
-        matched = [] if self._wants_prompt_logprobs(seq) else self.blocks.match(seq)
+        matched = self.blocks.match(seq)
+        if seq.targets:  # the token before the first of them is computed, and all that follow
+            matched = matched[: (seq.first_target - 1) // self.blocks.block_size]
         if not self._has_room(seq, matched):
             return "blocks"
         self.blocks.share(seq, matched)

@@ -38,6 +38,8 @@ class Sequence:
     sampling: RowSampling
     index: int = 0  # number among the samples of its request
     yields: Yield = Yield.TOKEN
+    targets: list[int] = field(default_factory=list)  # tokens whose log-probabilities are wanted
+    first_target: int = 1  # position of the first of them
     # The first sample of a request computes the prompt; the others are forked from it.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = field(default_factory=list)  # not queued yet

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import DTYPES, check_scalar
+from nanovllm.config import DTYPES, KINDS, check_scalar
 
 SIZE = (1, 2**31 - 1)
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
@@ -161,6 +161,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 128},
     "Qwen2ForCausalLM": {"qk_norm": False, "attention_bias": True},
 }
+# The same without a head, unless it is tied.
+ARCHITECTURES |= {n.replace("ForCausalLM", "Model"): t for n, t in ARCHITECTURES.items()}
 
 
 def _rope(raw: dict[str, Any], path: Path) -> tuple[float, float]:
@@ -215,14 +217,15 @@ def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ValueError with the file's name."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """Return the object, or the list, in a JSON file. Raises ValueError with the file's name."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # not JSON, not even text, or nested too deeply
         raise unreadable(path, "valid JSON", error) from None
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} is not valid: it must hold an object, not {type(raw).__name__}")
+    if not isinstance(raw, kind):
+        what = type(raw).__name__
+        raise ValueError(f"{path} is not valid: it must hold {KINDS[kind]}, not {what}")
     return raw
 
 

@@ -26,7 +26,7 @@ Scales: TypeAlias = tuple[float, float]  # of the keys and of the values of a la
 
 # The names that vLLM reads: plain, of its attention, of ModelOpt, and of a fused projection.
 KV_SCALE = re.compile(
-    r"model\.layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.|qkv_proj\.)?([kv])_scale"
+    r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.|qkv_proj\.)?([kv])_scale"
 )
 
 

@@ -5,7 +5,7 @@ the pages of one tensor.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from tqdm import tqdm
 from nanovllm.models.config import unreadable
 from nanovllm.models.fp8 import KV_SCALE
 
+HEAD = "lm_head.weight"
 # Names that are skipped: tables that are computed from the config, and a tied head.
-IGNORED = ("rotary_emb.inv_freq", "lm_head.weight")
+IGNORED = ("rotary_emb.inv_freq", HEAD)
+PREFIX = "model."  # of all other names, unless the checkpoint has no head
 # The stored dtypes that are converted to the model's.
 DTYPES = ("BF16", "F16", "F32", "F64")
 
@@ -40,8 +42,10 @@ class Part:
 
 def load_weights(parts: Iterable[Part], files: list[Path]) -> None:
     """Store all parts. Raises ValueError with the tensors that do not fit them one to one, before
-    anything is stored.
+    anything is stored. The names may be those of the model without its head, without "model.".
     """
+    if not any(name.startswith(PREFIX) for name in tensor_names(files)):
+        parts = [replace(part, name=part.name.removeprefix(PREFIX)) for part in parts]
     known = {part.name: part for part in parts}
     check_headers(known, files)
     with tqdm(total=len(known), desc="Loading weights", unit="tensor", delay=1) as bar:
@@ -51,6 +55,14 @@ def load_weights(parts: Iterable[Part], files: list[Path]) -> None:
                     part = known[name]
                     part.store(file.get_tensor(name)[part.wanted])
                     bar.update()
+
+
+def tensor_names(files: list[Path]) -> set[str]:
+    names: set[str] = set()
+    for path in files:
+        with open_file(path) as file:
+            names.update(file.keys())
+    return names
 
 
 def open_file(path: Path) -> Any:

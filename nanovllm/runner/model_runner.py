@@ -111,19 +111,13 @@ class ModelRunner:
     def _yield_of_chunks(self, chunks: list[Chunk], hidden: Tensor, output: PendingOutput) -> None:
         """Add hidden states and log-probabilities of the chunks, from hidden states [T, E]."""
         start, wanted, candidates = 0, [], []
+        scored: list[tuple[int, int]] = []  # (index of the token before it, target)
         for chunk in chunks:
             if targets := chunk.logprob_targets:
-                k = self.rows.rules[chunk.row].rules.prompt_logprobs or 0
-                ids = to_device(np.array(targets), self.device)
-                # In parts, because the memory profile does not include the logits of a whole chunk.
-                parts = zip(hidden[start : start + len(ids)].split(64), ids.split(64), strict=True)
-                copies = [
-                    start_copy(
-                        self.backend.token_logprobs(self.compiled_model.logits(part), part_ids, k)
-                    )
-                    for part, part_ids in parts
-                ]
-                output.prompts.append((chunk.row, targets, k, copies))
+                rules = self.rows.rules.get(chunk.row)
+                k = (rules and rules.rules.prompt_logprobs) or 0
+                output.prompts.append((chunk.row, targets, k))
+                scored += enumerate(targets, start + chunk.logprobs_from)
             start += len(chunk.token_ids)
             if chunk.yields is Yield.HIDDEN_STATE:
                 output.hidden_rows.append(chunk.row)
@@ -132,12 +126,18 @@ class ModelRunner:
                 k = self.rows.rules[chunk.row].rules.logprobs or 0
                 output.candidate_rows.append((chunk.row, k))
                 candidates.append(start - 1)
+        if scored:
+            most = max(k for *_, k in output.prompts)
+            # In parts, because the memory profile does not include the logits of a whole chunk.
+            for part in to_device(np.transpose(scored).copy(), self.device).split(64, dim=1):
+                logits = self.compiled_model.logits(hidden[part[0]])
+                packed = self.backend.token_logprobs(logits, part[1], most)
+                output.prompt_parts.append(start_copy(packed))
         if candidates:
             self._find_candidates(hidden[to_device(np.array(candidates), self.device)], output)
         if wanted:
-            output.hidden_states = start_copy(
-                hidden[to_device(np.array(wanted), self.device)].float()
-            )
+            rows = to_device(np.array(wanted), self.device)
+            output.hidden_states = start_copy(hidden[rows].float())
 
     def _find_candidates(self, hidden: Tensor, output: PendingOutput) -> None:
         """Add the most likely tokens of `output.candidate_rows` [C], from hidden states [C, E].

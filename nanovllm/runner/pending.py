@@ -40,10 +40,9 @@ class PendingOutput:
     reported: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: Callable[[], list[list[float]]] = list
     errors: dict[int, Exception] = field(default_factory=dict)  # as in StepOutput
-    # (row, targets, number of log-probabilities, the same in parts)
-    prompts: list[tuple[int, list[int], int, list[Callable[[], list[list[float]]]]]] = field(
-        default_factory=list
-    )
+    # (row, targets, number of log-probabilities), and the same for all their targets, in parts
+    prompts: list[tuple[int, list[int], int]] = field(default_factory=list)
+    prompt_parts: list[Callable[[], list[list[float]]]] = field(default_factory=list)
 
     def wait(self) -> StepOutput:
         output = StepOutput(token_ids := self.token_ids(), errors=self.errors)
@@ -52,7 +51,8 @@ class PendingOutput:
             output.candidates[row] = likely_tokens(packed, k)
         for (i, row, k), packed in zip(self.reported, self.logprobs(), strict=True):
             output.logprobs[row] = unpack_logprobs(packed, token_ids[i], k)
-        for row, targets, k, parts in self.prompts:
-            entries = zip([entry for part in parts for entry in part()], targets, strict=True)
-            output.prompt_logprobs[row] = [unpack_logprobs(*entry, k) for entry in entries]
+        all_packed = (packed for part in self.prompt_parts for packed in part())
+        for row, targets, k in self.prompts:
+            entries = zip(targets, all_packed, strict=False)  # takes as many as there are targets
+            output.prompt_logprobs[row] = [unpack_logprobs(p, token, k) for token, p in entries]
         return output

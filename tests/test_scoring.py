@@ -1,0 +1,269 @@
+"""Log-likelihoods equal transformers', whatever the steps, and a shared stem is computed once."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import VOCAB, make_checkpoint, random_llm
+
+from nanovllm import LLM, LoglikelihoodOutput, SamplingParams
+from nanovllm.demo.data import graded_samples
+from nanovllm.plan import StepPlan
+
+STEM = [(7 * i + 3) % VOCAB for i in range(40)]
+ENDS = [[5], [6, 7, 8], [9] * 20, [5, 6], [(11 * i) % VOCAB for i in range(50)]]
+PAIRS = [*((STEM, end) for end in ENDS), ([1], [2]), ([3], [4] * 33), (STEM[:16], ENDS[2])]
+
+
+def reference(model: torch.nn.Module, stem: list[int], end: list[int]) -> tuple[torch.Tensor, bool]:
+    """transformers' log-probabilities of the tokens of `end`, and whether each is the likeliest."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([stem + end])).logits[0, len(stem) - 1 : -1]
+    ids = torch.tensor(end)
+    logprobs = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+    return logprobs, bool((logits.argmax(-1) == ids).all())
+
+
+def same(found: list[LoglikelihoodOutput], model: torch.nn.Module, pairs: list) -> None:
+    assert len(found) == len(pairs)
+    for output, (stem, end) in zip(found, pairs, strict=True):
+        want, is_greedy = reference(model, stem, end)
+        torch.testing.assert_close(torch.tensor(output.token_logprobs), want, atol=1e-4, rtol=0)
+        assert output.logprob == pytest.approx(sum(output.token_logprobs))
+        assert output.is_greedy == is_greedy
+        assert output.token_ids == end
+
+
+def score(llm: LLM, pairs: list) -> list[LoglikelihoodOutput]:
+    stems, ends = zip(*pairs, strict=True)
+    return llm.loglikelihood(list(stems), list(ends), use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    path = tmp_path_factory.mktemp("scoring")
+    return path, make_checkpoint(path)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: tuple[Path, torch.nn.Module]) -> LLM:
+    return random_llm(checkpoint[0], max_model_len=128)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_batched_tokens": 7},
+        {"async_scheduling": True, "max_num_batched_tokens": 50},
+        {"num_kvcache_blocks": 8, "max_num_batched_tokens": 30, "async_scheduling": True},
+        {"enable_prefix_caching": False, "max_num_seqs": 2},
+        {"attention_backend": "sdpa", "kvcache_block_size": 4, "num_kvcache_blocks": 256},
+    ],
+    ids=str,
+)
+def test_equal_in_any_steps(
+    checkpoint: tuple[Path, torch.nn.Module], options: dict[str, object]
+) -> None:
+    path, model = checkpoint
+    llm = random_llm(path, **options)
+    for _ in range(2):
+        same(score(llm, PAIRS), model, PAIRS)
+    assert not llm.engine.scheduler.has_work()
+    assert llm.stats()["blocks_in_use"] == llm.stats()["output_tokens"] == 0
+
+
+def test_a_stem_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of later answers only the last partial block of the stem is computed, and no last token."""
+    llm.reset_prefix_cache()
+    plans: list[StepPlan] = []
+    run = llm.engine.runner.run
+    monkeypatch.setattr(llm.engine.runner, "run", lambda plan: plans.append(plan) or run(plan))
+    outputs = llm.loglikelihood(STEM, ENDS, use_tqdm=False)
+    (plan,) = plans
+    assert [(c.start, len(c.token_ids)) for c in plan.chunks] == [
+        (0, 40), *((32, 8 + len(end) - 1) for end in ENDS[1:])
+    ]  # fmt: skip
+    assert [c.logprob_targets for c in plan.chunks] == ENDS
+    assert [output.num_cached_tokens for output in outputs] == [0, 32, 32, 32, 32]
+    # A stem that ends with a block keeps its last token for the first of the continuation.
+    (short,) = llm.loglikelihood(STEM[:32], [5], use_tqdm=False)
+    (long,) = llm.loglikelihood(STEM[:33], [5], use_tqdm=False)
+    assert (short.num_cached_tokens, long.num_cached_tokens) == (16, 32)
+
+
+def test_steps_shared_with_generation(checkpoint: tuple[Path, torch.nn.Module], llm: LLM) -> None:
+    """Beside prompt_logprobs with another number of log-probabilities, and their equal."""
+    engine, model = llm.engine, checkpoint[1]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=4)
+    alone = llm.generate(STEM, params, use_tqdm=False)[0]
+    llm.reset_prefix_cache()
+    asked = engine.add_request(STEM, params)
+    found = score(llm, PAIRS)
+    same(found, model, PAIRS)
+    beside = None
+    while engine.has_unfinished_requests():
+        (beside,) = engine.step() or [None]
+    assert beside.request_id == asked
+    assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
+    for token, one, other in zip(STEM, alone.prompt_logprobs, beside.prompt_logprobs, strict=True):
+        if one is not None:
+            assert list(one) == list(other)
+            assert one[token].logprob == pytest.approx(other[token].logprob, abs=1e-4)
+    (output,) = llm.loglikelihood(STEM[:1], STEM[1:], use_tqdm=False)
+    want = [entry[t].logprob for t, entry in zip(STEM[1:], alone.prompt_logprobs[1:], strict=True)]
+    assert output.token_logprobs == pytest.approx(want, abs=1e-4)
+
+
+def test_what_greedy_decoding_writes_is_greedy(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for stem in (STEM, STEM[:5]):
+        ids = llm.generate(stem, params, use_tqdm=False)[0].outputs[0].token_ids
+        others = [*ids[:5], (ids[5] + 1) % VOCAB], [(ids[0] + 1) % VOCAB, *ids[1:]]
+        outputs = llm.loglikelihood(stem, [ids, ids[:1], *others], use_tqdm=False)
+        assert [output.is_greedy for output in outputs] == [True, True, False, False]
+
+
+def test_a_pair_may_fill_the_model(checkpoint: tuple[Path, torch.nn.Module], llm: LLM) -> None:
+    """The last token is not computed, so that there is room for one more."""
+    stem = [(3 * i) % VOCAB for i in range(120)]
+    same(score(llm, [(stem, [1] * 9)]), checkpoint[1], [(stem, [1] * 9)])
+    with pytest.raises(ValueError, match="129 tokens are more than max_model_len=128"):
+        score(llm, [(stem, [1] * 10)])
+
+
+def test_strings_are_encoded_together(embedded: LLM) -> None:
+    tokenizer = embedded.get_tokenizer()
+    for text, end in (("What is 3 + 4?\n", "7"), ("Name a ", "fruit, please"), ("12", "34")):
+        whole, stem = tokenizer.encode(text + end), tokenizer.encode(text.rstrip())
+        (output,) = embedded.loglikelihood(text, end, use_tqdm=False)
+        assert output.token_ids == whole[len(stem) :]
+        (plain,) = embedded.loglikelihood(stem, whole[len(stem) :], use_tqdm=False)
+        assert output.logprob == pytest.approx(plain.logprob, abs=1e-4)
+    answers = [tokenizer.encode(text) for text in ("12 + 30 = 42", "12 + 30 = 47")]
+    right, wrong = embedded.loglikelihood(tokenizer.encode("What is 12 + 30?\n"), answers)
+    assert right.is_greedy
+    assert right.logprob > wrong.logprob + 1
+    assert not wrong.is_greedy
+
+
+def test_nan_ends_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = llm.engine.runner.run
+
+    def with_nan(plan: StepPlan) -> object:
+        output = run(plan)()
+        entries = output.prompt_logprobs[plan.chunks[-1].row]
+        entries[0] = [(token, math.nan, rank) for token, _, rank in entries[0]]
+        return lambda: output
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm.engine.runner, "run", with_nan)
+        with pytest.raises(ArithmeticError, match="the model computed NaN"):
+            score(llm, PAIRS)
+    assert not llm.engine.has_unfinished_requests()
+    assert not llm.engine.scheduler.has_work()
+    assert len(score(llm, PAIRS)) == len(PAIRS)
+
+
+# ---- lm_eval ----
+
+TASKS = {
+    "demo_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{label}}",
+        "doc_to_choice": "{{choices}}",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    },
+    "demo_answer": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 32, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "demo_text": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
+    },
+}
+
+
+def write_tasks(path: Path, num_docs: int) -> None:
+    """Tasks of lm_eval on the questions that the embedded model was trained to answer."""
+    samples = [s for task in ("add", "sort", "spell", "reverse") for s in graded_samples(task, 99)]
+    samples = samples[:: len(samples) // num_docs][:num_docs]
+    docs = [{"question": s.question + "\n", "answer": s.answer} for s in samples]
+    for i, doc in enumerate(docs):
+        others = [docs[(i + k) % num_docs]["answer"] for k in (1, 2, 3)]
+        doc["label"] = i % 4
+        doc["choices"] = [*others[: i % 4], doc["answer"], *others[i % 4 :]]
+        doc["text"] = " ".join(d["answer"] for d in docs[max(0, i - 5 * (i % 3)) : i + 1])
+    (path / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
+    for name, task in TASKS.items():
+        data = {"data_files": str(path / "docs.jsonl")}
+        settings = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
+        settings |= {"test_split": "train", **task}
+        (path / f"{name}.yaml").write_text(json.dumps(settings))  # JSON is YAML
+
+
+@pytest.mark.slow
+def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")
+    from lm_eval.tasks import TaskManager
+
+    import nanovllm.integrations.lm_eval  # noqa: F401  (registers the model)
+
+    write_tasks(tmp_path, 24)
+    path = str(Path(__file__).parent.parent / "nanovllm" / "demo" / "qwen3-nano")
+    found = []
+    for model, args in (
+        ("hf", {"pretrained": path, "dtype": "float32"}),
+        ("nanovllm", {"model": path, "dtype": "float32", "attention_backend": "sdpa"}),
+    ):
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        results = lm_eval.simple_evaluate(
+            model=model, model_args=args, tasks=list(TASKS), task_manager=manager, device="cpu",
+            batch_size=8, bootstrap_iters=0, log_samples=True,
+        )  # fmt: skip
+        found.append(results)
+    hf, ours = found
+    for task in TASKS:
+        figures = [
+            {name: x for name, x in run["results"][task].items() if isinstance(x, float)}
+            for run in found
+        ]
+        assert len(figures[0]) >= len(TASKS[task]["metric_list"])
+        assert figures[1] == pytest.approx(figures[0], rel=1e-4), task
+        for a, b in zip(ours["samples"][task], hf["samples"][task], strict=True):
+            assert a["arguments"] == b["arguments"]
+            for x, y in zip(a["resps"], b["resps"], strict=True):
+                if task == "demo_answer":
+                    assert x == y
+                elif task == "demo_choice":
+                    assert x[0][0] == pytest.approx(y[0][0], abs=1e-3)
+                    assert x[0][1] == y[0][1]
+                else:
+                    assert x[0] == pytest.approx(y[0], abs=1e-2)
+
+
+@pytest.mark.slow
+def test_lm_evals_command_knows_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    write_tasks(tmp_path, 8)
+    command = [
+        sys.executable, "-m", "nanovllm.integrations.lm_eval", "run", "--model", "nanovllm",
+        "--model_args", "model=qwen3-nano,attention_backend=sdpa", "--device", "cpu",
+        "--include_path", str(tmp_path), "--tasks", "demo_choice",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "demo_choice" in done.stdout
