@@ -13,8 +13,9 @@
   python bench.py --gpu-report         GPU tests and benchmarks, written to gpu-report.txt
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early.
-They take turns (A B A B). Each figure is the median over the turns, followed by its range. Other
-processes affect the result: a figure is noisy if they took more than 3 % of the CPU time.
+They take turns (A B A B), each in a process of its own, which runs the workload twice and measures
+the second run. Each figure is the median over the turns, followed by its range. Other processes
+affect the result: a figure is noisy if they took more than 3 % of the CPU time.
 """
 
 import argparse
@@ -143,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
             with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as temporary:
                 result = throughput(args, options, command, Path(temporary))
             print(f"\n{report.table(result)}")
-    except (TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from nanovllm.engine.input_processor import TextPrompt, TokensPrompt
     from nanovllm.llm import LLM
     from nanovllm.outputs import (
@@ -24,11 +25,15 @@ if TYPE_CHECKING:
     from nanovllm.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.scoring import LoglikelihoodOutput
+    from nanovllm.structured import StructuredOutputsParams
     from nanovllm.trace import Trace
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -40,14 +45,17 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamOutput",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "Trace",
 ]
 HOMES = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
+HOMES["StructuredOutputsParams"] = "structured"
 HOMES |= dict.fromkeys(("TextPrompt", "TokensPrompt"), "engine.input_processor")
 HOMES |= dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingParams"), "pooling")
 HOMES["LoglikelihoodOutput"] = "scoring"
+HOMES |= dict.fromkeys((name for name in __all__ if name.startswith("Beam")), "beam_search")
 
 # Hidden from type checkers, which would take every name to exist.
 if not TYPE_CHECKING:

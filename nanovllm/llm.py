@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from tqdm import tqdm
 
+from nanovllm import beam_search
+from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
 from nanovllm.chat import Message, as_conversations, render
 from nanovllm.config import EMBEDDED, EngineConfig, check_scalar
-from nanovllm.engine.input_processor import Params, Prompt, pair_up
+from nanovllm.engine.input_processor import Prompt, as_list, pair_up
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Request
 from nanovllm.loading import make_engine, show_log
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
+from nanovllm.outputs import HIDING, GenerationError, RequestOutput, StreamOutput
 from nanovllm.pooling import EmbeddingRequestOutput, PoolingParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import LoglikelihoodOutput
@@ -119,11 +122,35 @@ class LLM:
         could be sampled.
         """
         check_call(self.generate, vllm)
-        requests = self._submit_and_run(*pair_up(prompts, sampling_params), use_tqdm)
-        outputs: list[Any] = [r.output for r in requests]
-        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
-            raise GenerationError(outputs)
+        items, params = pair_up(prompts, sampling_params)
+        requests = self._run(self.engine.submit, items, params, use_tqdm)
+        outputs: list[RequestOutput] = [request.output for request in requests]
+        failed = [
+            request.params
+            for request, out in zip(requests, outputs, strict=True)
+            if any(sample.finish_reason == "error" for sample in out.outputs)
+        ]
+        if failed:
+            raise GenerationError(
+                outputs, [n for n in HIDING if any(getattr(p, n) for p in failed)]
+            )
         return outputs
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = True,
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely outputs of the prompts; see nanovllm/beam_search.py.
+
+        Returns one result for each prompt, with `sequences`, the best first. Prompts, errors and
+        Ctrl-C are as in `generate`.
+        """
+        submit = functools.partial(beam_search.submit, self.engine)
+        items = as_list(prompts)
+        requests = self._run(submit, items, [params] * len(items), use_tqdm)
+        return [request.output for request in requests]
 
     def embed(
         self,
@@ -151,7 +178,7 @@ class LLM:
         elif fields != PoolingParams():
             raise TypeError("set the fields of pooling_params, or pass them alone")
         pairs = pair_up(prompts, pooling_params, PoolingParams)
-        return unaborted(self._submit_and_run(*pairs, use_tqdm, "Embedding"))
+        return unaborted(self._run(self.engine.submit, *pairs, use_tqdm, "Embedding"))
 
     def loglikelihood(
         self,
@@ -168,34 +195,35 @@ class LLM:
         may have max_model_len + 1 tokens. Raises as `embed` does.
         """
         pairs = self.engine.inputs.tokenize_pairs(prompts, continuations)
-        return unaborted(self._submit_and_run(*pairs, use_tqdm, "Scoring"))
+        return unaborted(self._run(self.engine.submit, *pairs, use_tqdm, "Scoring"))
 
-    def _submit_and_run(
+    def _run(
         self,
-        items: list[Prompt],
-        params: list[Params | None],
+        submit: Callable[[Any, Any], Request],
+        items: Sequence[Any],
+        params: Sequence[Any],
         use_tqdm: bool,
         what: str = "Generating",
     ) -> list[Request]:
-        """Run a request for each pair to its end, or none: see `generate`."""
+        """Submit each item with its parameters, and run them to their ends."""
         requests: list[Request] = []
         with defer_interrupt() as interrupt:
             try:
                 for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
                     try:
-                        requests.append(self.engine.submit(prompt, p))
+                        requests.append(submit(prompt, p))
                     except (TypeError, ValueError) as error:
                         where = f"prompts[{i}]: " if len(items) > 1 else ""
                         kind = TypeError if isinstance(error, TypeError) else ValueError
                         raise kind(f"{where}{error}") from error
                     interrupt.check()
-                self._run(requests, use_tqdm, what, interrupt.check)
-                return requests
+                self._wait(requests, use_tqdm, what, interrupt.check)
             except BaseException:
                 self.engine.abort(requests)
                 raise
+        return requests
 
-    def _run(
+    def _wait(
         self, requests: list[Request], use_tqdm: bool, what: str, check: Callable[[], None]
     ) -> None:
         start = last_shown = time.monotonic()
@@ -224,9 +252,13 @@ class LLM:
         requests: list[Request] = []
         try:
             with defer_interrupt() as interrupt:
-                for prompt, p in zip(items, params, strict=True):
-                    requests.append(self.engine.submit(prompt, p, stream=True))
-                    interrupt.check()
+                try:
+                    for prompt, p in zip(items, params, strict=True):
+                        requests.append(self.engine.submit(prompt, p, stream=True))
+                        interrupt.check()
+                except BaseException:  # aborted here, where a second Ctrl-C is deferred too
+                    self.engine.abort(requests)
+                    raise
             steps = self.engine.run(requests)
             while True:
                 with defer_interrupt() as interrupt:
@@ -236,7 +268,7 @@ class LLM:
                         with self.engine.lock:
                             new = [out for i, r in enumerate(requests) for out in r.read_stream(i)]
                         interrupt.check()
-                    except BaseException:  # aborted here, where a second Ctrl-C is deferred too
+                    except BaseException:  # as above
                         self.engine.abort(requests)
                         raise
                 yield from new

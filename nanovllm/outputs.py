@@ -5,7 +5,7 @@ A result can be read as in vLLM (`out.outputs[0].text`) and as in nano-vllm (`ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,22 +91,26 @@ class RequestOutput(Mapping[str, Any]):
 NANO_VLLM_KEYS = ("text", "token_ids")
 
 
+# Fields of SamplingParams that can hide every token, alone or together.
+HIDING = "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logits_processors"
+
+
 class GenerationError(RuntimeError):
     """Some requests ended with finish_reason "error", because no token could be sampled.
 
-    The model computed NaN, or allowed_token_ids, bad_words and logits_processors hid every token.
+    The model computed NaN, or the fields `hiding` of their SamplingParams hid every token.
     `outputs` has the results of all requests of the call, in the order of its prompts.
     """
 
-    def __init__(self, outputs: list[RequestOutput]) -> None:
+    def __init__(self, outputs: list[RequestOutput], hiding: Sequence[str] = ()) -> None:
         failed = [
             f"prompts[{i}] (request {out.request_id})"
             for i, out in enumerate(outputs)
             if any(sample.finish_reason == "error" for sample in out.outputs)
         ]
+        hidden = f", or {' and '.join(hiding)} hid every token" if hiding else ""
         super().__init__(
-            f"no token could be sampled for {', '.join(failed)}: the model computed NaN, or every "
-            "token was hidden by allowed_token_ids, bad_words or logits_processors; the attribute "
-            "`outputs` of this error has the results of all requests"
+            f"no token could be sampled for {', '.join(failed)}: the model computed NaN{hidden}; the "
+            "attribute `outputs` of this error has the results of all requests"
         )
         self.outputs = outputs

@@ -2,7 +2,7 @@
 
 The scheduler makes a `StepPlan`; the runner executes it and returns a `StepOutput`. In vLLM they
 are `SchedulerOutput` and `ModelRunnerOutput`. A plan is not changed once the scheduler returns it.
-The only other objects are the user's logits processors, and the errors that they raise.
+The only other objects are a request's logits processors and grammar, and the errors that they raise.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ class LogitRules:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: tuple[Callable[..., Any], ...] = ()
+    grammar: Any = None  # nanovllm.structured.Grammar
 
     @property
     def has_penalties(self) -> bool:
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        return penalties != (0, 0, 1)
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,7 +57,8 @@ class Yield(Enum):
 
     TOKEN = 0  # the next token; a later step computes its KV
     HIDDEN_STATE = 1  # the hidden state of the last known token, after the final norm
-    NOTHING = 2  # only the log-probabilities of its targets were wanted
+    CANDIDATES = 2  # the most likely next tokens, of which the engine chooses one later
+    NOTHING = 3  # only the log-probabilities of its targets were wanted
 
 
 class BlockMove(NamedTuple):
@@ -116,11 +117,13 @@ class StepOutput:
     token_ids: list[int]
     # Row -> [E]
     hidden_states: dict[int, list[float]] = field(default_factory=dict)
+    # Row -> (token id, log-probability), as many as `logprobs` of its rules says, the best first.
+    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     # Row -> log-probabilities of its sampled token, if it requests them.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     # Row -> log-probabilities of each of the `logprob_targets` of its chunk.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # Row -> what its logits processor raised. Its token is -1.
+    # Row -> what its logits processor or its grammar raised. Its token is -1.
     errors: dict[int, Exception] = field(default_factory=dict)
 
 

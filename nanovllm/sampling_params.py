@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from nanovllm.config import Limits, check_scalar, check_scalars, unknown_name
+from nanovllm.structured import StructuredOutputsParams
 
 # (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits). Called on the
-# device's tensor for each token of the request, after all other rules and before the temperature.
+# device's tensor for each token of the request.
 LogitsProcessor: TypeAlias = "Callable[..., Any]"
 
 # Fields of vLLM that do not exist here, and what to use instead.
 ELSEWHERE = {
     "best_of": "ask for n samples and choose among them by cumulative_logprob",
-    "use_beam_search": "there is no beam search yet; ask for n samples",
-    "length_penalty": "there is no beam search yet; ask for n samples",
-    "early_stopping": "there is no beam search yet; ask for n samples",
+    "use_beam_search": "use LLM.beam_search with BeamSearchParams",
+    "length_penalty": "use LLM.beam_search with BeamSearchParams",
+    "early_stopping": "use LLM.beam_search with BeamSearchParams",
     "extra_args": "write a function for logits_processors",
-    "guided_decoding": "write a function for logits_processors",
-    "structured_outputs": "write a function for logits_processors",
+    "guided_decoding": "use structured_outputs=StructuredOutputsParams(...), its newer name",
     "output_kind": "use LLM.stream for tokens as they are generated",
     "truncate_prompt_tokens": "cut the prompt's token ids yourself",
     "spaces_between_special_tokens": "use skip_special_tokens, or decode token_ids yourself",
@@ -32,37 +33,65 @@ ELSEWHERE = {
 
 @dataclass
 class SamplingParams:
-    """Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
+    """How the tokens of one request are sampled and when it ends.
 
-    Fields may be set later. They are checked again when a request uses them. Setting an unknown
-    field raises AttributeError. None for a list is an empty list.
+    n: samples of each prompt; the prompt is computed once.
+    temperature: divides the logits; 0 is greedy.
+    top_p: keep the smallest set of tokens whose probability reaches p.
+    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    min_p: keep tokens at least this likely, relative to the most likely.
+    seed: of the random numbers; None: the engine chooses one for each request.
+    max_tokens: of the output; None: as many as max_model_len leaves.
+    min_tokens: of the output, which does not end before.
+    stop: a string or strings that end the output.
+    stop_token_ids: further tokens that end the output.
+    include_stop_str_in_output: whether the text has the stop string, and the text of a stop token.
+    ignore_eos: continue after the checkpoint's end-of-sequence tokens.
+    presence_penalty: subtracted from the logits of tokens in the output.
+    frequency_penalty: the same, times the number of occurrences.
+    repetition_penalty: divides the logits of tokens in prompt or output (Keskar et al. 2019,
+        arXiv:1909.05858).
+    logit_bias: token id -> number that is added to its logit.
+    allowed_token_ids: only these tokens are sampled.
+    bad_words: words that are never completed.
+    logprobs: report the log-probabilities of the sampled and the k most likely tokens; -1: of the
+        whole vocabulary.
+    prompt_logprobs: the same for each prompt token except the first.
+    skip_special_tokens: leave special tokens out of the text.
+    detokenize: False: no text, token ids only.
+    logits_processors: functions (output ids, logits) -> logits or (prompt ids, output ids, logits)
+        -> logits, called for each token with lists of ids and float32 logits [V].
+    structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. Fields may
+    be set later. They are checked again when a request uses them. Setting an unknown field raises
+    AttributeError. None for a list is an empty list.
     """
 
-    n: int = 1  # samples of each prompt; the prompt is computed once
-    temperature: float = 1.0  # divides the logits; 0 is greedy
-    top_p: float = 1.0  # keep the smallest set of tokens whose probability reaches p
-    top_k: int = 0  # keep the k most likely tokens; 0 or -1 keeps all
-    min_p: float = 0.0  # keep tokens at least this likely, relative to the most likely
-    seed: int | None = None  # None: the engine chooses one for each request
-    max_tokens: int | None = 64  # of the output; None: as many as max_model_len leaves
-    min_tokens: int = 0  # of the output, which does not end before
-    stop: str | Sequence[str] | None = ()  # strings that end the output
-    stop_token_ids: Sequence[int] | None = ()  # further tokens that end the output
-    include_stop_str_in_output: bool = False  # the text of a stop token too
-    ignore_eos: bool = False  # continue after the checkpoint's end-of-sequence tokens
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens in the output
-    frequency_penalty: float = 0.0  # the same, times the number of occurrences
-    # Divides the logits of tokens in prompt or output (Keskar et al. 2019, arXiv:1909.05858).
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 64
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None  # added to the logits of these tokens
-    allowed_token_ids: Sequence[int] | None = None  # only these are sampled
-    bad_words: Sequence[str] | None = ()  # words that are never completed
-    # Log-probabilities of the sampled and the k most likely tokens; -1: of the whole vocabulary.
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for each prompt token except the first
-    skip_special_tokens: bool = True  # leave special tokens out of the text
-    detokenize: bool = True  # False: no text, token ids only
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
     logits_processors: Sequence[LogitsProcessor] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
         for name in fields:
@@ -123,6 +152,12 @@ class SamplingParams:
         for processor in self._as_list("logits_processors"):
             if not callable(processor):
                 raise TypeError(f"logits_processors must be functions, not {processor!r}")
+            takes_prompt(processor)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise TypeError(
+                "structured_outputs must be a StructuredOutputsParams, not "
+                f"{self.structured_outputs!r}"
+            )
 
     def _as_list(self, name: str) -> list[Any]:
         """Replace a field by a new list, to which the user may append, and return its items."""
@@ -133,6 +168,27 @@ class SamplingParams:
             raise TypeError(f"{name} must be {kind}, not {value!r}")
         setattr(self, name, list(value))
         return list(value)
+
+
+def takes_prompt(processor: LogitsProcessor) -> bool:
+    """Whether it takes (prompt ids, output ids, logits) and not (output ids, logits), as in vLLM.
+
+    Raises TypeError if it takes neither.
+    """
+    try:
+        signature = inspect.signature(processor)
+    except (TypeError, ValueError):
+        return False  # of a function in C
+    for count in (2, 3):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 3
+    raise TypeError(
+        "a logits processor is called with (output ids, logits) or (prompt ids, output ids, logits), "
+        f"which {processor!r} does not take"
+    )
 
 
 def unknown_field(name: str) -> str:

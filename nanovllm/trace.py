@@ -239,16 +239,21 @@ class Trace(Observer):
     def committed(self, step: InFlightStep, updated: list[Sequence]) -> None:
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
         event = self._changes()
-        updated = [seq for seq in updated if seq.yields is Yield.TOKEN]
         event |= Event(commit=self._in_flight.popleft(), time=times)
-        event["tokens"] = [
-            -1 if seq.finish_reason == "error" else seq.token_ids[-1] for seq in updated
+        # A beam gets its token when the other beams have results, and some beams get none.
+        known = self._state.seqs
+        got = [
+            (number, -1 if seq.finish_reason == "error" else seq.token_ids[-1])
+            for seq in self._preemptions
+            if len(seq.token_ids) > len(known[number := self._numbers[seq]].tokens)
+            or (seq.finish_reason == "error" and seq in updated)
         ]
-        of = [self._numbers[seq] for seq in updated]
+        event["tokens"] = [token for _, token in got]
+        of = [number for number, _ in got]
         if of != self._state.of:
             event["of"] = of
         sampled = [self._numbers[seq] for seq in step.sampling_seqs if seq in self._numbers]
-        if dropped := [seq for seq in sampled if seq not in of]:
+        if dropped := [number for number in sampled if number not in of]:
             event["dropped"] = dropped
         self._add(event)
 
@@ -269,7 +274,7 @@ class Trace(Observer):
         if new := list(islice(numbers, len(state.seqs), None)):
             event["new"] = [
                 (
-                    f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id,
+                    name_of(seq),
                     seq.num_prompt,
                     list(seq.token_ids),
                     seq.num_computed,
@@ -435,6 +440,12 @@ class Trace(Observer):
                     note, 100, initial_indent=INDENT, subsequent_indent=INDENT + "  "
                 )
         return "\n".join(lines)
+
+
+def name_of(seq: Sequence) -> str:
+    """Return the id of the request, with the number of the sample or beam if it can have several."""
+    several = seq.forks or seq.parent or seq.yields is Yield.CANDIDATES
+    return f"{seq.request_id}.{seq.index}" if several else seq.request_id
 
 
 def describe(error: BaseException | None) -> str:

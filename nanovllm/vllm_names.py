@@ -11,7 +11,6 @@ from typing import Any, Literal, TypedDict
 from nanovllm.config import unknown_name
 
 TEXT_ONLY = "nanovllm takes text and has no classification heads; use transformers"
-RULES = "write a function for logits_processors of SamplingParams"
 ADAPTER = "merge the adapter into the checkpoint"
 
 # Attributes of LLM, and names that are imported from vllm.
@@ -21,12 +20,11 @@ _NAMES = {
     "PoolingRequestOutput",
     "use loglikelihood: docs/api.md shows a reranker's score with it": "score ScoringOutput "
     "ScoringRequestOutput",
-    RULES: "GuidedDecodingParams StructuredOutputsParams",
+    "its name is StructuredOutputsParams now, for structured_outputs of SamplingParams": "GuidedDecodingParams",
     ADAPTER: "LoRARequest",
     "use the methods of LLM(...).engine: add_request, step, has_unfinished_requests, "
     "abort_request": "LLMEngine abort_request add_request enqueue enqueue_chat exit "
     "has_unfinished_requests is_finished step wait_for_completion",
-    "ask for n samples and compare cumulative_logprob": "BeamSearchParams beam_search",
     "pass the options to LLM(model, **options)": "AsyncEngineArgs EngineArgs",
     "use LLM.stream for tokens as they are generated": "AsyncLLMEngine RequestOutputKind",
     "annotate with str, list[int], TextPrompt or TokensPrompt": "PromptType",

@@ -38,7 +38,7 @@ import compile_kernels
 import references
 
 import nanovllm.models.int8
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.batch import SamplingBatch
 from nanovllm.gpu import graphs
 from nanovllm.gpu.kernels import attention, pointwise
@@ -585,12 +585,41 @@ def faults(directory: str) -> Any:
     return pairs
 
 
+def structured() -> Any:
+    """Structured outputs of the embedded model: whether the texts are a CPU's, and the waits."""
+    base = dict(dtype="float32", max_num_seqs=6, max_model_len=120, num_kvcache_blocks=60)
+    digits = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 6}
+    grammars: list[dict[str, Any]] = [
+        {"json": digits}, {"regex": "[a-z]{3}( [a-z]{2,4}){2}"}, {"choice": ["yes", "maybe so"]}
+    ]  # fmt: skip
+    params = [
+        SamplingParams(temperature=0.8, seed=i, n=2, max_tokens=30, repetition_penalty=1.1,
+                       structured_outputs=StructuredOutputsParams(**fields))
+        for i, fields in enumerate(grammars)
+    ]  # fmt: skip
+    params.append(SamplingParams(temperature=0, max_tokens=9))
+    prompts = ["Sort 42, 7, 99\n", "Spell garden\n", "x", "What is 12 + 30?\n"]
+
+    def texts(llm: LLM) -> list[str]:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [sample.text for output in outputs for sample in output.outputs]
+
+    wanted = texts(LLM(device="cpu", attention_backend="sdpa", **base))
+    runs = []
+    for eager in (True, False):
+        with GPU:
+            llm = LLM(device="cuda", enforce_eager=eager, async_scheduling=True, **base)
+            GPU.reset()
+            runs.append({"right": texts(llm) == wanted, "waits": dict(GPU.waits)})
+    return runs
+
+
 def main() -> None:
     torch.set_num_threads(1)
     jobs = compile_kernels.jobs("sm_90")
     compiled = {v.text for job in jobs for v in compile_kernels.variants(*job)}
     replace_device()
-    scenarios = {f.__name__: f for f in (serve, int8, decode, faults)}
+    scenarios = {f.__name__: f for f in (serve, int8, decode, faults, structured)}
     found = scenarios[sys.argv[1]](*sys.argv[2:])
     missing = sorted(GPU.all_variants - compiled)
     print(json.dumps({"found": found, "not compiled": missing}, indent=1))

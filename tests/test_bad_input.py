@@ -20,7 +20,7 @@ import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
 import nanovllm
-from nanovllm import LLM, PoolingParams, SamplingParams
+from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.config import VLLM_OPTIONS, EngineConfig
 from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
@@ -91,12 +91,40 @@ PARAMS = [
     ({"detokenize": None}, TypeError, "detokenize"),
     ({"logits_processors": ["f"]}, TypeError, "functions"),
     ({"best_of": 3}, TypeError, "cumulative_logprob"),
-    ({"guided_decoding": {}}, TypeError, "logits_processors"),
-    ({"length_penalty": 1.0}, TypeError, "no beam search"),
+    ({"logits_processors": [lambda logits: logits]}, TypeError, r"\(output ids, logits\) or"),
+    ({"logits_processors": [lambda a, b, c, d: d]}, TypeError, "which .* does not take"),
+    ({"guided_decoding": {}}, TypeError, "structured_outputs=StructuredOutputsParams"),
+    ({"structured_outputs": {"regex": "a"}}, TypeError, "must be a StructuredOutputsParams, not"),
+    ({"length_penalty": 1.0}, TypeError, "LLM.beam_search"),
     ({"min_characters": 1}, TypeError, "known: n, temperature"),
     ({"temprature": 1}, TypeError, "'temperature'"),
     ({"max_token": 1}, TypeError, "'max_tokens'"),
 ]
+STRUCTURED = [
+    ({}, ValueError, "exactly one of json, regex, choice, grammar, json_object, not none"),
+    ({"json_object": False}, ValueError, "not none"),
+    ({"json": "{}", "regex": "a"}, ValueError, "not json and regex"),
+    ({"json": "{"}, ValueError, "json='{' is not JSON: Expecting"),
+    ({"json": "[1]"}, TypeError, "json must be a JSON schema"),
+    ({"json": 3}, TypeError, "json must be a JSON schema, .* not 3"),
+    ({"json": {"a": {1}}}, ValueError, "is not JSON: .*not JSON serializable"),
+    ({"regex": 3}, TypeError, "regex must be a string"),
+    ({"regex": re.compile("a")}, TypeError, "regex must be a string"),
+    ({"choice": "ab"}, TypeError, "choice must be a list of strings, not 'ab'"),
+    ({"choice": ["a", 3]}, TypeError, "choice must be a list of strings"),
+    ({"choice": []}, ValueError, "choice is empty"),
+    ({"grammar": ["start"]}, TypeError, "grammar must be a string"),
+    ({"json_object": "yes"}, TypeError, "json_object must be True or False"),
+    ({"structural_tag": "x"}, TypeError, "structural_tag"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "word"), STRUCTURED, ids=str)
+def test_structured_outputs(fields: dict, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        StructuredOutputsParams(**fields)
+
+
 LISTS = ("stop", "stop_token_ids", "bad_words", "logits_processors")
 
 
@@ -178,6 +206,7 @@ REQUESTS = [
     ({"logit_bias": {VOCAB: 1.0}}, f"token id {VOCAB}"),
     ({"stop": "x"}, "need a tokenizer"),
     ({"bad_words": ["x"]}, "need a tokenizer"),
+    ({"structured_outputs": StructuredOutputsParams(regex="a")}, "needs a tokenizer"),
 ]
 
 

@@ -4,7 +4,7 @@ import importlib.util
 import json
 import random
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import make_checkpoint, random_llm, weights_of
 
-from nanovllm.benchmarks import baselines, machine, modes, roofline, throughput, workloads
+from nanovllm.benchmarks import baselines, machine, modes, roofline, throughput, turn, workloads
 from nanovllm.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload
 from nanovllm.models.config import ModelConfig
 
@@ -123,10 +123,10 @@ def test_figures_of_the_machine(capsys):
 def test_run_and_profile(tiny):
     llm = random_llm(tiny)
     work = Workload("w", [[1, 2, 3], [4, 5]], [4, 6], [[0], [1]])
-    run = throughput.run_engine(llm, work)
+    run = turn.run_engine(llm, work)
     assert [s["sequences"] for s in run["steps"]] == [1] * 10
     assert sum(s["tokens"] for s in run["steps"]) == 3 + 3 + 2 + 5
-    assert any("attend" in name for name in throughput.profile_run(llm, work))
+    assert any("attend" in name for name in turn.profile_run(llm, work))
     assert "schedule" not in vars(llm.engine.scheduler), "the methods are restored"
 
 
@@ -138,9 +138,9 @@ def test_hf_baselines_generate_what_they_claim(tiny):
     model.lm_head.weight.data.zero_()
     long = Workload("w", [[5, 6, 7], [8, 9]], [200, 150], [[0, 1]])
     for name in ("hf", "hf-batch", "hf-continuous"):
-        engine = baselines.make_hf(name, model, long, None, 64)
-        assert sum(engine.work.outputs) == 350
-        assert engine.run(engine.work)["seconds"] > 0
+        part, _ = baselines.hf_part(name, long, None, 64)
+        assert sum(part.outputs) == 350
+        assert baselines.run_hf(name, model, part, 64)["seconds"] > 0
 
 
 FAKE = """
@@ -148,31 +148,48 @@ from types import SimpleNamespace as SamplingParams
 __version__ = "0.0-fake"
 class LLM:
     def __init__(self, **options):
-        assert options["skip_tokenizer_init"] and options["max_model_len"] == 9
+        assert options["skip_tokenizer_init"] and options["max_model_len"] >= 9
+    def reset_prefix_cache(self):
+        pass
     def generate(self, prompts, params, use_tqdm):
         outs = [SamplingParams(token_ids=[0] * LENGTH) for p in params if p.ignore_eos]
         return [SamplingParams(outputs=[out]) for out in outs]
 """
 
 
-def test_vllm_in_its_own_process(tmp_path):
-    """vLLM is a fake here; the script, its input and output, and the check are real."""
+def fake_vllm(tmp_path, length):
+    """Return a Python that imports a fake vLLM whose outputs have `length` tokens."""
+    (tmp_path / "vllm.py").write_text(FAKE.replace("LENGTH", length))
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
+    return str(python)
 
+
+def test_vllm_in_its_own_process(tmp_path):
+    """vLLM is a fake here; the script, its input and output, and the check are real."""
     work = Workload("w", [[5, 6, 7], [8, 9], [11, 12, 13, 14]], [3, 7, 5], [[0, 1], [2]])
 
     def run(length):
-        (tmp_path / "vllm.py").write_text(FAKE.replace("LENGTH", length))
-        return baselines.run_vllm(str(python), {"model": "m"}, work)
+        command = [fake_vllm(tmp_path, length), str(throughput.vllm_peer.__file__)]
+        return turn.run_turn(command, baselines.vllm_job({"model": "m"}, work))
 
     assert run("p.max_tokens")["seconds"] >= 0
-    assert baselines.vllm_version(str(python)) == "0.0-fake"
+    assert baselines.vllm_version(str(tmp_path / "python")) == "0.0-fake"
     with pytest.raises(RuntimeError, match=r"\[2, 2, 2\] tokens instead of \[3, 7, 5\]"):
         run("2")
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         run("(1 // 0)")
+
+
+def test_a_turn_in_its_own_process(tiny):
+    work = Workload("w", [[5, 6, 7], [8, 9]], [3, 2], [[0, 1]])
+    options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, load_format="dummy")
+    job = dict(engine="nanovllm", directory=str(tiny), device="cpu", dtype="float32")
+    job |= dict(work=asdict(work), options=options | {"attention_backend": "sdpa"}, profile=False)
+    run = turn.run_turn(turn.COMMAND, job)
+    assert [step["tokens"] for step in run["steps"]] == [5, 2, 1]
+    assert run["load_seconds"] > 0
 
 
 RANGE, MODE = "is out of range; give 1 to 100000", "goes with the throughput only; leave out"
@@ -251,14 +268,21 @@ def test_end_to_end(tiny, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     peak = {"bandwidth": 1e10, "buffer_bytes": 1, "flops": 1e11}
     monkeypatch.setattr(roofline, "measure_peak", lambda *_: peak)
-    fail = Mock(side_effect=RuntimeError("no such kernel"))
-    monkeypatch.setattr(baselines, "run_continuous", fail)
+
+    # The turns of other engines than vLLM run in this process, which has the imports.
+    def run_turn(command, job):
+        return turn.run(job) if command == turn.COMMAND else turn.run_turn(command, job)
+
+    monkeypatch.setattr(throughput, "run_turn", run_turn)
+    python = fake_vllm(tmp_path, "no_such_name")
     kept, picture = tmp_path / "run.json", tmp_path / "run.png"
     numbers = "--num-seqs 5 --input 3 9 --output 2 6 --repeats 2 --batch-size 2 --sample 3"
-    rest = f"--set device=cpu --json {kept} --plot {picture} --baseline hf hf-batch hf-continuous"
+    rest = f"--set device=cpu --json {kept} --plot {picture} --baseline hf hf-batch vllm"
+    rest += f" --peer-python {python}"
     assert bench.main(f"--model {tiny} {numbers} {rest}".split()) == 1
     printed = capsys.readouterr().out
-    assert "hf-continuous          failed: no such kernel" in printed
+    assert "vllm                   failed: it ended with status 1" in printed
+    assert "no_such_name" in printed
     assert max(map(len, printed.split("\n"))) <= 100
     assert picture.read_bytes().startswith(b"\x89PNG")
     result = json.loads(kept.read_text())

@@ -236,9 +236,9 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     """However large: the queries of a pack read the same blocks, each only so far."""
     torch.manual_seed(0)
     shape, like = (2, 1, 16, 32), cpu.DTYPE_EXAMPLE[dtype]
-    use_amx = None
+    unit = None
     if dtype is torch.bfloat16 and not NO_PRODUCTS:
-        use_amx = amx.has_amx() or avx512.UNIT
+        unit = amx.has_amx() or avx512.UNIT
     qkv, k, v = (torch.randn(n).to(dtype) for n in ((4, 3, 32), shape, shape))
     none = np.empty((0, 4), np.int64)
     queries, contexts = np.arange(4)[None], np.arange(1, 5)[None]
@@ -252,7 +252,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
         out = torch.empty(4, 32, dtype=dtype)
         cpu.attend(
             qkv.data_ptr(), 4, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
-            like, use_amx, 2,
+            like, unit, 2,
         )  # fmt: skip
         found.append(out)
     assert torch.equal(found[0][:3], found[1][:3])

@@ -11,12 +11,13 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
 # A module may import from its own rank and from those above it in this list.
 RANKS = [
-    {"plan", "batch", "config", "outputs", "sampling_params", "pooling", "scoring", "detokenizer"}
-    | {"chat", "vllm_names"},
+    {"plan", "batch", "config", "outputs", "sampling_params", "pooling", "scoring", "structured"}
+    | {"detokenizer", "chat", "vllm_names"},
     {"models"},
     {"cpu", "gpu"},
     {"engine", "runner"},
     {"loading"},
+    {"beam_search"},
     {"llm"},
     {"trace", "integrations"},
 ]

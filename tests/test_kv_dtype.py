@@ -124,7 +124,7 @@ def test_the_matrix_units_are_not_used(
     with caplog.at_level(logging.INFO, logger="nanovllm"):
         made = make(NumbaAttention, (8, 1), 2, 16, torch.bfloat16, 32, scales=ONES[0])
     assert isinstance(made, NumbaAttention)
-    assert made.use_amx is None
+    assert made.unit is None
     assert "an fp8 KV cache is read without AMX" in caplog.text
 
 

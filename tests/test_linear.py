@@ -60,17 +60,17 @@ def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) 
     decode = pytest.importorskip("nanovllm.cpu.decode")
     if not (decode.amx.has_amx() or decode.avx512.has_avx512_bf16()):
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
-    use_amx = decode.amx.has_amx() or decode.avx512.UNIT
+    unit = decode.amx.has_amx() or decode.avx512.UNIT
     torch.manual_seed(0)
     weight = weights(*shape)
     tiles, b = packed(weight), weights(shape[0]) if bias else None
-    assert is_packed_by(32 if use_amx is True else 64, tiles)
+    assert is_packed_by(32 if unit is True else 64, tiles)
     for rows in (1, 2, 3, 5, 6, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 200):
         x, found = torch.randn(rows, shape[1]).bfloat16(), torch.full((rows + 1, shape[0]), 7.0)
         found = found.bfloat16()
         decode.linear(
             x.data_ptr(), address(tiles), 0 if b is None else b.data_ptr(), found.data_ptr(),
-            rows, *shape[::-1], use_amx, 3,
+            rows, *shape[::-1], unit, 3,
         )  # fmt: skip
         torch.testing.assert_close(found[:rows], F.linear(x, weight, b), atol=0.02, rtol=0.016)
         assert (found[rows] == 7).all()

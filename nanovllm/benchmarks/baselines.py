@@ -4,13 +4,10 @@ Each run checks that every request got the number of tokens that the workload as
 stops early at an end token, and the sampling filters are the same as in nanovllm.
 """
 
-import json
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,14 +21,6 @@ BASELINES = {
     "vllm": "vLLM with its defaults, in the environment of --peer-python",
     "vllm-eager": "vLLM without compilation",
 }
-
-
-class Engine(NamedTuple):
-    """`run` returns {"seconds": ...}; it raises RuntimeError for a wrong number of tokens."""
-
-    work: Workload
-    run: Callable[[Workload], dict[str, Any]]
-    note: str = ""
 
 
 def check_lengths(name: str, lengths: list[int], expected: list[int]) -> None:
@@ -48,11 +37,14 @@ def load_hf_model(directory: Path, dtype: torch.dtype, device: torch.device) -> 
     return model.to(device).eval()
 
 
-def make_hf(name: str, model: Any, work: Workload, sample: int | None, size: int) -> Engine:
-    """Return one of the hf engines. `sample` limits its requests; `size` is that of a batch."""
-    if name == "hf-continuous":
-        return Engine(work, lambda w: run_continuous(model, w))
+def hf_part(name: str, work: Workload, sample: int | None, size: int) -> tuple[Workload, str]:
+    """Return the requests that one of the hf engines runs, and what to say about them.
+
+    `sample` limits their number; `size` is that of a batch.
+    """
     total = len(work.prompts)
+    if name == "hf-continuous":
+        return work, ""
     if name == "hf":
         num, size = min(total, sample or 4), 1
         part = work.subset(sorted({i * total // num for i in range(num)}))
@@ -60,7 +52,14 @@ def make_hf(name: str, model: Any, work: Workload, sample: int | None, size: int
         # A last batch that is not full would make the baseline slower.
         part = work.subset(range(min(total, -(-(sample or total) // size) * size)))
     note = f"{len(part.prompts)} of {total} requests in batches of {min(size, len(part.rounds[0]))}"
-    return Engine(part, lambda w: run_batches(model, w, size), note)
+    return part, note
+
+
+def run_hf(name: str, model: Any, work: Workload, size: int) -> dict[str, Any]:
+    """Run a workload in one of the hf engines. Raises RuntimeError for a wrong number of tokens."""
+    if name == "hf-continuous":
+        return run_continuous(model, work)
+    return run_batches(model, work, 1 if name == "hf" else size)
 
 
 def generation_config(work: Workload, max_new_tokens: int, eos_token_id: int | None) -> Any:
@@ -131,22 +130,12 @@ def vllm_version(python: str | None) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def run_vllm(python: str, options: dict[str, Any], work: Workload) -> dict[str, Any]:
-    """Start a process that loads the checkpoint, warms up and runs the workload (vllm_peer.py)."""
-    options = options | {"skip_tokenizer_init": True, "max_model_len": max(work.lengths)}
-    if torch.cuda.is_initialized():
-        # Leave a tenth of the free memory for CUDA graphs.
-        free, total = torch.cuda.mem_get_info()
-        options["gpu_memory_utilization"] = round(0.9 * free / total, 2)
-    settings = {"temperature": work.temperature, "ignore_eos": True, "detokenize": False}
-    rounds = [([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds]
-    with tempfile.NamedTemporaryFile("r") as answer:
-        command = [python, str(Path(__file__).with_name("vllm_peer.py")), answer.name]
-        given = json.dumps([options, settings, rounds])
-        done = subprocess.run(command, input=given, capture_output=True, text=True)
-        if done.returncode:
-            tail = "\n".join(done.stderr.splitlines()[-12:])
-            raise RuntimeError(f"it ended with status {done.returncode}:\n{tail}")
-        result = json.load(answer)
-    check_lengths("vLLM", result["lengths"], [n for _, outputs in rounds for n in outputs])
-    return {"seconds": result["seconds"]}
+def vllm_job(options: dict[str, Any], work: Workload) -> dict[str, Any]:
+    """Return what vllm_peer.py reads."""
+    return {
+        "options": options | {"skip_tokenizer_init": True, "max_model_len": max(work.lengths)},
+        "settings": {"temperature": work.temperature, "ignore_eos": True, "detokenize": False},
+        "rounds": [
+            ([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds
+        ],
+    }

@@ -47,7 +47,6 @@ def table(result: dict[str, Any]) -> str:
     largest = sorted(parts.items(), key=lambda part: -part[1])[:7]
     shares = [f"{name} {seconds / sum(parts.values()):.0%}" for name, seconds in largest]
     phases = [f"{s:,.2f} s {name} ({bound})" for name, (s, bound) in result["roofline"].items()]
-    # During its first run, nanovllm was the only engine in memory.
     memory, share = engines[0]["runs"][0]["peak_memory_bytes"] / 2**20, result["roofline_share"]
     entries = {
         "steps": f"{len(run['steps']):,} with {run['mean_batch']:.1f} sequences on average; "

@@ -26,6 +26,7 @@ from nanovllm.cpu.kernels import (
 
 TILE_ROWS = 16
 WIDTH = 32  # outputs of a block of the packed weight
+UNIT = True  # see kernels.select_attend_packs; a bool, because Numba looks at the type only
 # Prefetch distance of weights: the layers of Qwen3-0.6B take 36 ms instead of 42 ms.
 PREFETCH_BYTES = 4096
 
@@ -217,9 +218,9 @@ def attend_packs_amx(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start, s
 
 
 @overload(select_attend_packs)
-def _attend_packs_with_amx(use_amx, *arguments):
-    chosen = use_amx == types.boolean
-    return (lambda use_amx, *arguments: attend_packs_amx(*arguments)) if chosen else None
+def _attend_packs_with_amx(unit, *arguments):
+    chosen = unit == types.boolean
+    return (lambda unit, *arguments: attend_packs_amx(*arguments)) if chosen else None
 
 
 @compiled()

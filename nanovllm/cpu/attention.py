@@ -83,16 +83,17 @@ class NumbaAttention(PlainAttention):
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        self.use_amx: bool | int | None = None  # Numba selects the kernel by the type
+        self.unit: bool | int | None = None  # Numba selects the kernel by the type
         self.max_pack_rows = kernels.MAX_PACK_ROWS
         # The other kernels multiply bfloat16 as it is in the cache.
         if self.cache.dtype is torch.bfloat16 and amx.has_amx():
-            self.use_amx = amx.fits_amx(self.group_size, block_size, self.dim) or None
+            fits = amx.fits_amx(self.group_size, block_size, self.dim)
+            self.unit = amx.UNIT if fits else None
         elif self.cache.dtype is torch.bfloat16 and avx512.has_avx512_bf16() and self.dim % 32 == 0:
-            self.use_amx, self.max_pack_rows = avx512.UNIT, avx512.MAX_PACK_ROWS
+            self.unit, self.max_pack_rows = avx512.UNIT, avx512.MAX_PACK_ROWS
         elif fp8_scales and dtype is torch.bfloat16 and (amx.has_amx() or avx512.has_avx512_bf16()):
             logger.info("an fp8 KV cache is read without AMX and AVX512-BF16, layer by layer")
-        compile_all(dtype, self.use_amx, self.cache.dtype)
+        compile_all(dtype, self.unit, self.cache.dtype)
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -126,7 +127,7 @@ class NumbaAttention(PlainAttention):
                 tables[decodes], contexts[decodes], self.block_size
             ):
                 groups.append((first_decode + members, shared))
-        if self.use_amx == avx512.UNIT and len(chunks):
+        if self.unit == avx512.UNIT and len(chunks):
             groups.append((chunks, 0))  # its kernel is faster than torch's attention
             chunks = chunks[:0]
         step = AttentionPlan(batch.slot_mapping.numpy(), None, [], [], [])
@@ -154,7 +155,7 @@ class NumbaAttention(PlainAttention):
         size, pack_size = self.block_size, max(1, self.max_pack_rows // self.group_size)
         # Steps of few rows are one call (cpu/layers.py), which cannot include flash attention.
         many_rows = sum(int(queries[members].sum()) for members, _ in groups) > PACKED_FOR
-        by_torch = many_rows and self.use_amx != avx512.UNIT
+        by_torch = many_rows and self.unit != avx512.UNIT
 
         # 1. The shared prefixes: packs of any tokens that attend to the same blocks.
         packed, first_members, lengths = [np.empty((0, pack_size), np.int64)], [], []
@@ -250,7 +251,7 @@ class NumbaAttention(PlainAttention):
             for prefix in step.prefixes:
                 self._attend_prefix(prefix, step.work.lse, layer, qkv[:, : self.heads], out)
             tensors = (qkv.data_ptr(), len(qkv), out.data_ptr(), self.heads)
-            work = (step.work, *self.examples, self.use_amx, numba.get_num_threads())
+            work = (step.work, *self.examples, self.unit, numba.get_num_threads())
             kernels.attend(*tensors, *self.kv_addresses[layer], self.shape, *work)
         _, v_scale = self.scales[layer]
         return (out if v_scale == 1 else out.mul_(v_scale)).flatten(1)

@@ -11,11 +11,11 @@ import sys
 
 import numba
 import numpy as np
-from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
+from nanovllm.cpu.dot import BF16, dot_rows
 from nanovllm.cpu.jit import compiled
 from nanovllm.cpu.kernels import (
     BFLOAT16,
@@ -31,7 +31,7 @@ from nanovllm.cpu.kernels import (
     to_float32,
 )
 
-UNIT = 512  # see kernels.select_attend_packs
+UNIT = 512  # see kernels.select_attend_packs; an int, because Numba looks at the type only
 WIDTH = 64  # outputs of a block of the packed weight: four vectors of 16
 # Prefetch distance of weights.
 PREFETCH_BYTES = 4096
@@ -45,89 +45,6 @@ def has_avx512_bf16() -> bool:
     """Whether Numba compiles for this processor, and it has the instructions."""
     named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
     return not named and sys.byteorder == "little" and get_host_cpu_features().get("avx512bf16")
-
-
-@intrinsic(prefer_literal=True)
-def dot_rows(typing, rows, vectors, chains, ahead, x, x_stride, w, pairs, out, out_stride):
-    """out [rows, 16 * vectors] float32 += x [rows, pairs, 2] w [pairs, 16 * vectors, 2].
-
-    x, w and out are addresses; the rows of x and out begin x_stride and out_stride bytes apart.
-    vdpbf16ps multiplies a pair of one row of x with the pairs of 16 outputs and adds both products
-    to 16 sums, which stay in registers. An instruction waits for the one before it that adds to the
-    same sums. Therefore few rows have several `chains` of sums, which take turns and are added at
-    the end. w is prefetched `ahead` bytes ahead, if that is not 0. The first four arguments are
-    literals, and `pairs` is a multiple of `chains`.
-    """
-    num_rows, num_vectors, num_chains, distance = (
-        literal.literal_value for literal in (rows, vectors, chains, ahead))
-
-    def generate(context, builder, signature, args):
-        x, x_step, w, pairs, out, out_step = args[4:]
-        byte, int32, int64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-        sums, numbers = ir.VectorType(ir.FloatType(), 16), ir.VectorType(int32, 16)
-        undefined = ir.Constant(numbers, ir.Undefined)
-
-        def function(name, result, *arguments):
-            kind = ir.FunctionType(result, arguments)
-            return builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-
-        def at(address, offset, kind):
-            moved = builder.add(address, int64(offset))
-            return builder.inttoptr(moved, kind.as_pointer())
-
-        def row_of(address, row, step):
-            return builder.add(address, builder.mul(int64(row), step))
-
-        dot = function("llvm.x86.avx512bf16.dpbf16ps.512", sums, sums, numbers, numbers)
-        prefetch = function(
-            "llvm.prefetch.p0", ir.VoidType(), byte.as_pointer(), int32, int32, int32)
-        results = {
-            (row, v): at(row_of(out, row, out_step), 64 * v, sums)
-            for row in range(num_rows) for v in range(num_vectors)}
-        # The first chain continues what `out` has.
-        initial = {
-            (chain, row, v): ir.Constant(sums, None) if chain else builder.load(pointer, align=4)
-            for chain in range(num_chains) for (row, v), pointer in results.items()}
-        before = builder.block
-        loop, end = builder.append_basic_block("loop"), builder.append_basic_block("end")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        pair = builder.phi(int64)
-        old, new = {key: builder.phi(sums) for key in initial}, {}
-        for chain in range(num_chains):
-            this = builder.add(pair, int64(chain))
-            block = builder.add(w, builder.mul(this, int64(64 * num_vectors)))
-            if distance:
-                for v in range(num_vectors):
-                    line = at(block, distance + 64 * v, byte)
-                    builder.call(prefetch, (line, int32(0), int32(3), int32(1)))
-            weights = [
-                builder.load(at(block, 64 * v, numbers), align=4) for v in range(num_vectors)]
-            for row in range(num_rows):
-                offset = builder.add(row_of(x, row, x_step), builder.mul(this, int64(4)))
-                number = builder.load(at(offset, 0, int32), align=4)
-                first = builder.insert_element(undefined, number, int32(0))
-                copies = builder.shuffle_vector(first, undefined, ir.Constant(numbers, None))
-                for v in range(num_vectors):
-                    key = chain, row, v
-                    new[key] = builder.call(dot, (old[key], copies, weights[v]))
-        following = builder.add(pair, int64(num_chains))
-        pair.add_incoming(int64(0), before)
-        pair.add_incoming(following, loop)
-        for key, value in old.items():
-            value.add_incoming(initial[key], before)
-            value.add_incoming(new[key], loop)
-        builder.cbranch(builder.icmp_signed("<", following, pairs), loop, end)
-        builder.position_at_end(end)
-        for (row, v), pointer in results.items():
-            total = new[0, row, v]
-            for chain in range(1, num_chains):
-                total = builder.fadd(total, new[chain, row, v])
-            builder.store(total, pointer, align=4)
-        return context.get_dummy_value()
-
-    arguments = rows, vectors, chains, ahead, x, x_stride, w, pairs, out, out_stride
-    return types.void(*arguments), generate
 
 
 @compiled()
@@ -150,13 +67,13 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
             acc[:] = bias
             x, to = x_ptr + first * stride, np.int64(acc.ctypes.data)
             if height == 6:
-                dot_rows(6, 4, 1, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
+                dot_rows(BF16, 6, 4, 1, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
             elif height == 4:
-                dot_rows(4, 4, 1, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
+                dot_rows(BF16, 4, 4, 1, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
             elif height == 2:
-                dot_rows(2, 4, 2, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
+                dot_rows(BF16, 2, 4, 2, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
             else:
-                dot_rows(1, 4, 4, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
+                dot_rows(BF16, 1, 4, 4, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
             for i in range(height):
                 row = out[first + i, block]
                 for c in range(WIDTH):
@@ -203,7 +120,7 @@ def attend_packs_avx512(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start
                     keys[d, j] = k[d]
             for r in range(0, padded, ROWS):
                 dot_rows(
-                    8, 2, 1, 0, np.int64(query[r:].ctypes.data), row_bytes,
+                    BF16, 8, 2, 1, 0, np.int64(query[r:].ctypes.data), row_bytes,
                     np.int64(keys.ctypes.data), dim // 2,
                     np.int64(scores[r:, first:].ctypes.data), 4 * max_keys)
 
@@ -244,7 +161,7 @@ def attend_packs_avx512(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start
             for r in range(0, padded, ROWS):
                 for c in range(dim // 32):
                     dot_rows(
-                        8, 2, 1, 0, np.int64(weights[r:, first:].ctypes.data), 2 * max_keys,
+                        BF16, 8, 2, 1, 0, np.int64(weights[r:, first:].ctypes.data), 2 * max_keys,
                         np.int64(values[c].ctypes.data), KEYS // 2,
                         np.int64(acc[r:, 32 * c :].ctypes.data), 4 * dim)
         for r in range(rows):

@@ -22,7 +22,7 @@ from nanovllm.cpu import amx, avx512, decode, int8, jit, kernels, sampler
 logger = logging.getLogger("nanovllm")
 
 
-def compile_all(dtype: torch.dtype, use_amx: bool | int | None, cache_dtype: torch.dtype) -> None:
+def compile_all(dtype: torch.dtype, unit: bool | int | None, cache_dtype: torch.dtype) -> None:
     """Compile all kernels that two dtypes, of the model and of the KV cache, need, or load their
     code. None of them is called.
     """
@@ -43,13 +43,13 @@ def compile_all(dtype: torch.dtype, use_amx: bool | int | None, cache_dtype: tor
         (kernels._silu_and_mul, (*zeros[:4], example, 1)),
         (kernels.norm_rope_store_rows, (*store, 0, 0)),
         (kernels.norm_rope_store, (*store, 1)),
-        (kernels.attend, (*zeros[:6], shape, work, example, cached, use_amx, 1)),
+        (kernels.attend, (*zeros[:6], shape, work, example, cached, unit, 1)),
         (int8.product, (*zeros[:5], 1, 1, 1, example, 1)),
         (sampler._draw, (0, False, 0, 1, *draw)),
         (sampler._token_logprobs, (0, False, 0, 1, empty(1), empty(2, np.float64))),
     ]
-    if use_amx is not None:
-        sizes = (1, 1, eps, shape, empty(1), work, use_amx, 1)
+    if unit is not None:
+        sizes = (1, 1, eps, shape, empty(1), work, unit, 1)
         calls.append((decode.decode_layers, (empty(2), *zeros[:6], *sizes)))
     with jit.guard():
         missed = False

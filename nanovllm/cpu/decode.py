@@ -28,31 +28,31 @@ from nanovllm.cpu.kernels import BFLOAT16, _add_rms_norm, _silu_and_mul, attend,
 ) = range(12)
 
 
-def select_linear_blocks(use_amx, *arguments):
+def select_linear_blocks(unit, *arguments):
     """Call linear_blocks of cpu/amx.py or cpu/avx512.py; see kernels.select_attend_packs."""
     raise NotImplementedError("compiled code only")
 
 
-# The type of use_amx selects the kernel, because LLVM can compile only one of them.
+# The type of unit selects the kernel, because LLVM can compile only one of them.
 @overload(select_linear_blocks)
-def _select_linear_blocks(use_amx, *arguments):
-    if use_amx == types.boolean:
-        return lambda use_amx, *arguments: amx.linear_blocks(*arguments)
-    return lambda use_amx, *arguments: avx512.linear_blocks(*arguments)
+def _select_linear_blocks(unit, *arguments):
+    if unit == types.boolean:
+        return lambda unit, *arguments: amx.linear_blocks(*arguments)
+    return lambda unit, *arguments: avx512.linear_blocks(*arguments)
 
 
 @compiled(parallel=True)
-def linear(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, use_amx, parts):
-    blocks = outputs // (avx512.WIDTH if use_amx == avx512.UNIT else amx.WIDTH)
+def linear(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, unit, parts):
+    blocks = outputs // (avx512.WIDTH if unit == avx512.UNIT else amx.WIDTH)
     for p in prange(parts):
         start, stop = p * blocks // parts, (p + 1) * blocks // parts
         select_linear_blocks(
-            use_amx, x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop)
+            unit, x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop)
 
 
 @compiled()
 def decode_layers(addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin_ptr, intermediate_size,
-                  num_heads, eps, shape, slot_mapping, work, use_amx, parts):
+                  num_heads, eps, shape, slot_mapping, work, unit, parts):
     """Compute all layers of a decode step in bfloat16, as models.qwen3.DecoderLayer does.
 
     addresses [layers, 12]; cos, sin [rows, D]. x and residual [rows, size] change in place: their
@@ -71,15 +71,15 @@ def decode_layers(addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin_ptr, 
         qkv_ptr, attn_ptr = np.int64(qkv.ctypes.data), np.int64(attn.ctypes.data)
         gate_up_ptr, activated_ptr = np.int64(gate_up.ctypes.data), np.int64(activated.ctypes.data)
         _add_rms_norm(x_ptr, residual_ptr, at[INPUT_NORM], rows, size, eps, example, parts)
-        linear(x_ptr, at[QKV], at[QKV_BIAS], qkv_ptr, rows, size, qkv_size, use_amx, parts)
+        linear(x_ptr, at[QKV], at[QKV_BIAS], qkv_ptr, rows, size, qkv_size, unit, parts)
         norm_rope_store(qkv_ptr, at[Q_NORM], at[K_NORM], cos_ptr, sin_ptr, at[K_CACHE], at[V_CACHE],
                         slot_mapping, shape, num_heads, eps, example, example, (1.0, 1.0), parts)
         attend(qkv_ptr, rows, attn_ptr, num_heads, at[K_CACHE], at[V_CACHE], shape, work, example,
-               example, use_amx, parts)
-        linear(attn_ptr, at[OUTPUT], at[OUTPUT_BIAS], x_ptr, rows, attn_size, size, use_amx, parts)
+               example, unit, parts)
+        linear(attn_ptr, at[OUTPUT], at[OUTPUT_BIAS], x_ptr, rows, attn_size, size, unit, parts)
         _add_rms_norm(x_ptr, residual_ptr, at[POST_ATTENTION_NORM], rows, size, eps, example, parts)
-        linear(x_ptr, at[GATE_UP], no_bias, gate_up_ptr, rows, size, 2 * intermediate_size, use_amx,
+        linear(x_ptr, at[GATE_UP], no_bias, gate_up_ptr, rows, size, 2 * intermediate_size, unit,
                parts)
         _silu_and_mul(gate_up_ptr, activated_ptr, rows, intermediate_size, example, parts)
-        linear(activated_ptr, at[DOWN], no_bias, x_ptr, rows, intermediate_size, size, use_amx,
+        linear(activated_ptr, at[DOWN], no_bias, x_ptr, rows, intermediate_size, size, unit,
                parts)

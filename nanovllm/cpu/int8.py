@@ -20,14 +20,12 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
-from numba import get_num_threads, prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import get_num_threads, prange
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanovllm.cpu.dot import INT8, dot_rows
 from nanovllm.cpu.jit import compiled
 from nanovllm.cpu.kernels import DTYPE_EXAMPLE, SERIAL_ELEMENTS, array, from_float32, to_float32
 from nanovllm.models.int8 import LARGEST, SMALLEST, Int8Weight
@@ -79,43 +77,16 @@ def has_vnni() -> bool:
     return not named and bool(get_host_cpu_features().get("avx512vnni"))
 
 
-@intrinsic(prefer_literal=True)
-def vnni_tile(typing, sums, x, weight, steps, stride, tokens):
-    """sums [tokens, 64] int32 = x [tokens, 4 * steps] int8 times a block of weights.
+@compiled()
+def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """sums [tokens, 64] int32 += x [tokens, 4 * steps] int8 times a block of weights.
 
-    All are addresses, and the rows of x begin `stride` bytes apart.
+    tokens is TOKENS or 1. The first three are addresses, and the rows of x begin `stride` bytes apart.
     """
-    def generate(context, builder, signature, args):
-        sums, x, weight, steps, stride = args[:5]
-        word, int64, count = ir.IntType(32), stride.type, tokens.literal_value
-        lanes = ir.VectorType(word, 16)
-        kind = ir.FunctionType(lanes, [lanes] * 3)
-        dot = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-
-        def at(kind, address, *offsets):
-            for offset in offsets:
-                address = builder.add(address, offset)
-            return builder.inttoptr(address, kind.as_pointer())
-
-        zero = ir.Constant(lanes, [0] * 16)
-        totals = {at_: cgutils.alloca_once_value(builder, zero) for at_ in np.ndindex(count, 4)}
-        with cgutils.for_range(builder, steps) as loop:
-            block = builder.mul(loop.index, int64(4 * OUTPUTS))
-            vectors = [at(lanes, weight, block, int64(64 * v)) for v in range(4)]
-            weights = [builder.load(vector, align=1) for vector in vectors]
-            for t in range(count):
-                row = builder.mul(stride, int64(t)), builder.mul(loop.index, int64(4))
-                inputs = builder.load(at(word, x, *row), align=1)
-                first = builder.insert_element(ir.Constant(lanes, ir.Undefined), inputs, word(0))
-                splat = builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * 16))
-                for v in range(4):
-                    total = builder.load(totals[t, v])
-                    builder.store(builder.call(dot, [total, weights[v], splat]), totals[t, v])
-        for i, total in enumerate(totals.values()):
-            builder.store(builder.load(total), at(lanes, sums, int64(64 * i)), align=1)
-        return context.get_dummy_value()
-
-    return types.void(sums, x, weight, steps, stride, tokens), generate
+    if tokens == TOKENS:
+        dot_rows(INT8, 4, 4, 1, 0, x_ptr, stride, weight_ptr, steps, sums_ptr, 4 * OUTPUTS)
+    else:
+        dot_rows(INT8, 1, 4, 1, 0, x_ptr, stride, weight_ptr, steps, sums_ptr, 4 * OUTPUTS)
 
 
 @compiled()
@@ -124,7 +95,6 @@ def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     sums, x = array(sums_ptr, (tokens, OUTPUTS), int32(0)), array(x_ptr, (tokens, stride), np.int8(0))
     weight = array(weight_ptr, (steps, OUTPUTS, 4), np.uint8(0))
     for t in range(tokens):
-        sums[t] = 0
         for s in range(steps):
             for o in range(OUTPUTS):
                 total = int32(0)
@@ -181,6 +151,7 @@ def product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr,
                     addend[c] = to_float32(bias[o + c])
             for t in range(first, last, TOKENS):
                 rows = min(TOKENS, last - t)
+                sums[:rows] = 0
                 sums_ptr, x = np.int64(sums.ctypes.data), np.int64(values.ctypes.data) + t * size
                 if rows == TOKENS:
                     tile(sums_ptr, x, weight, size // 4, size, TOKENS)

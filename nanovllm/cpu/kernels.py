@@ -469,23 +469,23 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start, stop)
                 result[d] = from_float32(acc[r, d] / row_sum[r], qkv[0, 0, 0])
 
 
-def select_attend_packs(use_amx, *arguments):
-    """Call attend_packs if use_amx is None, or the kernel of cpu/amx.py if it is True, or that of
-    cpu/avx512.py if it is avx512.UNIT.
+def select_attend_packs(unit, *arguments):
+    """Call attend_packs if unit is None, or the kernel of cpu/amx.py if it is amx.UNIT, or that of
+    cpu/avx512.py if it is avx512.UNIT. The unit is what the processor multiplies bfloat16 with.
     """
     raise NotImplementedError("compiled code only")
 
 
-# The type of use_amx selects the kernel, because LLVM compiles the others for their processors only.
+# The type of unit selects the kernel, because LLVM compiles the others for their processors only.
 @overload(select_attend_packs)
-def _attend_packs_without_amx(use_amx, *arguments):
-    chosen = use_amx == types.none
-    return (lambda use_amx, *arguments: attend_packs(*arguments)) if chosen else None
+def _attend_packs_without_amx(unit, *arguments):
+    chosen = unit == types.none
+    return (lambda unit, *arguments: attend_packs(*arguments)) if chosen else None
 
 
 @compiled(parallel=True)
 def attend(qkv_ptr, rows, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example, cache_example,
-           use_amx, parts):
+           unit, parts):
     """Compute the AttentionWork `work`: qkv [rows, H + 2K, D] -> out [rows, H, D]."""
     num_kv_heads, dim = shape[1], shape[3]
     qkv = array(qkv_ptr, (rows, num_heads + 2 * num_kv_heads, dim), example)
@@ -499,7 +499,7 @@ def attend(qkv_ptr, rows, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example
         for p in prange(parts):
             start, stop = p * prefix_items // parts, (p + 1) * prefix_items // parts
             select_attend_packs(
-                use_amx, qkv, out, lse, k_cache, v_cache, prefixes, True, start, stop)
+                unit, qkv, out, lse, k_cache, v_cache, prefixes, True, start, stop)
     for p in prange(parts):
         start, stop = p * own_items // parts, (p + 1) * own_items // parts
-        select_attend_packs(use_amx, qkv, out, lse, k_cache, v_cache, own, False, start, stop)
+        select_attend_packs(unit, qkv, out, lse, k_cache, v_cache, own, False, start, stop)

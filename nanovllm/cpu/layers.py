@@ -25,7 +25,7 @@ class CompiledLayers:
 
     def __init__(self, model: Qwen3, attention: NumbaAttention, width: int) -> None:
         """width: the outputs of a block of the packed weights."""
-        self.model, self.use_amx = model, attention.use_amx
+        self.model, self.unit = model, attention.unit
         layers = zip(model.layers, attention.kv_addresses, strict=True)
         self.addresses = np.array([(*addresses(layer), *kv) for layer, kv in layers], np.int64)
         head = model.lm_head.weight
@@ -43,7 +43,7 @@ class CompiledLayers:
         eps, threads = config.rms_norm_eps, numba.get_num_threads()
         tensors = (x.data_ptr(), residual.data_ptr(), *x.shape, cos.data_ptr(), sin.data_ptr())
         sizes = (config.intermediate_size, config.num_heads, eps, attention.shape)
-        work = (step.slot_mapping, step.work, attention.use_amx, threads)
+        work = (step.slot_mapping, step.work, attention.unit, threads)
         decode.decode_layers(self.addresses, *tensors, *sizes, *work)
         return add_rms_norm(x, residual, model.norm, eps)[0]
 
@@ -54,16 +54,16 @@ class CompiledLayers:
         vocab_size = self.model.config.vocab_size
         logits = hidden.new_empty((len(hidden), vocab_size))
         pointers = (hidden.data_ptr(), self.head, 0, logits.data_ptr())
-        sizes = (*hidden.shape, vocab_size, self.use_amx, numba.get_num_threads())
+        sizes = (*hidden.shape, vocab_size, self.unit, numba.get_num_threads())
         decode.linear(*pointers, *sizes)
         return logits
 
 
 def compile_layers(model: Qwen3, attention: NumbaAttention) -> CompiledLayers | None:
     """Return None if the processor lacks the instructions or a weight does not have the layout."""
-    if attention.use_amx is None:
+    if attention.unit is None:
         return None
-    width = avx512.WIDTH if attention.use_amx == avx512.UNIT else amx.WIDTH
+    width = avx512.WIDTH if attention.unit == avx512.UNIT else amx.WIDTH
     weights = {m.weight.shape: m.weight for layer in model.layers for m in layer.linears()}
     fits = all(is_packed_by(width, weight) for weight in weights.values())
     return CompiledLayers(model, attention, width) if fits else None

@@ -181,6 +181,12 @@ class BlockManager:
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
         child.num_computed = num_computed
+        if parent.num_cached_blocks <= (full := num_computed // self.block_size):
+            child.num_cached_blocks, child.parent_block = (
+                parent.num_cached_blocks,
+                parent.parent_block,
+            )
+            child.block_hashes = parent.block_hashes[:full]
         child.needs_copy_on_write = parent.needs_copy_on_write = True
 
     def _shared_block(self, seq: Sequence) -> Block | None:

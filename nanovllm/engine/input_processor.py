@@ -15,6 +15,7 @@ from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
 from nanovllm.pooling import PoolingParams, PoolingSettings
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import ScoringParams, encode_pair
+from nanovllm.structured import GrammarCompiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +64,7 @@ class InputProcessor:
         self.seed = seed
         self.pooling = pooling or PoolingSettings()
         self.has_head = has_head
+        self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
     def check_params(self, params: Params | None) -> Params:
         """Return a checked copy: fields may have been set since the last check."""
@@ -259,11 +261,14 @@ class InputProcessor:
             for text in (word, " " + word.lstrip()):  # at the start of a line, and after a word
                 bad_words.add(tuple(self.encode(text, add_special_tokens=False)))
         stops = sorted(t for t in self._stop_ids(params) if t < size)
-        values = {f.name: getattr(params, f.name) for f in fields(LogitRules) if f.name != "stops"}
+        names = {field.name for field in fields(LogitRules)} - {"stops", "grammar"}
+        values = {name: getattr(params, name) for name in names}
         values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         values |= {"logit_bias": tuple(bias.items()), "bad_words": tuple(sorted(bad_words))}
         values |= {n: size for n in ("logprobs", "prompt_logprobs") if values[n] == -1}
         values["min_tokens"] = min(params.min_tokens, self.max_model_len)
+        if params.structured_outputs is not None:
+            values["grammar"] = self.grammars.compile(params.structured_outputs, stops)
         rules = LogitRules(**values, stops=tuple(stops) if params.min_tokens else ())
         return None if rules == LogitRules() else rules
 

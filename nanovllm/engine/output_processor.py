@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import Params
@@ -26,6 +26,7 @@ from nanovllm.plan import StepOutput, TokenLogprobs, Yield
 from nanovllm.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import LoglikelihoodOutput, ScoringParams, check_logprobs
+from nanovllm.structured import OutputComplete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,6 +53,18 @@ class Sample:
     stream_ended: bool = False
 
 
+class Search(Protocol):
+    """Chooses the tokens of a request whose rows yield candidates: see nanovllm/beam_search.py."""
+
+    def start(self, seqs: list[Sequence]) -> None: ...
+
+    def receive(
+        self, request: "Request", seq: Sequence, candidates: list[tuple[int, float]]
+    ) -> None: ...
+
+    def output(self, request: "Request") -> Any: ...
+
+
 @dataclass(slots=True)
 class Request:
     request_id: str
@@ -64,8 +77,9 @@ class Request:
     stream: bool  # read with `read_stream` while it runs; it has no output
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
     tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
+    search: Search | None = None  # chooses its tokens and makes its output
     ended: bool = False
-    output: Output | None = None  # when it has ended
+    output: Any = None  # a RequestOutput, or that of `search`, when it has ended
     error: Exception | None = None  # raised by its own data in a step, which ended it
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
     task: PoolingParams | ScoringParams | None = None  # what it asks for instead of new tokens
@@ -108,7 +122,7 @@ class Request:
 
     def text_ids(self, seq: Sequence) -> list[int]:
         """Return the output tokens that the text contains: no stop token, unless requested."""
-        hidden = seq.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        hidden = isinstance(seq.stop_reason, int) and not self.params.include_stop_str_in_output
         return seq.output_ids[:-1] if hidden else seq.output_ids
 
     def target_logprobs(self) -> list[Logprob]:
@@ -172,6 +186,7 @@ class OutputProcessor:
         asked: Params,
         returned_by_step: bool,
         stream: bool,
+        search: Search | None = None,
     ) -> Request:
         params, task = (asked, None) if isinstance(asked, SamplingParams) else (NO_TEXT, asked)
         samples = [Sample(seq) for seq in seqs]
@@ -189,10 +204,11 @@ class OutputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
             tokenizer=self.tokenizer if params.detokenize else None,
             task=task,
+            search=search,
         )
         self.requests[request_id] = request
         needs_text = request.tokenizer is not None and bool(stream or params.stop)
-        if needs_text or params.logprobs is not None:
+        if search is None and (needs_text or params.logprobs is not None):
             for sample in samples:
                 self.per_token_samples[sample.seq] = sample
                 if needs_text and request.tokenizer is not None:
@@ -210,23 +226,33 @@ class OutputProcessor:
         self, step: InFlightStep, output: StepOutput, updated: list[Sequence]
     ) -> list[tuple[Sequence, str, str | None]]:
         """Process the results of a step. Returns (sequence, finish_reason, stop_reason) for each
-        sequence that ends with a stop string or with its prompt, and for all samples of a request
+        sequence that a stop string, its grammar or its prompt ends, and for all samples of a request
         that ends with an error.
         """
         prompts: list[Sequence] = []  # that are complete and sample nothing
         if step.plan.chunks:
             self._note_first_tokens(updated)
-            prompts = [seq for seq in updated if seq.yields is not Yield.TOKEN]
+            prompts = [seq for seq in updated if seq.yields in (Yield.HIDDEN_STATE, Yield.NOTHING)]
         self.num_output_tokens += len(updated) - len(prompts)
         failed: list[Request] = []
-        if prompts or output.errors or output.logprobs or output.prompt_logprobs:
+        ended: list[tuple[Sequence, str, str | None]] = [(seq, "stop", None) for seq in prompts]
+        logprobs = output.logprobs or output.prompt_logprobs
+        if prompts or output.errors or logprobs or output.candidates:
             sequences = step.sequences()
+            for row, candidates in output.candidates.items():
+                request = self._request_of(sequences[row])
+                if request is not None and request.search is not None:
+                    request.search.receive(request, sequences[row], candidates)
             for row, error in output.errors.items():  # it got no token, which ended it
-                if (request := self._request_of(sequences[row])) is not None:
+                seq = sequences[row]
+                if (request := self._request_of(seq)) is None:
+                    continue
+                if not isinstance(error, OutputComplete):
                     self._note_error(request, error)
+                elif seq.finish_reason == "error":  # and nothing else ended it before
+                    ended.append((seq, "stop", None))
             self._add_logprobs(step, output, sequences, failed)
             self._complete_tasks(prompts, output, sequences, failed)
-        ended: list[tuple[Sequence, str, str | None]] = [(seq, "stop", None) for seq in prompts]
         for seq in updated if self.per_token_samples else ():
             with self._contain_errors(self.requests[seq.request_id], failed):
                 if (stop := self._detokenize(seq)) is not None:
@@ -281,7 +307,8 @@ class OutputProcessor:
             self.per_token_samples.pop(sample.seq, None)
         request.metrics.finished_time = time.monotonic()
         if not request.stream:
-            request.output = self._request_output(request)
+            search = request.search
+            request.output = search.output(request) if search else self._request_output(request)
         request.ended = True
 
     def _note_first_tokens(self, updated: list[Sequence]) -> None:

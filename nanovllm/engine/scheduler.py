@@ -146,6 +146,11 @@ class Scheduler:
 
         plan.num_tokens = self.token_budget - budget
         if not plan.num_tokens:
+            idle = [seq for seq in self.running if seq.awaits_token]
+            if self.waiting and idle and not self.in_flight:
+                # These wait for tokens that depend on a waiting sequence, which needs their memory.
+                self._preempt(idle[-1])
+                return self.schedule()
             return None
         step.sampling_seqs += decoding
         plan.block_moves, step.evicted = self.blocks.take_moves()
@@ -241,12 +246,12 @@ class Scheduler:
     def _start(self, seq: Sequence) -> None:
         """Give the first waiting sequence, which has its cached or shared blocks, a row."""
         del self.waiting[0]
-        if seq.preemptions == 0:
+        if seq.preemptions:
+            self.recomputed_tokens -= seq.num_computed  # still cached, so not computed twice
+        elif not seq.num_output:  # else it is a fork of a beam
             seq.num_cached_tokens = seq.num_computed
             self.prompt_tokens += seq.num_prompt
             self.cached_tokens += seq.num_computed
-        else:
-            self.recomputed_tokens -= seq.num_computed  # still cached, so not computed twice
         seq.row, seq.joined, seq.status = self._free_rows.pop(), False, Status.RUNNING
         self.running.append(seq)
 
@@ -258,8 +263,11 @@ class Scheduler:
         seq.preemptions += 1
         num_tokens = seq.num_with_placeholders
         self._leave(seq)
-        self._enqueue(seq, at_head=True)
-        seq.num_with_placeholders = num_tokens  # a placeholder token is still to be committed
+        if seq.awaits_token:
+            seq.status = Status.NEW
+        else:
+            self._enqueue(seq, at_head=True)
+            seq.num_with_placeholders = num_tokens  # a placeholder token is still to be committed
 
     def _leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
@@ -277,19 +285,22 @@ class Scheduler:
         """Append the tokens of the oldest step in flight. Returns the sequences that got a result.
 
         `token_ids` has one for each chunk that yields a token and each decode row, in plan order.
-        A sequence that yields something else is not changed; the caller must append a token to it
-        or finish it.
+        A sequence that yields something else gets no token; the caller must `append` one or finish
+        it.
         """
         assert step is self.in_flight[0], (
             "steps are committed in the order in which they were planned"
         )
         self.in_flight.popleft()
         block_size, any_finished = self.blocks.block_size, False
-        updated = [
-            seq
-            for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True)
-            if chunk.yields not in (None, Yield.TOKEN) and seq.status is not Status.FINISHED
-        ]
+        updated: list[Sequence] = []
+        for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True):
+            if chunk.yields not in (None, Yield.TOKEN) and seq.status is not Status.FINISHED:
+                updated.append(seq)
+                seq.awaits_token = True
+                if seq.status is Status.WAITING:  # it was preempted while the step was in flight
+                    self._leave(seq)
+                    seq.status = Status.NEW
         for seq, token in zip(step.sampling_seqs, token_ids, strict=True):
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
@@ -318,6 +329,17 @@ class Scheduler:
         if any_finished:
             self.running = [s for s in self.running if s.status is Status.RUNNING]
         return updated
+
+    def append(self, seq: Sequence, token: int) -> None:
+        """Append the token that the caller has chosen for a sequence whose result was returned."""
+        seq.token_ids.append(token)
+        seq.awaits_token = False
+        if seq.sampling.rules is not None and seq.sampling.rules.grammar is not None:
+            seq.joined = False  # the runner's grammar follows the tokens of a join
+        if seq.status is Status.RUNNING:
+            seq.num_with_placeholders += 1
+        else:
+            self._enqueue(seq, at_head=True)
 
     def revert_in_flight(self) -> None:
         """Revert all steps in flight after a failure.

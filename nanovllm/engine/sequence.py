@@ -21,7 +21,7 @@ from nanovllm.plan import RowSampling, Yield
 
 
 class Status(Enum):
-    NEW = 0  # not queued; a fork stays in this state until its parent has sampled a token
+    NEW = 0  # not queued: a fork before the first token of its parent, or see `awaits_token`
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
@@ -47,6 +47,9 @@ class Sequence:
     status: Status = Status.NEW
     num_with_placeholders: int = 0  # known tokens and placeholder tokens
     num_computed: int = 0  # tokens whose KV is in the cache after every plan made so far has run
+    # Whether its last result has been returned and its next token has not been chosen yet. If it is
+    # preempted then, it is not queued (NEW) until that token is appended.
+    awaits_token: bool = False
     decoding: bool = False  # whether its only uncomputed token is the one that its row sampled last
     row: int = -1
     joined: bool = False  # whether a plan has told the runner about its row

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import SamplingParams
 from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import Observer
@@ -257,7 +258,7 @@ def run() -> list[Question]:
     runner = show_graphs()
     show_layers()
     links = [
-        link(LLMEngine.run_step, "max_in_flight"),
+        link(EngineCore.run_step, "max_in_flight"),
         link(Scheduler.commit, "Status.FINISHED"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
     ]

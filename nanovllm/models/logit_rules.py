@@ -1,14 +1,17 @@
 """Logit rules: changes to the logits beyond temperature and filters, and log-probabilities.
 
 A row without rules costs nothing. The rules of a step's rows are applied together, by few operations
-on the device and without waiting for it. Two kinds need the sampled tokens on the host, and a step
-with such a row waits for them: logits processors, and bad words of several tokens.
+on the device and without waiting for it. Three kinds need the sampled tokens on the host: logits
+processors, grammars, and bad words of several tokens. A step with such a row waits for the tokens of
+the step before once it has launched its own forward, so that the rules run on the host while the
+device works.
 
 The order is that of transformers and vLLM: log-probabilities of the raw logits, allowed tokens, bad
-words, minimum length, bias, penalties, logits processors. The sampler follows.
+words, minimum length, bias, penalties, logits processors, and then the grammar, which no other rule
+can overrule. The sampler follows.
 """
 
-import inspect
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +21,10 @@ from torch import Tensor
 
 from nanovllm.batch import to_device
 from nanovllm.plan import Join, LogitRules, TokenLogprobs
+from nanovllm.sampling_params import takes_prompt
 
 HIDDEN = float("-inf")
 ALWAYS = 2**62
-POSITIONAL = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 class RowRules:
@@ -32,8 +35,11 @@ class RowRules:
         self.prompt, self.output = join.prompt, list(join.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.processors = [(p, takes_prompt(p)) for p in rules.logits_processors]
+        self.matcher = None if rules.grammar is None else rules.grammar.matcher()
         # Whether `output` must be complete before the next token is sampled.
-        self.needs_output = bool(self.phrases or self.processors)
+        self.needs_output = bool(self.phrases or self.processors or self.matcher)
+        # Waits for the tokens of a step, and the index of the row's: the one that `output` lacks.
+        self.last: tuple[Callable[[], list[int]], int] | None = None
         self.allowed: Tensor | None = None
         if rules.allowed_token_ids is not None:
             self.allowed = to_device(np.array(rules.allowed_token_ids, np.int64), device)
@@ -53,8 +59,8 @@ class RowRules:
         for *start, last in self.phrases:
             if self.output[-len(start) :] == start:
                 logits[last] = HIDDEN
-        for processor, takes_prompt in self.processors:
-            token_ids = (self.prompt, self.output) if takes_prompt else (self.output,)
+        for processor, with_prompt in self.processors:
+            token_ids = (self.prompt, self.output) if with_prompt else (self.output,)
             changed = processor(*map(list, token_ids), logits)
             if changed is None:
                 continue  # it has changed `logits` itself
@@ -80,15 +86,6 @@ def raising(error: Exception) -> Callable[..., Any]:
     return processor
 
 
-def takes_prompt(processor: Callable[..., Any]) -> bool:
-    """Whether it takes (prompt ids, output ids, logits) and not (output ids, logits), as in vLLM."""
-    try:
-        parameters = inspect.signature(processor).parameters.values()
-    except (TypeError, ValueError):
-        return False
-    return sum(p.default is p.empty and p.kind in POSITIONAL for p in parameters) == 3
-
-
 class RulesState:
     """What rules keep on the device between steps, and memory for the logits that they change.
 
@@ -101,6 +98,9 @@ class RulesState:
         self.tokens = torch.empty((num_rows, length), dtype=torch.int64, device=device)
         self.counts = torch.empty((num_rows, length), dtype=torch.float32, device=device)
         self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
+        # [256, 8]: for each byte of a grammar's mask, the most that the logits of its tokens may be.
+        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+        self.caps = to_device(np.where(bits, np.inf, HIDDEN).astype(np.float32), device)
 
     def join(self, row: int, prompt: list[int], output: list[int]) -> None:
         known = np.array([*prompt, *output], np.int64)
@@ -142,6 +142,7 @@ class RulesBatch:
         self.rows = [row.row for _, row in rows]
         self.length = 0  # more than the position of any token that is sampled next; set by Rows
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
+        self.has_grammar = any(row.matcher for _, row in rows)
         self.errors: dict[int, Exception] = {}  # of the last `apply`, by row
 
         def send(values: Any, dtype: Any = np.int64) -> Tensor:
@@ -197,27 +198,45 @@ class RulesBatch:
             x = flat[where]
             scaled = torch.where(x > 0, x / self.repetition, x * self.repetition)
             flat[where] = scaled - (self.frequency * counts + self.presence * (counts > 0))
+        if self.host_rules:
+            self._apply_on_host(logits)
+        return logits
+
+    def _apply_on_host(self, logits: Tensor) -> None:
+        """Apply the rules that need the output to logits [R, V], in place."""
+        for _, row in self.host_rules:
+            if row.last is not None:
+                token_ids, i = row.last
+                row.output.append(token_ids()[i])
+                row.last = None
         self.errors = {}
+        num_bytes = -(-logits.shape[1] // 8)
+        masks = np.full((len(logits), num_bytes), 0xFF, np.uint8)  # a bit is 0: the token is hidden
         for i, row in self.host_rules:
             try:
                 row.apply(logits[i])
-            except Exception as error:  # of a logits processor: it ends its own request only
+                if row.matcher and (mask := row.matcher.mask(row.output)) is not None:
+                    masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
+            except Exception as error:  # of its processor or grammar: it ends its own request only
                 self.errors[row.row] = error
                 logits[i].fill_(HIDDEN)
-        return logits
+        if self.has_grammar:
+            # On a CPU masked_fill takes several times as long.
+            index = to_device(masks, logits.device).int().flatten()
+            caps = self.state.caps.index_select(0, index).view(len(logits), -1)
+            torch.minimum(logits, caps[:, : logits.shape[1]], out=logits)
 
     def append(self, positions: Tensor, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
         """Add the tokens [R] that were sampled from what `apply` returned.
 
-        `token_ids` waits for the device and returns them. Only rules on the host need it.
+        `token_ids` waits for the device and returns them. Rules on the host do this in the next step.
         """
         if len(self.penalized):
             at = self.penalized
             self.state.append(self.penalized_rows, positions[at], self.known, tokens[at])
-        if self.host_rules:
-            ids = token_ids()
-            for i, row in self.host_rules:
-                row.output.append(ids[i])
+        token_ids = functools.cache(token_ids)  # one list for all rows
+        for i, row in self.host_rules:
+            row.last = token_ids, i
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
@@ -233,7 +252,11 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
 
 def unpack_logprobs(packed: list[float], token: int, k: int) -> TokenLogprobs:
     """(token, log-probability, rank) of `token` and the k most likely, from `token_logprobs`."""
-    most = (len(packed) - 2) // 2
-    values, ids = packed[2 : 2 + k], packed[2 + most : 2 + most + k]
-    likely = zip(map(int, ids), values, range(1, k + 1), strict=True)
-    return [(token, packed[0], int(packed[1])), *(other for other in likely if other[0] != token)]
+    likely = [(other, p, i + 1) for i, (other, p) in enumerate(likely_tokens(packed[2:], k))]
+    return [(token, packed[0], int(packed[1])), *(entry for entry in likely if entry[0] != token)]
+
+
+def likely_tokens(packed: list[float], k: int) -> list[tuple[int, float]]:
+    """(token, log-probability) of the first k, from as many log-probabilities as token ids."""
+    half = len(packed) // 2
+    return list(zip(map(int, packed[half : half + k]), packed[:k], strict=True))

@@ -110,7 +110,7 @@ class ModelRunner:
 
     def _yield_of_chunks(self, chunks: list[Chunk], hidden: Tensor, output: PendingOutput) -> None:
         """Add hidden states and log-probabilities of the chunks, from hidden states [T, E]."""
-        start, wanted = 0, []
+        start, wanted, candidates = 0, [], []
         scored: list[tuple[int, int]] = []  # (index of the token before it, target)
         for chunk in chunks:
             if targets := chunk.logprob_targets:
@@ -122,6 +122,10 @@ class ModelRunner:
             if chunk.yields is Yield.HIDDEN_STATE:
                 output.hidden_rows.append(chunk.row)
                 wanted.append(start - 1)
+            elif chunk.yields is Yield.CANDIDATES:
+                k = self.rows.rules[chunk.row].rules.logprobs or 0
+                output.candidate_rows.append((chunk.row, k))
+                candidates.append(start - 1)
         if scored:
             most = max(k for *_, k in output.prompts)
             # In parts, because the memory profile does not include the logits of a whole chunk.
@@ -129,6 +133,27 @@ class ModelRunner:
                 logits = self.compiled_model.logits(hidden[part[0]])
                 packed = self.backend.token_logprobs(logits, part[1], most)
                 output.prompt_parts.append(start_copy(packed))
+        if candidates:
+            self._find_candidates(hidden[to_device(np.array(candidates), self.device)], output)
         if wanted:
             rows = to_device(np.array(wanted), self.device)
             output.hidden_states = start_copy(hidden[rows].float())
+
+    def _find_candidates(self, hidden: Tensor, output: PendingOutput) -> None:
+        """Add the most likely tokens of `output.candidate_rows` [C], from hidden states [C, E].
+
+        What rules hide is no candidate; the log-probabilities of the others stay those of the model.
+        """
+        k = max(k for _, k in output.candidate_rows)
+        rows = [row for row, _ in output.candidate_rows]
+        logits, rules = self.compiled_model.logits(hidden), self.rows.with_rules(rows)
+        if rules is not None and rules.changes_logits:
+            positions = self.rows.send(self.rows.positions[rows])
+            logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+            values, ids = rules.apply(logprobs, positions).topk(k)
+            packed = torch.cat((values.double(), ids), dim=1)
+            output.errors |= rules.errors
+        else:
+            none = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+            packed = self.backend.token_logprobs(logits, none, k)[:, 2:]
+        output.candidates = start_copy(packed)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.models.logit_rules import unpack_logprobs
+from nanovllm.models.logit_rules import likely_tokens, unpack_logprobs
 from nanovllm.plan import StepOutput
 
 
@@ -34,6 +34,8 @@ class PendingOutput:
     token_ids: Callable[[], list[int]] = list  # none yet
     hidden_rows: list[int] = field(default_factory=list)
     hidden_states: Callable[[], list[list[float]]] = list  # of these rows
+    candidate_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, how many)
+    candidates: Callable[[], list[list[float]]] = list  # log-probabilities, then token ids
     # (index among the tokens, row, number of log-probabilities), and what token_logprobs returns
     reported: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: Callable[[], list[list[float]]] = list
@@ -45,6 +47,8 @@ class PendingOutput:
     def wait(self) -> StepOutput:
         output = StepOutput(token_ids := self.token_ids(), errors=self.errors)
         output.hidden_states = dict(zip(self.hidden_rows, self.hidden_states(), strict=True))
+        for (row, k), packed in zip(self.candidate_rows, self.candidates(), strict=True):
+            output.candidates[row] = likely_tokens(packed, k)
         for (i, row, k), packed in zip(self.reported, self.logprobs(), strict=True):
             output.logprobs[row] = unpack_logprobs(packed, token_ids[i], k)
         all_packed = (packed for part in self.prompt_parts for packed in part())

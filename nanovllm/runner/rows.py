@@ -36,6 +36,7 @@ class StepBatch:
     logits_indices: Tensor  # [R] int64
     sampling_batch: SamplingBatch
     sampling_rows: Tensor  # [R] int64
+    num_decodes: int  # the sequences of one token at the end: decode rows, and chunks before them
     forward_batch: ForwardBatch = field(init=False)
     rules: RulesBatch | None = None
 
@@ -117,7 +118,7 @@ class Rows:
             input_ids=input_ids,
             query_start_loc=step.query_start_loc,
             logits_indices=step.logits_indices,
-            num_decodes=len(decode_rows),
+            num_decodes=step.num_decodes,
         )
         step.rules = self.with_rules(rows[step.samples].tolist()) if self.rules else None
         step.sampling_batch.positions = forward.context_lens
@@ -201,6 +202,7 @@ class Rows:
             query_lens=query_lens,
             samples=samples,
             sampling_rows=self.send(sampling_rows),
+            num_decodes=int((query_lens[::-1] == 1).cumprod().sum()),
             query_start_loc=self.send(np.concatenate(([0], ends)).astype(np.int32)),
             logits_indices=self.send(ends[samples] - 1),
             sampling_batch=sampling,

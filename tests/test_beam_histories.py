@@ -1,0 +1,213 @@
+"""Random histories with beams on the oracle: every search ends with the beams of its definition.
+
+A candidate's log-probability is a hash of all pairs (token, position) that its row reads through
+its block table, so that one wrong slot changes the result. A failing history names its seed.
+"""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from xxhash import xxh64_intdigest
+
+from nanovllm.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.engine import scheduler
+from nanovllm.engine.output_processor import Sample
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.lessons.mutants import Mutant, apply
+from nanovllm.lessons.oracle import (
+    ALPHABET,
+    History,
+    make_samples,
+    require,
+)
+from nanovllm.plan import StepPlan, Yield
+
+Candidates = list[tuple[int, float]]
+
+
+def candidates(pairs: list[tuple[int, int]]) -> Candidates:
+    def logprob(token: int) -> float:
+        return -xxh64_intdigest(repr((pairs, token)).encode()) / 2**62
+
+    return sorted(((t, logprob(t)) for t in range(ALPHABET)), key=lambda pair: -pair[1])
+
+
+def definition(
+    prompt: list[int], max_length: int, stops: frozenset[int], params: BeamSearchParams
+) -> list[tuple[list[int], float]]:
+    """(tokens, sum) of the finished beams, the best first, by the rules of transformers."""
+    width, beams, finished = params.beam_width, [(0.0, list(prompt))], []
+    while beams:
+        ranked = sorted(
+            (
+                (score + logprob, [*ids, token])
+                for score, ids in beams
+                for token, logprob in candidates([(t, i) for i, t in enumerate(ids)])
+            ),
+            key=lambda beam: -beam[0],
+        )[: max(2, 1 + len(stops)) * width]
+        length = len(ranked[0][1]) - len(prompt)
+        ends = [ids[-1] in stops or len(ids) >= max_length for _, ids in ranked]
+        for end, (score, ids) in list(zip(ends, ranked, strict=True))[:width]:
+            if end:
+                finished.append((score / length**params.length_penalty, score, ids))
+        finished = sorted(finished, key=lambda entry: -entry[0])[:width]
+        beams = [beam for end, beam in zip(ends, ranked, strict=True) if not end][:width]
+        full = len(finished) == width
+        if beams and full and beams[0][0] / length**params.length_penalty <= finished[-1][0]:
+            break
+    return [(ids, score) for _, score, ids in finished]
+
+
+class Request:
+    """What BeamSearch needs of one."""
+
+    tokenizer = None
+
+    def __init__(self, seq: Sequence) -> None:
+        self.samples, self.num_unfinished = [Sample(seq)], 1
+
+
+class BeamHistory(History):
+    def __init__(self, seed: int, schedulers=scheduler) -> None:
+        super().__init__(seed, schedulers)
+        self.searches: list[tuple[Request, BeamSearch, list[int], int]] = []
+        self.of: dict[Sequence, tuple[Request, BeamSearch]] = {}
+
+    def search(self) -> None:
+        rng, room = self.rng, self.num_blocks * self.size
+        longest = rng.randint(2, min(room + 1, 20))
+        prompt = [rng.randrange(ALPHABET) for _ in range(rng.randint(1, longest - 1))]
+        stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.6 else ())
+        width = rng.randint(1, min(3, self.max_num_seqs))
+        params = BeamSearchParams(width, 99, not stops, length_penalty=rng.choice((0.0, 1.0)))
+        (seq,) = make_samples(prompt, longest, self.arrivals)
+        self.arrivals += 1
+        search, request = BeamSearch(params, self.scheduler, stops), Request(seq)
+        search.start([seq])
+        self.searches.append((request, search, prompt, longest))
+        self.of[seq] = request, search
+        self.scheduler.add(seq)
+
+    def run(self, plan: StepPlan) -> tuple[list[int], dict[int, Candidates]]:
+        """Tokens of the rows that sample, candidates of the others."""
+        drawn = iter(self.runner.run(plan))
+        tokens, found = [], {}
+        for chunk in plan.chunks:
+            if chunk.yields is not None:
+                token = next(drawn)
+                if chunk.yields is Yield.TOKEN:
+                    tokens.append(token)
+                else:
+                    found[chunk.row] = candidates(list(self.runner.context(chunk.row)))
+        return [*tokens, *drawn], found
+
+    def step(self) -> None:
+        step = self.scheduler.schedule()
+        if step is not None:
+            self.pending.append((step, self.run(step.plan)))
+        while len(self.pending) > (self.max_in_flight if step is not None else 0):
+            step_, (tokens, found) = self.pending.popleft()
+            rows = step_.sequences()
+            self.scheduler.commit(step_, tokens)
+            for row, likely in found.items():
+                seq = rows[row]
+                if seq.status is not Status.FINISHED:
+                    request, search = self.of[seq]
+                    search.receive(request, seq, likely)
+                    self.of |= dict.fromkeys(search.scores, (request, search))
+        self.steps += 1
+
+    def abort_search(self) -> None:
+        if self.searches:
+            request, *_ = self.rng.choice(self.searches)
+            for sample in request.samples:
+                self.scheduler.abort(sample.seq)
+
+    def beams(self) -> Iterator[Sequence]:
+        for request, *_ in self.searches:
+            yield from (sample.seq for sample in request.samples)
+
+    def check(self) -> None:
+        super().check()
+        for seq in self.beams():
+            if seq.status is Status.RUNNING:
+                self.check_context(seq)
+            else:
+                require(not seq.block_table, "owners", "a beam that does not run owns blocks")
+
+    def drain(self) -> None:
+        bound = self.steps + 200 + 40 * (len(self.seqs) + 6 * len(self.searches)) * 4
+        while self.scheduler.has_work():
+            self.step()
+            self.check()
+            require(self.steps < bound, "progress")
+        super().drain()
+        for request, search, prompt, longest in self.searches:
+            require(all(s.status is Status.FINISHED for s in self.beams()), "progress")
+            if any(sample.seq.finish_reason == "abort" for sample in request.samples):
+                continue
+            stops = search.stops
+            want = definition(prompt, longest, stops, search.params)
+            found = search.output(request).sequences
+            trimmed = [ids[:-1] if ids[-1] in stops else ids for ids, _ in want]
+            require([beam.tokens for beam in found] == trimmed, "answers", f"{found} is not {want}")
+            for beam, (_, score) in zip(found, want, strict=True):
+                require(math.isclose(beam.cum_logprob, score), "answers")
+
+
+ACTIONS = {
+    "step": 60,
+    "search": 14,
+    "add": 10,
+    "abort": 2,
+    "abort_search": 2,
+    "fail": 2,
+    "reset": 1,
+}
+
+
+def run_history(seed: int, schedulers=scheduler) -> BeamHistory:
+    history = BeamHistory(seed, schedulers)
+    try:
+        for name in history.rng.choices(list(ACTIONS), list(ACTIONS.values()), k=50):
+            if name == "fail":
+                history.abandon()
+            else:
+                getattr(history, name)()
+            history.check()
+        history.drain()
+    except Exception as error:
+        raise AssertionError(f"run_history({seed}) fails: {error!r}") from error
+    return history
+
+
+def test_random_histories_with_beams() -> None:
+    preemptions = ended = 0
+    for seed in range(400):
+        history = run_history(seed)
+        preemptions += history.scheduler.preemptions
+        ended += len(history.searches)
+    assert preemptions > 400
+    assert ended > 400
+
+
+FAULTS = {
+    "a beam that awaits its token is queued": ("_preempt", "A.awaits_token", "False"),
+    "nothing is preempted for a beam that waits": ("schedule", "A and B and not C", "False"),
+    "a beam preempted in flight stays queued": ("commit", "A.status is Status.WAITING", "False"),
+    "the token of a running beam is not counted": (
+        "append",
+        "A.num_with_placeholders += 1",
+        "pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_caught(name: str) -> None:
+    module = apply(Mutant(scheduler, *FAULTS[name]))
+    with pytest.raises(AssertionError, match=r"run_history\(\d+\) fails"):
+        for seed in range(400):
+            run_history(seed, module)
