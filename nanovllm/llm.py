@@ -14,7 +14,7 @@ from nanovllm import beam_search
 from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
 from nanovllm.chat import Message, as_conversations, render
 from nanovllm.config import EMBEDDED, EngineConfig, check_scalar
-from nanovllm.engine.input_processor import Params, Prompt, as_list, pair_up
+from nanovllm.engine.input_processor import Prompt, pair_up
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Request
 from nanovllm.loading import make_engine, show_log
@@ -122,8 +122,9 @@ class LLM:
         could be sampled.
         """
         check_call(self.generate, vllm)
-        requests = self._submit_and_run(*pair_up(prompts, sampling_params), use_tqdm)
-        outputs: list[Any] = [request.output for request in requests]
+        items, params = pair_up(prompts, sampling_params)
+        requests = self._run(self.engine.submit, items, params, use_tqdm)
+        outputs: list[RequestOutput] = [request.output for request in requests]
         failed = [
             request.params
             for request, out in zip(requests, outputs, strict=True)
@@ -138,17 +139,21 @@ class LLM:
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
+        params: BeamSearchParams | Sequence[BeamSearchParams],
         use_tqdm: bool = True,
+        **vllm: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of the prompts; see nanovllm/beam_search.py.
+
+        params: one for all prompts, or one for each.
 
         Returns one result for each prompt, with `sequences`, the best first. Prompts, errors and
         Ctrl-C are as in `generate`.
         """
-        items, submit = as_list(prompts), functools.partial(beam_search.submit, self.engine)
-        given = [params] * len(items)
-        requests = self._submit_and_run(items, given, use_tqdm, "Searching", submit)
+        check_call(self.beam_search, vllm)
+        submit = functools.partial(beam_search.submit, self.engine)
+        pairs = pair_up(prompts, params, BeamSearchParams)
+        requests = self._run(submit, *pairs, use_tqdm, "Searching")
         return [request.output for request in requests]
 
     def embed(
@@ -177,7 +182,7 @@ class LLM:
         elif fields != PoolingParams():
             raise TypeError("set the fields of pooling_params, or pass them alone")
         pairs = pair_up(prompts, pooling_params, PoolingParams)
-        return unaborted(self._submit_and_run(*pairs, use_tqdm, "Embedding"))
+        return unaborted(self._run(self.engine.submit, *pairs, use_tqdm, "Embedding"))
 
     def loglikelihood(
         self,
@@ -194,36 +199,35 @@ class LLM:
         may have max_model_len + 1 tokens. Raises as `embed` does.
         """
         pairs = self.engine.inputs.tokenize_pairs(prompts, continuations)
-        return unaborted(self._submit_and_run(*pairs, use_tqdm, "Scoring"))
+        return unaborted(self._run(self.engine.submit, *pairs, use_tqdm, "Scoring"))
 
-    def _submit_and_run(
+    def _run(
         self,
-        items: Sequence[Prompt],
-        params: Sequence[Params | BeamSearchParams | None],
+        submit: Callable[[Any, Any], Request],
+        items: Sequence[Any],
+        params: Sequence[Any],
         use_tqdm: bool,
         what: str = "Generating",
-        submit: Callable[[Any, Any], Request] | None = None,
     ) -> list[Request]:
-        """Run a request for each pair to its end, or none: see `generate`."""
-        add: Callable[[Any, Any], Request] = submit or self.engine.submit
+        """Submit each item with its parameters, and run them to their ends."""
         requests: list[Request] = []
         with defer_interrupt() as interrupt:
             try:
                 for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
                     try:
-                        requests.append(add(prompt, p))
+                        requests.append(submit(prompt, p))
                     except (TypeError, ValueError) as error:
                         where = f"prompts[{i}]: " if len(items) > 1 else ""
                         kind = TypeError if isinstance(error, TypeError) else ValueError
                         raise kind(f"{where}{error}") from error
                     interrupt.check()
-                self._run(requests, use_tqdm, what, interrupt.check)
+                self._wait(requests, use_tqdm, what, interrupt.check)
             except BaseException:
                 self.engine.abort(requests)
                 raise
         return requests
 
-    def _run(
+    def _wait(
         self, requests: list[Request], use_tqdm: bool, what: str, check: Callable[[], None]
     ) -> None:
         start = last_shown = time.monotonic()

@@ -239,7 +239,6 @@ class Trace(Observer):
     def committed(self, step: InFlightStep, updated: list[Sequence]) -> None:
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
         event = self._changes()
-        updated = [seq for seq in updated if seq.yields is Yield.TOKEN]
         event |= Event(commit=self._in_flight.popleft(), time=times)
         # A beam gets its token when the other beams have results, and some beams get none.
         known = self._state.seqs

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
 # A module may import from its own rank and from those above it in this list.
 RANKS = [
-    {"plan", "batch", "config", "outputs", "sampling_params", "structured", "pooling", "scoring"}
+    {"plan", "batch", "config", "outputs", "sampling_params", "pooling", "scoring", "structured"}
     | {"detokenizer", "chat", "vllm_names"},
     {"models"},
     {"cpu", "gpu"},

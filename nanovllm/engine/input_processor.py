@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
@@ -279,17 +279,13 @@ class InputProcessor:
 
 
 def pair_up(
-    prompts: "Prompt | Iterable[Prompt]",
-    params: "Params | Iterable[Params] | None",
-    kind: type = SamplingParams,
-) -> tuple[list[Prompt], list[Params | None]]:
+    prompts: "Prompt | Iterable[Prompt]", params: Any, kind: type = SamplingParams
+) -> tuple[list[Prompt], list[Any]]:
     """Return as many parameters of a `kind`, or None, as prompts; a single object is repeated."""
     items = as_list(prompts)
-    name = "sampling_params" if kind is SamplingParams else "pooling_params"
-    if isinstance(params, list | tuple):
-        each: list[Params | None] = list(params)
-    else:
-        each = [cast("Params | None", params)] * len(items)
+    names = {SamplingParams: "sampling_params", PoolingParams: "pooling_params"}
+    name = names.get(kind, "params")
+    each = list(params) if isinstance(params, list | tuple) else [params] * len(items)
     if len(each) != len(items):
         raise ValueError(f"{len(items)} prompts but {len(each)} {name}; give one, or one for each")
     for one in each:
