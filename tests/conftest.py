@@ -1,6 +1,8 @@
 """Shared by the tests: random checkpoints, and LLMs that are made once."""
 
+import fcntl
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from nanovllm import LLM
+from nanovllm.models.fp8 import FP8
 
 # Tiny products gain nothing from threads, and a busy machine makes them wait for one another.
 torch.set_num_threads(1)
@@ -29,13 +32,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the CPU's kernels before the first test; otherwise small models run in plain torch."""
     if session.config.getoption("numprocesses"):
-        return  # the two processes do it, one of them at a time
+        return  # the two processes do it
     try:
-        from nanovllm.cpu.compile import compile_now
+        from nanovllm.cpu import compile, jit
     except ImportError:
         return  # without Numba
-    for dtype in (torch.float32, torch.bfloat16):
-        compile_now(dtype)
+    work = [partial(compile.compile_now, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    if hasattr(session.config, "workerinput"):  # the whole suite, which reads fp8 caches too
+        work += [partial(compile.compile_all, d, None, FP8) for d in (torch.bfloat16, torch.float32)]
+    # Two processes share the work: each first does what the other is not doing, and then waits for
+    # what the other has begun.
+    for wait in (False, True) if jit.DIRECTORY else ():
+        for number, compile_some in enumerate(work):
+            with (jit.DIRECTORY / f"tests-{number}.lock").open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    continue
+                compile_some()
 
 
 def make_checkpoint(
