@@ -89,7 +89,9 @@ class BatchFiles:
         """
         digest, hashes, num_lines, num_requests = xxhash.xxh3_64(), array("Q"), 0, 0
         size = os.fstat(self.lines.fileno()).st_size
-        with tqdm(total=size, desc="Reading", unit="B", unit_scale=True, delay=1) as bar:
+        with tqdm(
+            total=size, desc="Reading", unit="B", unit_scale=True, delay=1, leave=False
+        ) as bar:
             for line in self.lines:
                 digest.update(line)
                 num_lines += 1
