@@ -191,6 +191,23 @@ def test_fields_become_parameters(embedded: LLM) -> None:
     assert parse(embedded, CHAT, body, NAME).prompts[0]["prompt"] == "Hi, you!"
 
 
+def test_results_have_the_types_of_openai(embedded: LLM, tmp_path: Path) -> None:
+    types = pytest.importorskip("openai.types")
+    chat_types = pytest.importorskip("openai.types.chat")
+    more = {"n": 2, "max_tokens": 2}
+    lines = [
+        line("chat", CHAT, **ask("Hi", logprobs=True, top_logprobs=1, **more)),
+        line("text", COMPLETIONS, prompt=["Hi", "Ho"], logprobs=1, prompt_logprobs=1, **more),
+        line("embed", EMBEDDINGS, input=["Hi", "Ho"]),
+    ]
+    target = tmp_path / "out.jsonl"
+    assert run(embedded, save(tmp_path / "in.jsonl", lines), target) == 0
+    got = {custom_id: body(result) for custom_id, result in results(target).items()}
+    assert len(chat_types.ChatCompletion.model_validate(got["chat"], strict=True).choices) == 2
+    assert len(types.Completion.model_validate(got["text"], strict=True).choices) == 4
+    assert len(types.CreateEmbeddingResponse.model_validate(got["embed"], strict=True).data) == 2
+
+
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 def test_response_format(embedded: LLM, tmp_path: Path) -> None:
     schema = {
