@@ -19,7 +19,6 @@ affect the result: a figure is noisy if they took more than 3 % of the CPU time.
 """
 
 import argparse
-import ast
 import importlib.util
 import json
 import shlex
@@ -35,6 +34,7 @@ from nanovllm.benchmarks.machine import cpu_seconds, describe_load, other_load
 from nanovllm.benchmarks.throughput import throughput
 from nanovllm.benchmarks.workloads import SHAPES, WORKLOADS
 from nanovllm.config import DTYPES, EMBEDDED
+from nanovllm.run_batch import option
 
 MODES = ("host_only", "startup", "memory", "kernels", "gpu_report")
 
@@ -43,16 +43,6 @@ def count(text: str, low: int = 1) -> int:
     if not text.isdecimal() or not low <= int(text) <= 100_000:
         raise argparse.ArgumentTypeError(f"{text} is out of range; give {low} to 100000")
     return int(text)
-
-
-def option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text}: give OPTION=VALUE, like max_num_seqs=16")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -38,8 +38,9 @@ def test_the_two_lines_stand_at_the_top() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages(with_code=True), ids=lambda page: page.name)
 def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    needs = {"StructuredOutputsParams": "llguidance", "fastapi": "fastapi"}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        if "StructuredOutputsParams" not in block or find_spec("llguidance"):
+        if all(word not in block or find_spec(package) for word, package in needs.items()):
             exec(block, {})
     printed = capsys.readouterr().out
     if page == README:

@@ -19,7 +19,8 @@ RANKS = [
     {"loading"},
     {"beam_search"},
     {"llm"},
-    {"trace", "integrations"},
+    {"openai_format", "trace", "integrations"},
+    {"run_batch"},
 ]
 
 

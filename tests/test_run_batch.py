@@ -1,0 +1,607 @@
+"""Files of requests: results equal the library's, wrong lines stop nothing, and any stop loses nothing."""
+
+import base64
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from nanovllm.openai_format import CHAT, COMPLETIONS, EMBEDDINGS, parse
+from nanovllm.run_batch import BatchFiles, main, run_batch
+
+NAME = "qwen3-nano"
+
+
+def line(custom_id: Any, url: Any, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def ask(question: str, **body: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}], **body}
+
+
+def save(path: Path, lines: list[Any]) -> Path:
+    texts = [one if isinstance(one, bytes) else json.dumps(one).encode() for one in lines]
+    path.write_bytes(b"".join(text + b"\n" for text in texts))
+    return path
+
+
+def run(llm: LLM, source: Path, target: Path, **options: Any) -> int:
+    with BatchFiles(source, target) as files:
+        failed = run_batch(llm, files, NAME, use_tqdm=False, **options)
+        assert files.num_left == 0
+    assert not llm.engine.has_unfinished_requests()
+    return failed
+
+
+def results(target: Path) -> dict[str, dict[str, Any]]:
+    """The results by custom_id. Every line is complete, and none is there twice."""
+    text = target.read_bytes()
+    assert text.endswith(b"\n") or not text
+    read = [json.loads(one) for one in text.splitlines()]
+    assert len({one["id"] for one in read}) == len(read)
+    by_id = {one["custom_id"]: one for one in read}
+    assert len(by_id) == len(read)
+    return by_id
+
+
+def body(result: dict[str, Any]) -> dict[str, Any]:
+    assert result["error"] is None, result
+    assert result["response"]["status_code"] == 200
+    return result["response"]["body"]
+
+
+def few(count: int = 6) -> list[dict[str, Any]]:
+    """Requests whose results are short, and one wrong line."""
+    lines = [
+        line(f"q{i}", CHAT, **ask(f"What is {10 + i} + 30?", max_tokens=9)) for i in range(count)
+    ]
+    return [*lines, line("wrong", CHAT)]
+
+
+# ---- results ----
+
+
+def test_results_equal_the_library(embedded: LLM, tmp_path: Path) -> None:
+    prompts = ["Spell garden\n", "What is 12 + 30?\n"]
+    sampled = {"n": 2, "seed": 5, "temperature": 1.5, "max_tokens": 8, "top_k": 20}
+    lines = [
+        line("chat", CHAT, model=NAME, user="me", stop=None, **ask("Sort 42, 7, 99")),
+        line("top", CHAT, **ask("Spell garden", logprobs=True, top_logprobs=3, max_tokens=4)),
+        line("many", COMPLETIONS, prompt=prompts, logprobs=2, prompt_logprobs=0, **sampled),
+        line("ids", COMPLETIONS, prompt=embedded.get_tokenizer().encode(prompts[0])),
+        b"",
+        line("embed", EMBEDDINGS, input=prompts, dimensions=8),
+        line("base64", EMBEDDINGS, input=prompts[0], encoding_format="base64"),
+    ]
+    target = tmp_path / "out.jsonl"
+    assert run(embedded, save(tmp_path / "in.jsonl", lines), target) == 0
+    got = {custom_id: body(result) for custom_id, result in results(target).items()}
+    assert len(got) == 6
+
+    [want] = embedded.chat(lines[0]["body"]["messages"], use_tqdm=False)
+    [choice] = got["chat"]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": want["text"], "refusal": None}
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
+    prompt, new = len(want.prompt_token_ids), len(want["token_ids"])
+    usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    assert got["chat"]["usage"] == usage
+    assert got["chat"]["model"] == NAME
+
+    params = SamplingParams(temperature=0, logprobs=3, max_tokens=4)
+    [want] = embedded.chat(lines[1]["body"]["messages"], params, use_tqdm=False)
+    [choice] = got["top"]["choices"]
+    assert choice["finish_reason"] == "length"
+    for shown, entry in zip(choice["logprobs"]["content"], want.outputs[0].logprobs, strict=True):
+        sampled_entry = next(iter(entry.values()))
+        assert shown["token"] == sampled_entry.decoded_token
+        assert shown["bytes"] == list(shown["token"].encode())
+        assert shown["logprob"] == pytest.approx(sampled_entry.logprob, abs=1e-4)
+        best = sorted(entry.values(), key=lambda e: e.rank)[:3]
+        assert [t["token"] for t in shown["top_logprobs"]] == [e.decoded_token for e in best]
+
+    params = SamplingParams(**sampled, logprobs=2, prompt_logprobs=0)
+    want_many = embedded.generate(prompts, params, use_tqdm=False)
+    samples = [sample for out in want_many for sample in out.outputs]
+    assert [c["index"] for c in got["many"]["choices"]] == [0, 1, 2, 3]
+    assert [c["text"] for c in got["many"]["choices"]] == [sample.text for sample in samples]
+    for choice, sample in zip(got["many"]["choices"], samples, strict=True):
+        shown = choice["logprobs"]
+        entries = [next(iter(e.values())) for e in sample.logprobs]
+        assert shown["tokens"] == [e.decoded_token for e in entries]
+        assert shown["token_logprobs"] == pytest.approx([e.logprob for e in entries], abs=1e-3)
+        assert shown["text_offset"] == [
+            len("".join(shown["tokens"][:i])) for i in range(len(entries))
+        ]
+        assert [len(top) for top in shown["top_logprobs"]] == [len(e) for e in sample.logprobs]
+    with_prompt = [c for c in got["many"]["choices"] if "prompt_logprobs" in c]
+    assert [c["index"] for c in with_prompt] == [0, 2]
+    for choice, out in zip(with_prompt, want_many, strict=True):
+        shown_ids = [int(t) for entry in choice["prompt_logprobs"][1:] for t in entry]
+        assert choice["prompt_logprobs"][0] is None
+        assert shown_ids == out.prompt_token_ids[1:]
+    [want] = embedded.generate(prompts[0], SamplingParams(temperature=0, max_tokens=16), False)
+    assert got["ids"]["choices"][0]["text"] == want["text"]
+
+    vectors = [d["embedding"] for d in got["embed"]["data"]]
+    want_vectors = embedded.embed(prompts, dimensions=8, use_tqdm=False)
+    for vector, want_vector in zip(vectors, want_vectors, strict=True):
+        assert vector == pytest.approx(want_vector.outputs.embedding, abs=1e-5)
+    raw = np.frombuffer(base64.b64decode(got["base64"]["data"][0]["embedding"]), "<f4")
+    [want] = embedded.embed(prompts[0], use_tqdm=False)
+    np.testing.assert_allclose(raw, want.outputs.embedding, atol=1e-5)
+
+
+def test_fields_become_parameters(embedded: LLM) -> None:
+    same = dict(n=2, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, stop=["a", "b"])
+    same |= dict(presence_penalty=1.0, frequency_penalty=-1.0, repetition_penalty=1.2)
+    same |= dict(stop_token_ids=[5], min_tokens=2, ignore_eos=True, bad_words=["bad"])
+    same |= dict(include_stop_str_in_output=True, skip_special_tokens=False)
+    same |= dict(allowed_token_ids=[1, 2, 5], prompt_logprobs=1)
+    given = {
+        **same,
+        "logit_bias": {"5": -3, "7": 1.5},
+        "max_completion_tokens": 11,
+        "max_tokens": 3,
+    }
+    given |= {"logprobs": True, "top_logprobs": 4, "structured_outputs": {"choice": ["a", "b"]}}
+    want = SamplingParams(
+        **same, logit_bias={5: -3, 7: 1.5}, max_tokens=11, logprobs=4,
+        structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
+    )  # fmt: skip
+    assert parse(embedded, CHAT, ask("Hi", **given), NAME).params == want
+
+    defaults = embedded.get_default_sampling_params()
+    defaults.max_tokens = None
+    job = parse(embedded, CHAT, ask("Hi"), NAME)
+    assert (job.params, job.model) == (defaults, NAME)
+    defaults.max_tokens = 16
+    assert parse(embedded, COMPLETIONS, {"prompt": "Hi"}, NAME).params == defaults
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for response_format, structured in (
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, StructuredOutputsParams(json_object=True)),
+        (form, StructuredOutputsParams(json=schema)),
+    ):
+        job = parse(embedded, CHAT, ask("Hi", response_format=response_format), NAME)
+        assert job.params.structured_outputs == structured
+    fields = {"dimensions": 4, "normalize": False}
+    job = parse(embedded, EMBEDDINGS, {"input": [[1, 2], [3]], **fields}, NAME)
+    assert (job.params, job.prompts) == (PoolingParams(4, False), [[1, 2], [3]])
+
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    [prompt] = parse(embedded, CHAT, {"messages": messages, **more}, NAME).prompts
+    assert prompt["prompt"].endswith("Well")
+    template = {"chat_template": "{{ messages[0].content }}, {{ who }}!"}
+    body = ask("Hi", **template, chat_template_kwargs={"who": "you"})
+    assert parse(embedded, CHAT, body, NAME).prompts[0]["prompt"] == "Hi, you!"
+
+
+def test_results_have_the_types_of_openai(embedded: LLM, tmp_path: Path) -> None:
+    types = pytest.importorskip("openai.types")
+    chat_types = pytest.importorskip("openai.types.chat")
+    more = {"n": 2, "max_tokens": 2}
+    lines = [
+        line("chat", CHAT, **ask("Hi", logprobs=True, top_logprobs=1, **more)),
+        line("text", COMPLETIONS, prompt=["Hi", "Ho"], logprobs=1, prompt_logprobs=1, **more),
+        line("embed", EMBEDDINGS, input=["Hi", "Ho"]),
+    ]
+    target = tmp_path / "out.jsonl"
+    assert run(embedded, save(tmp_path / "in.jsonl", lines), target) == 0
+    got = {custom_id: body(result) for custom_id, result in results(target).items()}
+    assert len(chat_types.ChatCompletion.model_validate(got["chat"], strict=True).choices) == 2
+    assert len(types.Completion.model_validate(got["text"], strict=True).choices) == 4
+    assert len(types.CreateEmbeddingResponse.model_validate(got["embed"], strict=True).data) == 2
+
+
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
+def test_response_format(embedded: LLM, tmp_path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    refused = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
+    lines = [
+        line("good", CHAT, **ask("What is 12 + 30?", response_format=form)),
+        line("refused", CHAT, **ask("What is 12 + 30?", response_format=refused)),
+    ]
+    target = tmp_path / "out.jsonl"
+    assert run(embedded, save(tmp_path / "in.jsonl", lines), target) == 1
+    got = results(target)
+    value = json.loads(body(got["good"])["choices"][0]["message"]["content"])
+    assert 0 <= value["sum"] <= 99
+    assert "llguidance refuses" in got["refused"]["error"]["error"]["message"]
+
+
+# ---- wrong lines ----
+
+WRONG: list[tuple[Any, str]] = [
+    (b"nonsense", "not JSON"),
+    (b'{"custom_id": "torn", "meth', "not JSON"),
+    (b"\xff\xfe\x00", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b"[1, 2]", "must be an object"),
+    (b"null", "must be an object"),
+    ({"method": "POST", "url": CHAT, "body": ask("Hi")}, "custom_id must be a string, not None"),
+    ({**line(7, CHAT), "body": ask("Hi")}, "custom_id must be a string, not 7"),
+    ({**line("x", CHAT), "method": "GET"}, "method must be 'POST', not 'GET'"),
+    (line("x", "/v1/rerank"), "url must be one of /v1/chat/completions"),
+    (line("x", ["/v1"]), "url must be one of"),
+    ({**line("x", CHAT), "body": "Hi"}, "body must be an object, not 'Hi'"),
+    (line("x", CHAT, model="gpt", **ask("Hi")), "model 'gpt' does not exist"),
+    (line("x", CHAT, model=["gpt"], **ask("Hi")), "does not exist"),
+    (line("x", CHAT), "messages must be a list"),
+    (line("x", CHAT, messages=[]), "messages must be a list"),
+    (line("x", CHAT, messages=[ask("Hi")["messages"]]), "needs a 'role'"),
+    (line("x", CHAT, messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "image_url"),
+    (line("x", CHAT, **ask("Hi \ud800")), "UTF-8"),
+    (line("x", CHAT, **ask("Hi " * 20_000)), "max_model_len"),
+    (line("x", CHAT, **ask("Hi", tempratur=1)), "did you mean 'temperature'"),
+    (line("x", CHAT, **ask("Hi", temperature="hot")), "temperature must be a number"),
+    (line("x", CHAT, **ask("Hi", temperature=float("nan"))), "temperature must be"),
+    (line("x", CHAT, **ask("Hi", n=0)), "n must be between"),
+    (line("x", CHAT, **ask("Hi", max_tokens=0)), "max_tokens must be"),
+    (line("x", CHAT, **ask("Hi", stop=[1])), "stop must hold strings"),
+    (line("x", CHAT, **ask("Hi", stream=True)), "stream=True is not supported"),
+    (line("x", CHAT, **ask("Hi", tools=[{"type": "function"}])), "tools="),
+    (line("x", CHAT, **ask("Hi", logprobs=3)), "logprobs must be True or False"),
+    (line("x", CHAT, **ask("Hi", top_logprobs=3)), "needs logprobs=true"),
+    (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs="3")), "top_logprobs must be an int"),
+    (line("x", CHAT, **ask("Hi", logit_bias={"five": 1})), "logit_bias must map"),
+    (line("x", CHAT, **ask("Hi", logit_bias=[5])), "logit_bias must map"),
+    (line("x", CHAT, **ask("Hi", logit_bias={"999999": 1})), "logit_bias has token id 999999"),
+    (line("x", CHAT, **ask("Hi", response_format="json")), "response_format must be an object"),
+    (line("x", CHAT, **ask("Hi", response_format={"type": "xml"})), "type of response_format"),
+    (line("x", CHAT, **ask("Hi", response_format={"type": "json_schema"})), "json_schema.schema"),
+    (line("x", CHAT, **ask("Hi", structured_outputs={"jsn": {}})), "did you mean 'json'"),
+    (line("x", CHAT, **ask("Hi", structured_outputs={"json": {}, "regex": "a"})), "exactly one"),
+    (line("x", CHAT, **ask("Hi", chat_template=5)), "chat_template must be a string"),
+    (line("x", CHAT, **ask("Hi", chat_template="{{ 1 // 0 }}")), "ZeroDivisionError"),
+    (line("x", CHAT, **ask("Hi", chat_template_kwargs=[1])), "chat_template_kwargs must be an obj"),
+    (line("x", CHAT, **ask("Hi", chat_template_kwargs={"tokenizer": 1})), "tokenizer"),
+    (line("x", CHAT, **ask("Hi", add_generation_prompt="yes")), "add_generation_prompt must be"),
+    (line("x", COMPLETIONS), "prompt must be a string"),
+    (line("x", COMPLETIONS, prompt=""), "the prompt is empty"),
+    (line("x", COMPLETIONS, prompt=[]), "prompt must be a string"),
+    (line("x", COMPLETIONS, prompt={"prompt": "Hi"}), "prompt must be a string"),
+    (line("x", COMPLETIONS, prompt=["good", ""]), "the prompt is empty"),
+    (line("x", COMPLETIONS, prompt=[1, 2.5]), "token id must be an int"),
+    (line("x", COMPLETIONS, prompt=[10**6]), "token id 1000000 is outside"),
+    (line("x", COMPLETIONS, prompt="Hi", echo=True), "echo=True is not supported"),
+    (line("x", COMPLETIONS, prompt="Hi", messages=[]), "unknown field of /v1/completions"),
+    (line("x", COMPLETIONS, prompt="Hi", logits_processors=[]), "unknown field"),
+    (line("x", EMBEDDINGS), "input must be a string"),
+    (line("x", EMBEDDINGS, input=["a", 5]), "input must be a string"),
+    (line("x", EMBEDDINGS, input="a", dimensions=10**6), "dimensions=1000000 is more"),
+    (line("x", EMBEDDINGS, input="a", encoding_format="hex"), "encoding_format must be one of"),
+    (line("x", EMBEDDINGS, input="a", temperature=0), "unknown field of /v1/embeddings"),
+]
+
+
+def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
+    lines: list[Any] = []
+    for i, (wrong, _) in enumerate(WRONG):
+        if isinstance(wrong, dict) and wrong.get("custom_id") == "x":
+            wrong = {**wrong, "custom_id": f"x{i}"}
+        lines.append(wrong)
+    lines.insert(20, line("good", CHAT, **ask("What is 12 + 30?")))
+    source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    assert run(embedded, source, target, max_in_flight=2) == len(WRONG)
+    read = [json.loads(text) for text in target.read_text().splitlines()]
+    by_number = {int(one["id"].rpartition("-")[2]): one for one in read}
+    assert sorted(by_number) == list(range(1, len(lines) + 1))
+    good = by_number.pop(21)
+    assert body(good)["choices"][0]["message"]["content"] == "12 + 30 = 42"
+    for (wrong, message), number in zip(WRONG, sorted(by_number), strict=True):
+        one = by_number[number]
+        code = 404 if "does not exist" in message else 400
+        assert message in one["error"]["error"]["message"], (wrong, one)
+        assert one["error"]["error"]["code"] == one["response"]["status_code"] == code, one
+        assert one["response"]["body"] is None
+        given = lines[number - 1]
+        custom_id = given.get("custom_id") if isinstance(given, dict) else None
+        assert one["custom_id"] == (custom_id if isinstance(custom_id, str) else None)
+
+
+def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path: Path) -> None:
+    eos = sorted(embedded.engine.inputs.eos_token_ids)
+    hidden = ask("Hi", min_tokens=3, allowed_token_ids=eos)
+    lines = [line("hidden", CHAT, **hidden), *few(2)]
+    target = tmp_path / "out.jsonl"
+    assert run(embedded, save(tmp_path / "in.jsonl", lines), target) == 2
+    got = results(target)
+    error = got["hidden"]["error"]["error"]
+    assert error["code"] == 500
+    assert "allowed_token_ids and min_tokens hid every token" in error["message"]
+    assert body(got["q0"])["choices"][0]["message"]["content"]
+
+
+# ---- going on ----
+
+
+def test_a_crash_after_every_byte(tmp_path: Path) -> None:
+    """What a kill leaves is a prefix of the output. From each, a start goes on to the same results."""
+    source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
+
+    def finish() -> int:
+        with BatchFiles(source, target) as files:
+            num_done, left = files.num_done, [number for number, _ in files.left()]
+            assert num_done + len(left) == 3
+            for number in left:
+                files.write(number, {"custom_id": f"line {number}"})
+            assert files.num_left == 0
+        return num_done
+
+    assert finish() == 0
+    whole = target.read_bytes()
+    for size in range(len(whole) + 1):
+        target.write_bytes(whole[:size])
+        assert finish() == whole[:size].count(b"\n")
+        assert target.read_bytes() == whole
+
+
+def test_stops_of_a_run(embedded: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C and a failing step: the requests are aborted, and the next run does the rest."""
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    run(embedded, source, tmp_path / "whole.jsonl")
+    step, count = embedded.engine.run_step, 0
+    for error in (KeyboardInterrupt, MemoryError):
+
+        def stop(error: type[BaseException] = error) -> None:
+            nonlocal count
+            count += 1
+            if count % 12 == 0:
+                raise error
+            step()
+
+        monkeypatch.setattr(embedded.engine, "run_step", stop)
+        with BatchFiles(source, target) as files, pytest.raises(error):
+            run_batch(embedded, files, max_in_flight=2, use_tqdm=False)
+        monkeypatch.undo()
+        assert not embedded.engine.has_unfinished_requests()
+        assert 0 < len(results(target)) < 7
+    run(embedded, source, target)
+
+    def texts(path: Path) -> dict[str, Any]:
+        got = results(path)
+        return {i: r["error"] or body(r)["choices"][0]["message"] for i, r in got.items()}
+
+    assert texts(target) == texts(tmp_path / "whole.jsonl")
+
+
+def until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
+    lines = [line(f"q{i}", CHAT, **ask(f"Count from {i + 1} to {i + 21}")) for i in range(30)]
+    source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "nanovllm.run_batch", "-i", str(source), "-o", str(target)]
+    command += ["--max-in-flight", "2", "--set", "max_num_seqs=2", "--set", "dtype=float32"]
+    command += ["--set", "device=cpu"]
+    for number, done in ((signal.SIGINT, 2), (signal.SIGKILL, 6)):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        until(lambda least=done: target.exists() and target.read_bytes().count(b"\n") >= least)
+        process.send_signal(number)
+        _, printed = process.communicate(timeout=60)
+        if number == signal.SIGINT:
+            assert process.returncode == 130
+            kept = len(results(target))
+            said = (
+                f"interrupted; {kept} of 30 lines are done: start the same command again to go on"
+            )
+            assert printed.splitlines()[-1] == said
+        assert target.read_bytes().count(b"\n") < 30
+    run(embedded, source, target)
+    got = results(target)
+    assert sorted(got) == sorted(one["custom_id"] for one in lines)
+    for i in range(30):
+        want = ", ".join(map(str, range(i + 1, i + 22)))
+        assert body(got[f"q{i}"])["choices"][0]["message"]["content"] == want
+
+
+class FullDisk:
+    """A file on a disk that is full after `room` bytes."""
+
+    def __init__(self, file: Any, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def truncate(self, size: int) -> int:
+        return self.file.truncate(size)
+
+
+@pytest.mark.parametrize("room", [0, 1, 100, 1000])
+def test_a_full_disk(embedded: LLM, tmp_path: Path, room: int) -> None:
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    with BatchFiles(source, target) as files:
+        files.results = FullDisk(files.results, room)
+        with pytest.raises(OSError, match="No space left on device.*out.jsonl"):
+            run_batch(embedded, files, max_in_flight=2, use_tqdm=False)
+    assert not embedded.engine.has_unfinished_requests()
+    assert target.stat().st_size <= room
+    assert (len(results(target)) > 0) == (room == 1000)
+    run(embedded, source, target)
+    assert len(results(target)) == 7
+
+
+def test_a_file_that_may_not_grow(
+    embedded: LLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The operating system writes a part of a line and refuses the rest."""
+    monkeypatch.setattr("nanovllm.run_batch.LLM", lambda *_, **__: embedded)
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    arguments = ["-i", str(source), "-o", str(target)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert main(arguments) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    kept = len(results(target))
+    assert 0 < kept < 7
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "File too large" in said
+    assert said.endswith(f"{kept} of 7 lines are done: start the same command again to go on")
+    assert main(arguments) == 0
+    assert "7 results in" in capsys.readouterr().out
+    assert len(results(target)) == 7
+
+
+def test_lines_in_flight_are_bounded(
+    embedded: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = save(tmp_path / "in.jsonl", few(20)), tmp_path / "out.jsonl"
+    step, most = embedded.engine.run_step, 0
+
+    def watch() -> None:
+        nonlocal most
+        most = max(most, len(embedded.engine.outputs.requests))
+        read.append(files.num_done + len(embedded.engine.outputs.requests))
+        step()
+
+    read: list[int] = []
+    monkeypatch.setattr(embedded.engine, "run_step", watch)
+    with BatchFiles(source, target) as files:
+        run_batch(embedded, files, max_in_flight=3, use_tqdm=False)
+        assert len(files.done) == 21 // 8 + 1  # bytes
+    assert most == 3
+    assert read[0] == 3
+
+
+# ---- one clear error ----
+
+
+def begin(tmp_path: Path) -> tuple[Path, Path, bytes]:
+    """An input, an output that is complete up to its last line, and its bytes."""
+    source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
+    with BatchFiles(source, target) as files:
+        files.write(1, {"custom_id": "q0", "response": None, "error": None})
+    return source, target, target.read_bytes()
+
+
+def refused(source: Path, target: Path, message: str) -> None:
+    kept = target.read_bytes() if target.is_file() else None
+    with pytest.raises((ValueError, OSError), match=message):
+        BatchFiles(source, target)
+    assert (target.read_bytes() if target.is_file() else None) == kept
+
+
+def test_a_custom_id_that_comes_twice(tmp_path: Path) -> None:
+    source, target, _ = begin(tmp_path)
+    save(source, [b"nonsense", *few(4), b"", line("q2", EMBEDDINGS, input="a")])
+    refused(source, target, "custom_id 'q2' is in line 4 and in line 8 of .*in.jsonl")
+
+
+def test_an_input_that_changed(tmp_path: Path) -> None:
+    source, target, _ = begin(tmp_path)
+    save(source, few(3))
+    refused(source, target, "in.jsonl has changed since .*out.jsonl was begun")
+    save(source, few(2))
+    with BatchFiles(source, target) as files:  # restored
+        assert files.num_done == 1
+    save(source, few(4000))  # more than a buffer
+    with BatchFiles(source, tmp_path / "other.jsonl") as files:
+        left = files.left()
+        next(left)
+        text = source.read_bytes()
+        source.write_bytes(text.replace(b"wrong", b"wrung"))
+        with pytest.raises(ValueError, match="has changed while it was read"):
+            list(left)
+
+
+def test_an_output_of_something_else(tmp_path: Path) -> None:
+    source, target, written = begin(tmp_path)
+    for text in (b"notes", b"notes\n", b'{"id": "vllm-1"}\n', written + b"notes", b"\0" * 9):
+        target.write_bytes(text)
+        refused(source, target, "has lines that run_batch did not write")
+
+
+def test_two_processes_and_one_output(tmp_path: Path) -> None:
+    source, target, _ = begin(tmp_path)
+    with BatchFiles(source, target):
+        refused(source, target, "another process is writing to")
+    BatchFiles(source, target).files.close()
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    source, target, _ = begin(tmp_path)
+    refused(tmp_path / "nothing.jsonl", target, "No such file")
+    refused(source, tmp_path / "nowhere" / "out.jsonl", "No such file")
+    refused(tmp_path, target, "is not a regular file")
+    refused(source, tmp_path, "is not a regular file")
+    refused(source, source, "run_batch did not write")
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", target, "is not a regular file")
+    refused(source, tmp_path / "pipe", "is not a regular file")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set", "max_num_seq=1"], "did you mean 'max_num_seqs'"),
+        (["--set", "model=x"], "give --model instead"),
+        (["--set", "dtype=float5"], "dtype must be one of"),
+        (["--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
+) -> None:
+    source, target, written = begin(tmp_path)
+    assert main(["-i", str(source), "-o", str(target), *more]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert target.read_bytes() == written
+
+
+def test_nothing_left_loads_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr("nanovllm.run_batch.LLM")
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n \n")
+    assert main(["-i", str(source), "-o", str(target)]) == 0
+    assert "0 results" in capsys.readouterr().out
+
+
+def test_other_names_and_help(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    job = parse(embedded, CHAT, ask("Hi", model="gpt-9"), "gpt-9")
+    assert job.model == "gpt-9"
+    for arguments in (["-i", "a", "-o", "b", "--max-in-flight", "0"], ["-i", "a"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "the same command" in " ".join(capsys.readouterr().out.split())
