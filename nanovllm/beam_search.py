@@ -31,7 +31,7 @@ LIMITS: Limits = {
     "beam_width": (1, 16_384),
     "max_tokens": (1, math.inf),
     "temperature": (0, math.inf),
-    "length_penalty": (-math.inf, math.inf),
+    "length_penalty": (-10, 10),  # beyond, a length to this power could overflow
 }
 
 
@@ -45,7 +45,7 @@ class BeamSearchParams:
     # As in vLLM it changes nothing: scores are log-probabilities before the temperature.
     temperature: float = 0.0
     # Finished beams are compared by cum_logprob / (output tokens) ** length_penalty. 0 compares the
-    # sums, which favours short outputs; a larger value favours longer ones.
+    # sums, which favours short outputs; a larger value favours longer ones. Between -10 and 10.
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False  # whether `tokens` has the end-of-sequence token
     # A grammar that every result follows, as in SamplingParams. Its tokens keep their scores.

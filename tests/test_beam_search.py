@@ -6,7 +6,14 @@ import pytest
 import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, Trace
+from nanovllm import (
+    LLM,
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    Trace,
+    beam_search,
+)
 
 ENDS = [0, 3, 17, 18, 19, 20, 21, 22]  # many, so that beams end at different lengths
 
@@ -143,8 +150,6 @@ def test_beams_beside_samples(checkpoint, llm):
     expected = llm.generate(samples, params, use_tqdm=False)
     searched = llm.beam_search(beams, BeamSearchParams(3, 10), use_tqdm=False)
     engine = llm.engine
-    from nanovllm import beam_search
-
     requests = [engine.submit(prompt, params) for prompt in samples]
     requests += [beam_search.submit(engine, prompt, BeamSearchParams(3, 10)) for prompt in beams]
     for _ in engine.run(requests):
@@ -157,8 +162,6 @@ def test_beams_beside_samples(checkpoint, llm):
 
 
 def test_an_abort_returns_the_beams_so_far(llm):
-    from nanovllm import beam_search
-
     request = beam_search.submit(llm.engine, [40, 41, 42], BeamSearchParams(3, 50, True))
     for _ in range(4):
         llm.engine.run_step()
@@ -173,8 +176,6 @@ def test_a_failed_step_changes_no_result(checkpoint, llm, monkeypatch):
     params = BeamSearchParams(4, 10)
     items = prompts(3, seed=6)
     expected = llm.beam_search(items, params, use_tqdm=False)
-    from nanovllm import beam_search
-
     requests = [beam_search.submit(llm.engine, prompt, params) for prompt in items]
     runner, calls = llm.engine.runner, []
     run = runner.run
@@ -238,6 +239,22 @@ def test_beams_follow_a_grammar(embedded: LLM):
         embedded.beam_search(question, ignoring)
 
 
+@pytest.mark.parametrize("width", [2, 3, 8])
+def test_fewer_beams_than_before(embedded: LLM, width):
+    """A grammar leaves fewer continuations than there were beams, beside another request."""
+    pytest.importorskip("llguidance")
+    grammar = StructuredOutputsParams(choice=["yes", "no"])
+    params = BeamSearchParams(width, 20, structured_outputs=grammar)
+    request = beam_search.submit(embedded.engine, "What is 12 + 30?\n", params)
+    other = embedded.engine.submit([40, 41], SamplingParams(max_tokens=30, ignore_eos=True))
+    for _ in embedded.engine.run([request, other]):
+        pass
+    texts = {beam.text.split("\n")[-1] for beam in request.output.sequences}
+    assert texts <= {"yes", "no"}
+    assert request.error is None
+    assert len(other.output.outputs[0].token_ids) == 30
+
+
 BAD = [
     ((0, 5), ValueError, "beam_width must be"),
     ((2.0, 5), TypeError, "beam_width"),
@@ -245,6 +262,7 @@ BAD = [
     ((4, None), TypeError, "max_tokens"),
     ((4, 5, "yes"), TypeError, "ignore_eos"),
     ((4, 5, False, -1.0), ValueError, "temperature"),
+    ((4, 5, False, 0.0, 200.0), ValueError, "length_penalty must be between -10 and 10"),
 ]
 
 

@@ -132,7 +132,7 @@ def test_a_pair_may_fill_the_model(checkpoint: tuple[Path, torch.nn.Module], llm
     """The last token is not computed, so that there is room for one more."""
     stem = [(3 * i) % VOCAB for i in range(120)]
     same(score(llm, [(stem, [1] * 9)]), checkpoint[1], [(stem, [1] * 9)])
-    with pytest.raises(ValueError, match="129 tokens are more than max_model_len=128"):
+    with pytest.raises(ValueError, match="130 tokens are more than 129, the limit"):
         score(llm, [(stem, [1] * 10)])
 
 

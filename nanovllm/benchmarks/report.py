@@ -25,18 +25,18 @@ def table(result: dict[str, Any]) -> str:
     """Return one line for each engine, then the figures of nanovllm."""
     engines, ours = result["engines"], rates_of(result["engines"][0])
     lines = [
-        f"{'':13}{'output tokens/s':^32}{'in + out':>9}{'speed-up':^25}{'other processes':>19}",
-        f"{'median':>23}{'range':^22}{'tokens/s':>9}{'of nanovllm':^25}{'took CPU time':>19}",
+        f"{'':13}{'output tokens/s':^32}{'in + out':>9}{'speed-up':^26}{'other processes':>19}",
+        f"{'median':>23}{'range':^22}{'tokens/s':>9}{'of nanovllm':^26}{'took CPU time':>19}",
     ]
     for engine in engines:
         rates = rates_of(engine)
         total = median(rates) * (1 + engine["input_tokens"] / engine["output_tokens"])
         factors = [a / b for a, b in zip(ours, rates, strict=True)]
-        factor = f"{median(factors):10.2f}x{span(factors, '.2f'):^14}" if rates != ours else ""
+        factor = f"{median(factors):9.2f}x {span(factors, '.2f'):^15}" if rates != ours else ""
         loads = [run["other_load"] for run in engine["runs"]]
         load = describe_load(None if None in loads else max(loads))
         figures = f"{median(rates):10,.1f}{span(rates, ',.1f'):^22}{total:9,.0f}"
-        lines.append(f"{engine['name']:13}{figures}{factor:25}{load:>19}")
+        lines.append(f"{engine['name']:13}{figures}{factor:26}{load:>19}")
     lines += [entry(engine["name"], engine["note"]) for engine in engines if engine["note"]]
     lines += [entry(name, f"failed: {error}") for name, error in result["failed"].items()] + [""]
 

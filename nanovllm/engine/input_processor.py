@@ -72,7 +72,10 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             return self.pooling.complete(params)
         if not isinstance(params, SamplingParams | ScoringParams):
-            raise TypeError(f"sampling_params must be a SamplingParams, not {params!r}")
+            raise TypeError(
+                f"sampling_params must be a SamplingParams, not {params!r}; use embed with "
+                "PoolingParams, and beam_search with BeamSearchParams"
+            )
         if not self.has_head:
             raise ValueError(
                 "the checkpoint has no head (lm_head.weight), which generation and log-likelihoods "
@@ -128,8 +131,9 @@ class InputProcessor:
         known = token_ids[:-1] if num_targets else token_ids
         if len(known) > self.max_model_len:
             raise ValueError(
-                f"{len(known)} tokens are more than max_model_len={self.max_model_len}; shorten "
-                "the prompt or raise max_model_len"
+                f"{len(token_ids)} tokens are more than {self.max_model_len + bool(num_targets)}, "
+                f"the limit with max_model_len={self.max_model_len}; shorten the prompt or raise "
+                "max_model_len"
             )
         return Sequence(
             request_id=request_id,
@@ -170,10 +174,11 @@ class InputProcessor:
 
     def _tokenize_pair(self, stem: Prompt, end: Prompt) -> tuple[list[int], list[int]]:
         if isinstance(stem, str) and isinstance(end, str):
-            ids, new = encode_pair(stem, end, self.encode)
+            ids, new = encode_pair(stem, end, self.encode) if end else ([0], [])
         elif isinstance(end, str):
             raise TypeError(
-                f"the continuation {end!r} is a string, and its prompt is not: {stem!r}"
+                f"the continuation {end!r:.80} is a string, and its prompt is not: {stem!r:.80}; "
+                "give both as strings, or both as token ids"
             )
         else:
             end = plain_ids(end)

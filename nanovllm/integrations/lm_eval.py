@@ -9,18 +9,23 @@ windows and truncation are those of its own model "hf".
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
-from lm_eval.models.utils import (
-    handle_stop_sequences,
-    has_bos_prefix,
-    normalize_gen_kwargs,
-    postprocess_generated_text,
-)
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+try:
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.models.utils import (
+        handle_stop_sequences,
+        has_bos_prefix,
+        normalize_gen_kwargs,
+        postprocess_generated_text,
+    )
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+except ImportError as error:
+    raise ImportError(f"{error}; pip install -e '.[eval]'") from error
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED
@@ -28,6 +33,7 @@ from nanovllm.config import EMBEDDED
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
+logger = logging.getLogger("nanovllm")
 Pair = tuple[Any, list[int], list[int]]  # key of the cache, tokens before, tokens to score
 
 
@@ -90,13 +96,20 @@ class NanoVLLM(TemplateLM):
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         # The last token is scored and not computed. What does not fit is cut from the left.
-        stems = [stem[-(self.max_length + 1 - len(ids)) :] for _, stem, ids in requests]
+        stems = [self._cut(stem, self.max_length + 1 - len(ids)) for _, stem, ids in requests]
         outputs = self.llm.loglikelihood(stems, [ids for *_, ids in requests], not disable_tqdm)
         results = [(output.logprob, output.is_greedy) for output in outputs]
         for (key, *_), result in zip(requests, results, strict=True):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, result)
         return results
+
+    def _cut(self, ids: list[int], room: int) -> list[int]:
+        """Return the last `room` tokens of a prompt."""
+        if len(ids) > room:
+            text = "a prompt has %d tokens, of which the first %d are left out: max_model_len is %d"
+            logger.warning(text, len(ids), len(ids) - room, self.max_length)
+        return ids[-room:]
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
@@ -130,7 +143,7 @@ class NanoVLLM(TemplateLM):
                 raise ValueError(
                     f"max_gen_toks={length} leaves no room for a prompt in {self.max_length} tokens"
                 )
-            prompts.append(self.tok_encode(context)[-(self.max_length - length) :])
+            prompts.append(self._cut(self.tok_encode(context), self.max_length - length))
             params.append(
                 SamplingParams(max_tokens=length, stop=list(filter(None, stop)), **fields)
             )
