@@ -1,6 +1,8 @@
 """Shared by the tests: random checkpoints, and LLMs that are made once."""
 
+import fcntl
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from nanovllm import LLM
+from nanovllm.demo import data
+from nanovllm.demo.grade import wrong_answers
+from nanovllm.models.fp8 import FP8
 
 # Tiny products gain nothing from threads, and a busy machine makes them wait for one another.
 torch.set_num_threads(1)
@@ -29,13 +34,26 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the CPU's kernels before the first test; otherwise small models run in plain torch."""
     if session.config.getoption("numprocesses"):
-        return  # the two processes do it, one of them at a time
+        return  # the two processes do it
     try:
-        from nanovllm.cpu.compile import compile_now
+        from nanovllm.cpu import compile, jit
     except ImportError:
         return  # without Numba
-    for dtype in (torch.float32, torch.bfloat16):
-        compile_now(dtype)
+    work = [partial(compile.compile_now, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    if hasattr(session.config, "workerinput"):  # the whole suite, which reads fp8 caches too
+        work += [
+            partial(compile.compile_all, d, None, FP8) for d in (torch.bfloat16, torch.float32)
+        ]
+    # Two processes share the work: each first does what the other is not doing, and then waits for
+    # what the other has begun.
+    for wait in (False, True) if jit.DIRECTORY else ():
+        for number, compile_some in enumerate(work):
+            with (jit.DIRECTORY / f"tests-{number}.lock").open("w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError:
+                    continue
+                compile_some()
 
 
 def make_checkpoint(
@@ -99,7 +117,33 @@ def random_llm(path: Path, **options: object) -> LLM:
     return LLM(str(path), **(settings | options))
 
 
+def wrong_by_task(llm: LLM) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
+    """Of each task, the wrong answers with what was said, and how many questions there were: 100 of
+    an open task, every fourth of a closed one, each of whose answers is asked for in several phrasings.
+    """
+    asked = {
+        task: data.graded_samples(task, 100)[:: 1 if task in data.OPEN_TASKS else 4]
+        for task in data.ALL_TASKS
+    }
+    wrong = wrong_answers(llm, [s for samples in asked.values() for s in samples])
+    return {
+        task: ([pair for pair in wrong if pair[0].task == task], len(samples))
+        for task, samples in asked.items()
+    }
+
+
 @pytest.fixture(scope="session")
 def embedded() -> LLM:
     """The embedded model in float32, with a large pool. Tests leave it without a request."""
     return LLM(dtype="float32", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def embedded_bf16() -> LLM:
+    """The same in bfloat16. The tests that use it are one group, "grades"."""
+    return LLM(dtype="bfloat16", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def wrong_in_bf16(embedded_bf16: LLM) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
+    return wrong_by_task(embedded_bf16)

@@ -1,12 +1,9 @@
 """A dry run of the CUDA path without a GPU, on a model of the device.
 
-    python tests/dry_run.py serve DTYPE KV_DTYPE RUNS DIRECTORY    tokens, waits and kernel variants
-    python tests/dry_run.py int8 RUNS DIRECTORY    the same with weights in int8
-    python tests/dry_run.py decode DIRECTORY    launches and waits of a decode of 256 sequences
-    python tests/dry_run.py faults DIRECTORY    what the model must refuse or notice
+    python tests/dry_run.py DIRECTORY NAME ...    scenarios by their names in SCENARIOS
 
-Each prints JSON, which test_dry_run.py checks. It needs a process of its own: torch.cuda is replaced,
-and the kernels are imported without TRITON_INTERPRET.
+It prints JSON, which test_dry_run.py checks. The checkpoints are in folders of DIRECTORY. It needs a
+process of its own: torch.cuda is replaced, and the kernels are imported without TRITON_INTERPRET.
 
 A CudaTensor claims to be on cuda:0 and holds a tensor of the CPU. Gpu, a dispatch mode, sees each
 operation, and refuses or counts what a GPU would. A graph is a list of what ran in its capture; it
@@ -25,6 +22,7 @@ from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -439,14 +437,17 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def int8(num_runs: str, directory: str) -> Any:
+def int8(directory: str) -> Any:
     """Weights in int8. The CPU takes the product of a GPU, so that the answers are the same."""
-    nanovllm.models.int8.dynamic = nanovllm.models.int8.weight_only
-    OPTIONS["quantization"] = "int8"
-    return serve("float32", "auto", num_runs, directory)
+    module = nanovllm.models.int8
+    with patch.object(module, "dynamic", module.weight_only):
+        return serve(directory, quantization="int8")
 
 
-def serve(dtype: str, kv_dtype: str, num_runs: str, directory: str) -> Any:
+def serve(
+    directory: str, num_runs: int = 2, dtype: str = "float32", kv_cache_dtype: str = "auto",
+    **quantized: str,
+) -> Any:  # fmt: skip
     """A mixed workload: waits, variants and, in float32, whether the answers are a CPU's."""
     rng = random.Random(0)
     prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 40))] for _ in range(8)]
@@ -460,13 +461,13 @@ def serve(dtype: str, kv_dtype: str, num_runs: str, directory: str) -> Any:
         for kind, fields in SAMPLING.items()
     }  # fmt: skip
     base = OPTIONS | dict(dtype=dtype, max_num_seqs=5, max_num_batched_tokens=48, max_model_len=80)
-    base["kv_cache_dtype"] = kv_dtype
+    base |= dict(kv_cache_dtype=kv_cache_dtype, **quantized)
     wanted = {}
     if dtype == "float32":  # lower precision has near-ties
         cpu = LLM(directory, device="cpu", attention_backend="sdpa", **base)
         wanted = {k: numbers(cpu.generate(prompts, p, use_tqdm=False)) for k, p in sampling.items()}
     runs = []
-    for eager, overlap, blocks in RUNS[: int(num_runs)]:
+    for eager, overlap, blocks in RUNS[:num_runs]:
         options = dict(enforce_eager=eager, async_scheduling=overlap)
         options["num_kvcache_blocks"] = blocks
         GPU.variants.clear()
@@ -485,7 +486,7 @@ def serve(dtype: str, kv_dtype: str, num_runs: str, directory: str) -> Any:
                 pairs = zip_longest(found, wanted[kind], fillvalue=1e9)
                 right = [abs(a - b) < 1e-3 for a, b in pairs]
                 # In fp8 a number on an edge may be rounded to its other neighbour.
-                share = 1.0 if kv_dtype == "auto" else 0.8
+                share = 1.0 if kv_cache_dtype == "auto" else 0.8
                 run[f"{kind} is right"] = sum(right) >= share * len(right)
         run["preemptions"] = llm.stats()["preemptions"]
         run["direct launches"] = GPU.direct_launches
@@ -517,12 +518,14 @@ def decode(directory: str) -> Any:
         per_layer[len(x)] = GPU.launches - before
         return result
 
-    DecoderLayer.__call__ = counted
-    graphs.batch_sizes = lambda num: [num]  # the others would not be replayed
     rules: dict[str, dict[str, Any]]
     rules = {"plain": {}, "logprobs": {"logprobs": 5}, "penalties": {"presence_penalty": 0.5}}
     found: dict[str, Any] = {}
-    with GPU:
+    with (
+        GPU,
+        patch.object(DecoderLayer, "__call__", counted),
+        patch.object(graphs, "batch_sizes", lambda num: [num]),  # the others would not be replayed
+    ):
         options = dict(max_num_seqs=256, max_num_batched_tokens=4096, max_model_len=64)
         options |= dict(num_kvcache_blocks=999, skip_tokenizer_init=True)
         llm = LLM(directory, device="cuda", dtype="bfloat16", **options)
@@ -619,17 +622,17 @@ def faults(directory: str) -> Any:
             pairs.append((f"cannot have the grid {grid}", attempt(fault)))
 
     # Faults of a whole engine: one that does not wait for its tokens, one that reads in a capture.
-    right, synchronize, logits = generate(), Event.synchronize, Qwen3.logits
-    Event.synchronize = lambda self: None
-    pairs.append(("wrong", "right" if generate() == right else "wrong"))
-    Event.synchronize = synchronize
-    Qwen3.logits = lambda self, hidden: logits(self, hidden * float(hidden.amax()))
-    pairs.append(("in a capture: _local_scalar_dense at nanovllm/", attempt(generate)))
+    right, logits = generate(), Qwen3.logits
+    with patch.object(Event, "synchronize", lambda self: None):
+        pairs.append(("wrong", "right" if generate() == right else "wrong"))
+    reading = lambda self, hidden: logits(self, hidden * float(hidden.amax()))  # noqa: E731
+    with patch.object(Qwen3, "logits", reading):
+        pairs.append(("in a capture: _local_scalar_dense at nanovllm/", attempt(generate)))
     return pairs
 
 
-def structured() -> Any:
-    """Structured outputs of the embedded model: whether the texts are a CPU's, and the waits."""
+def structured(directory: str) -> Any:
+    """Structured outputs: whether the texts are a CPU's, and the waits. The model is embedded."""
     base = dict(dtype="float32", max_num_seqs=6, max_model_len=120, num_kvcache_blocks=60)
     digits = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 6}
     grammars: list[dict[str, Any]] = [
@@ -657,15 +660,35 @@ def structured() -> Any:
     return runs
 
 
+# name -> (folder of the checkpoint, what runs)
+SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "qwen3": ("qwen3", partial(serve, num_runs=4)),
+    "qwen2": ("qwen2", serve),
+    "fp8": ("scaled", partial(serve, kv_cache_dtype="fp8")),
+    "bfloat16": ("qwen3", partial(serve, dtype="bfloat16")),
+    "bfloat16 with fp8": ("scaled", partial(serve, dtype="bfloat16", kv_cache_dtype="fp8")),
+    "int8": ("qwen3", int8),
+    "decode": ("wide", decode),
+    "faults": ("qwen3", faults),
+    "structured": ("", structured),
+}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     jobs = compile_kernels.jobs("sm_90")
     compiled = {v.text for job in jobs for v in compile_kernels.variants(*job)}
     replace_device()
-    scenarios = {f.__name__: f for f in (serve, int8, decode, faults, structured)}
-    found = scenarios[sys.argv[1]](*sys.argv[2:])
-    missing = sorted(GPU.all_variants - compiled)
-    print(json.dumps({"found": found, "not compiled": missing}, indent=1))
+    directory, *names = sys.argv[1:]
+    results = {}
+    for name in names:
+        checkpoint, scenario = SCENARIOS[name]
+        GPU.all_variants.clear()
+        GPU.direct_launches = 0
+        found = scenario(f"{directory}/{checkpoint}")
+        missing = sorted(GPU.all_variants - compiled)
+        results[name] = {"found": found, "not compiled": missing}
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint, random_llm, weights_of
+from conftest import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by_task
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmarks import workloads
 from nanovllm.demo import data
-from nanovllm.demo.grade import accuracy
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.int8 import (
@@ -331,24 +330,26 @@ def test_a_quantized_checkpoint(tmp_path: Path) -> None:
 # ---- quality ----
 
 
-@pytest.mark.slow
-def test_grades() -> None:
-    """At most 1 point of 100 lower than in bfloat16, on every task."""
-    scores = []
-    for quantization in (None, "int8"):
-        llm = LLM(dtype="bfloat16", device="cpu", quantization=quantization)
-        report = accuracy(llm, number=100)
-        scores.append({task: 100 * right / total for task, (right, total, _) in report.items()})
-    assert all(scores[1][task] >= scores[0][task] - 1 for task in data.ALL_TASKS), scores
+@pytest.fixture(scope="module")
+def embedded_int8() -> LLM:
+    return LLM(dtype="bfloat16", device="cpu", quantization="int8")
 
 
 @pytest.mark.slow
-def test_log_probabilities() -> None:
+@pytest.mark.xdist_group("grades")
+def test_grades(embedded_int8: LLM, wrong_in_bf16: dict) -> None:
+    """Of the answers in each task at most 1 of 100 more is wrong than in bfloat16."""
+    for task, (failed, total) in wrong_by_task(embedded_int8).items():
+        assert len(failed) <= len(wrong_in_bf16[task][0]) + total / 100, (task, failed[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("grades")
+def test_log_probabilities(embedded_bf16: LLM, embedded_int8: LLM) -> None:
     """Of the demo's texts, against bfloat16."""
     found = []
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    for quantization in (None, "int8"):
-        llm = LLM(dtype="bfloat16", device="cpu", quantization=quantization)
+    for llm in (embedded_bf16, embedded_int8):
         prompts = [
             f"{s.question}\n{s.answer}"
             for t in data.ALL_TASKS

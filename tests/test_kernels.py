@@ -416,7 +416,6 @@ def test_draws_follow_the_distribution() -> None:
 
 QUESTIONS = {
     "What is 2 + 3?": "2 + 3 = 5",
-    "What is 4 + 4?": "4 + 4 = 8",
     "What is 1 + 6?": "1 + 6 = 7",
 }
 

@@ -6,6 +6,7 @@ import re
 import sys
 import typing
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -422,7 +423,7 @@ def test_the_rules_on_the_host_run_after_the_launch(
 @pytest.mark.slow
 def test_the_device_is_never_idle() -> None:
     """On a model of a GPU: the right texts, and no wait for the last thing that was launched."""
-    for run in dry_run("structured")["found"]:
+    for run in dry_run(Path(), ("structured",))["structured"]["found"]:
         assert run == {"right": True, "waits": {}}
 
 

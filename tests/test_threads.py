@@ -423,50 +423,58 @@ FORK = """
 import os, signal, sys, torch
 from nanovllm import LLM, SamplingParams
 
-before, backend = sys.argv[1:]
-
-def make() -> LLM:
+def make(backend: str) -> LLM:
     return LLM(dtype="float32", device="cpu", attention_backend=backend)
 
 def use(llm: LLM) -> int:
     params = SamplingParams(max_tokens=3, ignore_eos=True)
     return len(llm.generate([5] * 500, params, use_tqdm=False)[0]["token_ids"])
 
-llm = make() if before == "llm" else None
-if before == "torch":
-    torch.ones(1 << 20).exp()
-if os.fork() == 0:
-    signal.alarm(100)  # ends the process if it hangs
-    for attempt in (lambda: use(llm or make()), lambda: use(make())):
-        try:
-            print(attempt())
-        except RuntimeError as error:
-            print(error)
-    sys.stdout.flush()
-    os._exit(0)
-assert os.wait()[1] == 0
+def fork(before: str, backend: str, llm: LLM | None = None) -> None:
+    if os.fork() == 0:
+        signal.alarm(100)  # ends the process if it hangs
+        for attempt in (lambda: use(llm or make(backend)), lambda: use(make(backend))):
+            try:
+                print(before, backend, attempt(), sep=": ")
+            except RuntimeError as error:
+                print(before, backend, error, sep=": ")
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
+
+backends = ("auto", "sdpa")
+for backend in backends:
+    fork("nothing", backend)
+torch.ones(1 << 20).exp()
+for backend in backends:
+    fork("torch", backend)
+for backend in backends:
+    fork("llm", backend, make(backend))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["auto", "sdpa"])
-@pytest.mark.parametrize("before", ["nothing", "torch", "llm"])
-def test_forked_process(before: str, backend: str) -> None:
-    """It has none of OpenMP's threads: it works only if they had not started before the fork."""
+def test_forked_processes() -> None:
+    """They have none of OpenMP's threads: they work only if those had not started before the fork."""
     variables = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run(
-        [sys.executable, "-c", FORK, before, backend],
-        env=variables, capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-c", FORK],
+        env=variables, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
-    if before == "nothing":
-        assert (first, second) == ("3", "3")
-    else:
-        assert ("made in another process" if before == "llm" else "used OpenMP") in first
-        assert "used OpenMP" in second
-        assert "get_context('spawn')" in first
-        assert "get_context('spawn')" in second
+    said: dict[tuple[str, str], list[str]] = {}
+    for line in done.stdout.splitlines():
+        before, backend, answer = line.split(": ", 2)
+        said.setdefault((before, backend), []).append(answer)
+    assert len(said) == 6
+    for (before, _), (first, second) in said.items():
+        if before == "nothing":
+            assert (first, second) == ("3", "3")
+        else:
+            assert ("made in another process" if before == "llm" else "used OpenMP") in first
+            assert "used OpenMP" in second
+            assert "get_context('spawn')" in first
+            assert "get_context('spawn')" in second
 
 
 def test_a_failing_logits_processor_ends_its_own_request_only(

@@ -70,13 +70,10 @@ def marker(dtype: torch.dtype) -> Path | None:
 
 def compile_now(dtype: torch.dtype) -> None:
     """Compile, or wait for the process that does. It returns at once if all is compiled."""
-    import fcntl  # not all systems have it
-
     path = marker(dtype)
     if path is None or path.exists():
         return
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with jit.locked(path.with_suffix(".lock")):
         if not path.exists():
             compile_all(dtype, None, dtype)
             # With AMX both kernels of attention are needed: fits_amx depends on model and blocks.

@@ -11,9 +11,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,28 @@ def digest() -> str:
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, for which other processes and threads wait."""
+    try:
+        import fcntl
+    except ImportError:  # a system that is not POSIX
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class KernelCache(FunctionCache):
     """Numba's cache, in a subdirectory of the directory that Numba would use."""
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        # Numba gives the next free number to a file of code. Two processes that compile a function
+        # for two dtypes at once would take the same, and load each other's code.
+        with locked(Path(self.cache_path) / "save.lock"):
+            super().save_overload(sig, data)
 
     class _impl_class(CompileResultCacheImpl):
         def __init__(self, function: Callable) -> None:

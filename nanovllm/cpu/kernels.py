@@ -493,13 +493,12 @@ def attend(qkv_ptr, rows, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example
     k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)
     # In a parallel loop Numba supports plain tuples, but not named ones.
     (a, b, c), (d, e, f), lse = work
-    prefixes, own = (a, b, c), (d, e, f)
-    prefix_items, own_items = num_kv_heads * len(prefixes[0]), num_kv_heads * len(own[0])
-    if prefix_items > 0:
-        for p in prange(parts):
-            start, stop = p * prefix_items // parts, (p + 1) * prefix_items // parts
-            select_attend_packs(
-                unit, qkv, out, lse, k_cache, v_cache, prefixes, True, start, stop)
-    for p in prange(parts):
-        start, stop = p * own_items // parts, (p + 1) * own_items // parts
-        select_attend_packs(unit, qkv, out, lse, k_cache, v_cache, own, False, start, stop)
+    # One parallel loop for both passes: LLVM compiles all that a loop calls again for each of them.
+    for is_prefix in (True, False):
+        packs = (a, b, c) if is_prefix else (d, e, f)
+        items = num_kv_heads * len(packs[0])
+        if items > 0:
+            for p in prange(parts):
+                start, stop = p * items // parts, (p + 1) * items // parts
+                select_attend_packs(
+                    unit, qkv, out, lse, k_cache, v_cache, packs, is_prefix, start, stop)

@@ -239,10 +239,6 @@ class OutputProcessor:
         reported = output.logprobs or output.prompt_logprobs or output.candidates
         if prompts or output.errors or reported:
             sequences = step.sequences()
-            for row, candidates in output.candidates.items():
-                request = self._request_of(sequences[row])
-                if request is not None and request.search is not None:
-                    request.search.receive(request, sequences[row], candidates)
             for row, error in output.errors.items():  # it got no token, which ended it
                 seq = sequences[row]
                 if (request := self._request_of(seq)) is None:
@@ -251,6 +247,10 @@ class OutputProcessor:
                     self._note_error(request, error)
                 elif seq.finish_reason == "error":  # and nothing else ended it before
                     ended.append((seq, "stop", None))
+            for row, candidates in output.candidates.items():
+                request = self._request_of(sequences[row])
+                if request is not None and request.search is not None:
+                    request.search.receive(request, sequences[row], candidates)
             self._add_logprobs(step, output, sequences, failed)
             self._complete_tasks(prompts, output, sequences, failed)
         for seq in updated if self.per_token_samples else ():
@@ -262,7 +262,8 @@ class OutputProcessor:
     def _request_of(self, seq: Sequence) -> Request | None:
         """The request of a sequence, unless it has ended. Another may have its id by now."""
         request = self.requests.get(seq.request_id)
-        return request if request and request.samples[seq.index].seq is seq else None
+        samples = request.samples[seq.index : seq.index + 1] if request else []
+        return request if any(sample.seq is seq for sample in samples) else None
 
     @contextmanager
     def _contain_errors(self, request: Request, failed: list[Request]) -> Iterator[None]:
