@@ -9,7 +9,8 @@ what a GPU would run, with the specializations that Triton derives from the argu
 tests/dry_run.py runs whole engines and checks that this script compiles every variant that they meet.
 
 It checks that every kernel compiles within the shared memory of the target, that the bfloat16 and
-float16 decode kernels spill no registers on sm_90, and that float32 kernels do not use TF32.
+float16 decode kernels spill no registers, that as many decode programs fit a multiprocessor as
+configs.py says, and that float32 kernels do not use TF32.
 """
 
 import argparse
@@ -195,19 +196,36 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]
     shared = compiled.metadata.shared
     if shared > limit_kib * 1024:
         errors.append(f"{title}: shared memory {shared}, limit {limit_kib * 1024}")
-    registers = spills = "-"
-    if name == "sm_90":
+    registers = spills = fit = "-"
+    if target.backend == "cuda":
         registers, spills = resources(compiled.asm["cubin"])
+        fit = resident(target, limit_kib, shared, options.num_warps, int(registers))
         if "decode" in kernel.__name__ and "float32" not in label and int(spills):
             errors.append(f"{title}: {spills} bytes of spills")
+        if kernel is attention._attend_decode:
+            q = variant.arguments["q"]
+            tile = decode_tile(GpuInfo(limit_kib), q.shape[-1], q.dtype)
+            if fit < tile.programs_per_sm:
+                errors.append(f"{title}: programs_per_sm={tile.programs_per_sm}, and {fit} fit")
     if "float32" in label and re.search(r"\btf32\b", compiled.asm.get("ptx", "")):
         errors.append(f"{title}: TF32 in a float32 kernel")
     row = (
         f"{name:7} {kernel.__name__:16} {label:34} warps {options.num_warps:2} stages "
         f"{options.num_stages} shared {shared:6} registers {registers:>3} spills {spills:>3} "
-        f"{seconds:5.1f} s"
+        f"fit {fit:>2} {seconds:5.1f} s"
     )
     return row, errors
+
+
+def resident(target: GPUTarget, limit_kib: int, shared: int, warps: int, registers: int) -> int:
+    """How many programs fit a multiprocessor at a time, by its shared memory and 64K registers.
+
+    CUDA C++ Programming Guide: from compute capability 8.0 a program takes 1 KiB more, and the
+    multiprocessor has 1 KiB more than a program; a warp's registers are allotted by 256.
+    """
+    reserved = 1024 * (target.arch >= 80)
+    by_shared = (limit_kib * 1024 + reserved) // max(1, shared + reserved)
+    return min(by_shared, 2**16 // (warps * -(-32 * registers // 256) * 256))
 
 
 def resources(cubin: bytes) -> tuple[str, str]:

@@ -89,7 +89,8 @@ class EngineConfig:
     # "auto": on a GPU the checkpoint's; on a CPU bfloat16 if that is fast, else float32.
     dtype: str = "auto"
     seed: int = 0  # for requests without a seed, and for load_format="dummy"
-    max_model_len: int | None = None  # prompt and output tokens; None: the checkpoint's maximum
+    # Prompt and output tokens. None: the checkpoint's maximum, or as many as fit the memory.
+    max_model_len: int | None = None
     max_num_seqs: int = 256  # sequences that run at a time
     max_num_batched_tokens: int = 8192  # the token budget of one step
     gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory that the engine may use

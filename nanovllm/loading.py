@@ -20,7 +20,7 @@ from nanovllm.models.checkpoint import (
 from nanovllm.models.config import ModelConfig, read_json
 from nanovllm.models.sentence_transformers import read_pooling_settings
 from nanovllm.models.weights import HEAD, tensor_names
-from nanovllm.runner.memory import weight_bytes
+from nanovllm.runner.memory import fitted_length, weight_bytes
 from nanovllm.runner.start import make_runner
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     if not has_head:  # a head that is tied takes no memory; it is never used
         model_config = replace(model_config, tie_word_embeddings=True)
     runner = make_runner(config, model_config, directory, max_model_len)
-    num_tokens = runner.num_blocks * config.kvcache_block_size
+    num_tokens, fitted = runner.num_blocks * config.kvcache_block_size, ""
+    if (length := fitted_length(config, max_model_len, runner.num_blocks)) < max_model_len:
+        fitted = f", which limits max_model_len to {length:,} of the model's {max_model_len:,}"
     cache = runner.attention.cache
     in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
     weights = weight_bytes(model_config, runner.backend, runner.dtype)
@@ -76,12 +78,12 @@ def make_engine(config: EngineConfig) -> LLMEngine:
         f"{directory.name} on {runner.device} in {str(runner.dtype).removeprefix('torch.')}: "
         f"weights of {weights / 2**20:,.0f} MiB, "
         f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
-        f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB)"
+        f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
     )
     inputs = InputProcessor(
         tokenizer,
         model_config.vocab_size,
-        max_model_len,
+        length,
         eos_token_ids,
         defaults.sampling,
         config.seed,

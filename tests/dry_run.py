@@ -6,7 +6,8 @@ It prints JSON, which test_dry_run.py checks. The checkpoints are in folders of 
 process of its own: torch.cuda is replaced, and the kernels are imported without TRITON_INTERPRET.
 
 A CudaTensor claims to be on cuda:0 and holds a tensor of the CPU. Gpu, a dispatch mode, sees each
-operation, and refuses or counts what a GPU would. A graph is a list of what ran in its capture.
+operation, and refuses or counts what a GPU would. A graph is a list of what ran in its capture; it
+keeps what was allocated there, and refuses to read other memory that has been freed.
 Triton specializes each launch for its real arguments; a plain reference computes the result.
 """
 
@@ -25,6 +26,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -84,6 +86,20 @@ def unwrap(x: Any) -> Any:
     if isinstance(x, (list, tuple)):
         return type(x)(map(unwrap, x))
     return x.inner if isinstance(x, CudaTensor) else x
+
+
+class Address:
+    """Where a captured launch finds a tensor, which does not keep the memory."""
+
+    def __init__(self, x: Tensor, where: str) -> None:
+        self.storage, self.dtype, self.site = StorageWeakRef(x.untyped_storage()), x.dtype, where
+        self.place = x.storage_offset(), x.shape, x.stride()
+
+    def tensor(self) -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is None:
+            raise RuntimeError(f"a graph uses memory that has been freed, captured at {self.site}")
+        return torch.empty(0, dtype=self.dtype).set_(storage, *self.place)
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -205,8 +221,7 @@ class Gpu(TorchDispatchMode):
         """Run an operation of the device, which is a launch unless it allocates or makes a view."""
         if "device" in kwargs:
             kwargs["device"] = "cpu"
-        call = partial(func, *unwrap(args), **{key: unwrap(x) for key, x in kwargs.items()})
-        found = call()
+        found = func(*unwrap(args), **{key: unwrap(x) for key, x in kwargs.items()})
         written = [
             x for x, a in zip(args, func._schema.arguments, strict=False)
             if a.alias_info is not None and a.alias_info.is_write
@@ -216,17 +231,22 @@ class Gpu(TorchDispatchMode):
             if self.capture is not None:
                 self.capture.owned.append(found)
         elif written or not any(x.alias_info for x in func._schema.returns):
-            self.launch(call, [] if written else tensors_in(found))
+            self.launch(func, args, kwargs, [] if written else tensors_in(found))
         return written[0] if written else tree_map_only(Tensor, CudaTensor, found)
 
-    def launch(self, call: Callable[[], Any], results: list[Tensor]) -> None:
+    def launch(self, function: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
         self.launches += 1
         if self.capture is not None:
             self.capture.owned += results
-            self.capture.calls.append((call, results))
+            where = site()
+            found = tree_map_only(CudaTensor, lambda x: Address(x.inner, where), (args, kwargs))
+            self.capture.calls.append((function, found, results))
 
-    def launch_kernel(self, kernel: JITFunction, args: Any, kwargs: Any) -> str:
+    def launch_kernel(self, kernel: JITFunction, grid: Any, args: Any, kwargs: Any) -> str:
         """Returns what identifies the compiled variant."""
+        x, y, z = grid  # limits: CUDA C++ Programming Guide, of every compute capability
+        if not (0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16):
+            raise RuntimeError(f"{kernel.__name__} cannot have the grid {grid} at {site()}")
         variant = compile_kernels.Variant(kernel, TARGET, args, kwargs)
         if variant.key not in self.variants:
             self.variants[variant.key] = variant.text
@@ -235,11 +255,14 @@ class Gpu(TorchDispatchMode):
             if isinstance(x, Tensor) and not isinstance(x, CudaTensor):
                 raise RuntimeError(f"{kernel.__name__} mixes cpu and cuda: {key} at {site()}")
             assert not isinstance(x, Tensor) or x.is_contiguous(), (kernel.__name__, key)
-        arguments = SimpleNamespace(**{key: unwrap(x) for key, x in variant.arguments.items()})
-        call = partial(REFERENCES[kernel.__name__], arguments)
+        reference = REFERENCES[kernel.__name__]
+
+        def call(**arguments: Any) -> None:
+            reference(SimpleNamespace(**arguments))
+
         with _disable_current_modes():
-            call()
-        self.launch(call, [])
+            call(**{key: unwrap(x) for key, x in variant.arguments.items()})
+        self.launch(call, (), dict(variant.arguments), [])
         return variant.key
 
 
@@ -252,7 +275,8 @@ class Compiled:
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def run(*args: Any) -> None:
             GPU.direct_launches += 1
-            assert GPU.launch_kernel(self.kernel, args, self.options) == self.key, self.key
+            key = GPU.launch_kernel(self.kernel, grid, args, self.options)
+            assert key == self.key, self.key
 
         return run
 
@@ -260,15 +284,17 @@ class Compiled:
 class Graph:
     def __init__(self) -> None:
         self.owned: list[Tensor] = []  # what it allocates
-        self.calls: list[tuple[Callable[[], Any], list[Tensor]]] = []  # each with its results
+        self.calls: list[tuple[Any, Any, list[Tensor]]] = []  # function, addresses, results
 
     def replay(self) -> None:
         GPU.launches += len(self.calls)
         with _disable_current_modes():
             # Another graph of the pool may have used the memory meanwhile.
             spoil(*self.owned)
-            for call, results in self.calls:
-                for result, x in zip(results, tensors_in(call()), strict=False):
+            for function, addresses, results in self.calls:
+                args, kwargs = tree_map_only(Address, Address.tensor, addresses)
+                found = tensors_in(function(*args, **kwargs))
+                for result, x in zip(results, found, strict=False):
                     result.copy_(x)
 
 
@@ -288,8 +314,9 @@ def site() -> str:
     """file:line of the innermost frame that is neither torch's nor a method of this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(ROOT) and not (path == __file__ and "self" in frame.f_locals):
+        path, code = frame.f_code.co_filename, frame.f_code  # f_locals would keep the tensors
+        is_method = "self" in code.co_varnames + code.co_freevars
+        if path.startswith(ROOT) and not (path == __file__ and is_method):
             return f"{path.removeprefix(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
@@ -381,14 +408,14 @@ def replace_device() -> None:
         graph=capturing,
         CUDAGraph=Graph,
         Event=Event,
-        Stream=object,
+        Stream=type("Stream", (), {}),
     )
     for name, stub in stubs.items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, stub)
 
     def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Compiled:
-        return Compiled(self, kwargs, GPU.launch_kernel(self, args, kwargs))
+        return Compiled(self, kwargs, GPU.launch_kernel(self, grid, args, kwargs))
 
     JITFunction.run = run
 
@@ -577,6 +604,22 @@ def faults(directory: str) -> Any:
         pairs.append(("[nan, nan]", str(sums.tolist())))
         graph.replay()
         pairs.append(("[2.0, 2.0] [nan, nan]", f"{sums.tolist()} {unwritten.tolist()}"))
+        freed = "memory that has been freed, captured at "
+        cases = (
+            (torch.neg, "tests/dry_run.py:"),
+            (pointwise.silu_and_mul, "nanovllm/gpu/kernels/"),
+        )
+        for function, where in cases:
+            outside, graph = torch.ones((1, 2), device=DEVICE), Graph()
+            with capturing(graph, None, None, "thread_local"):
+                function(outside[:1])
+            pairs.append(("allowed", attempt(graph.replay) or "allowed"))
+            del outside
+            pairs.append((freed + where, attempt(graph.replay)))
+        for grid in ((0, 1, 1), (1, 70_000, 1), (1, 1, 70_000)):
+            run = pointwise._silu_and_mul[grid]
+            fault = partial(run, host[None], host[None], F=1, COLUMNS=256)
+            pairs.append((f"cannot have the grid {grid}", attempt(fault)))
 
     # Faults of a whole engine: one that does not wait for its tokens, one that reads in a capture.
     right, logits = generate(), Qwen3.logits

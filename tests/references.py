@@ -1,6 +1,6 @@
 """The Triton kernels in plain torch; those that are missing here have theirs in nanovllm.models.
 
-And an fp8 KV cache that is emulated in the dtype of the model.
+And an fp8 KV cache that is emulated in the dtype of the model, and what near-ties allow.
 """
 
 from typing import Any
@@ -92,3 +92,24 @@ class RoundedAttention(PlainAttention):
             for x, scale in zip((k, v), self.rounded_by[layer], strict=True)
         )
         super().store(layer, k, v, batch)
+
+
+def count_near_ties(wanted: list, found: list, limit: float = 1e-4) -> int:
+    """How many of the outputs differ, all of them only from a near-tie of two tokens on.
+
+    Both are lists of CompletionOutput; `wanted` with logprobs=2 of a greedy choice. Sums in another
+    order round differently, so that of two tokens whose log-probabilities are within `limit` either
+    may be chosen, and what follows differs. Up to there the tokens are the same.
+    """
+    num = 0
+    for want, have in zip(wanted, found, strict=True):
+        pairs = list(zip(want.token_ids, have.token_ids, strict=False))
+        first = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+        if first is None:
+            assert len(have.token_ids) == len(want.token_ids)
+            continue
+        num += 1
+        best, second, *_ = sorted((e.logprob for e in want.logprobs[first].values()), reverse=True)
+        assert best - second < limit, (first, pairs[first], best, second)
+        assert pairs[first][1] in want.logprobs[first], "neither of the two best"
+    return num

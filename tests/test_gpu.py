@@ -270,10 +270,15 @@ CHATS = [
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("eager", [False, True])
 def test_cuda_equals_cpu(embedded: LLM, eager: bool, asynchronous: bool) -> None:
-    """In float32 the answers of the embedded model are the CPU's, token by token."""
+    """In float32 the answers of the embedded model are the CPU's, up to near-ties."""
     llm = LLM(dtype="float32", device=DEVICE, async_scheduling=asynchronous, enforce_eager=eager)
-    want = [o.outputs[0].token_ids for o in embedded.chat(CHATS, use_tqdm=False)]
-    assert [o.outputs[0].token_ids for o in llm.chat(CHATS, use_tqdm=False)] == want
+    greedy = SamplingParams(temperature=0, max_tokens=256)
+    # On the GPU without logprobs: with them a captured step samples its tokens again.
+    wanted, found = (
+        [o.outputs[0] for o in engine.chat(CHATS, params, use_tqdm=False)]
+        for engine, params in ((embedded, replace(greedy, logprobs=2)), (llm, greedy))
+    )
+    assert references.count_near_ties(wanted, found) <= 1 + len(CHATS) // 50
 
 
 def test_bf16_is_right_too() -> None:
@@ -348,8 +353,8 @@ def test_real_shapes_against_transformers(tmp_path: Path, shape: dict, dtype: st
         found = torch.tensor([at[token].logprob for token, at in entries], device=DEVICE)
         limit = 2e-3 if dtype == "float32" else 0.15
         assert float((found - wanted).abs().max()) < limit
-        if dtype == "float32":
-            assert tokens == logprobs.argmax(-1).tolist()
+        # The most likely tokens, or one of a near-tie.
+        assert float((logprobs.amax(-1) - wanted).max()) < limit
 
 
 def test_steady_decode_never_waits(tmp_path: Path) -> None:
@@ -372,8 +377,7 @@ def test_steady_decode_never_waits(tmp_path: Path) -> None:
 def test_capture_sizes(tmp_path: Path, num: int) -> None:
     """A batch as large as can be, its rows in every combination as they end.
 
-    Matrix products of other sizes round differently, so that a near-tie of two tokens may go either
-    way, and what follows it differs. Up to there the tokens are the same.
+    Matrix products of other sizes round differently.
     """
     make_checkpoint(tmp_path)
     prompts = [[i % 190 + 1, 2, 3] for i in range(num)]
@@ -387,18 +391,9 @@ def test_capture_sizes(tmp_path: Path, num: int) -> None:
                   max_num_seqs=num, enforce_eager=eager, gpu_memory_utilization=0.3)  # fmt: skip
         answers.append([o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)])
         del llm
-    near_ties = 0
     for wanted, found in zip(*answers, strict=True):
         assert len(found.token_ids) == len(wanted.token_ids)
-        pairs = list(zip(wanted.token_ids, found.token_ids, strict=True))
-        first = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-        if first is not None:
-            near_ties += 1
-            best, second = sorted(
-                (e.logprob for e in wanted.logprobs[first].values()), reverse=True
-            )
-            assert best - second < 1e-4, (pairs[first], best, second)
-    assert near_ties <= 1 + num // 50
+    assert references.count_near_ties(*answers) <= 1 + num // 50
 
 
 def test_a_full_pool(tmp_path: Path) -> None:
@@ -416,7 +411,11 @@ def test_a_full_pool(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_is_a_clear_error() -> None:
-    with pytest.raises(ValueError, match=r"GiB.*one request of max_model_len.*gpu_memory_util"):
-        LLM(device=DEVICE, gpu_memory_utilization=1e-5)
+    for options, what in (
+        ({}, "one block"),
+        ({"max_model_len": 512}, "one request of max_model_len"),
+    ):
+        with pytest.raises(ValueError, match=rf"GiB.*{what}.*gpu_memory_util"):
+            LLM(device=DEVICE, gpu_memory_utilization=1e-5, **options)
     answer = LLM(device=DEVICE, gpu_memory_utilization=0.3).chat(CHATS[0], use_tqdm=False)
     assert answer[0].outputs[0].text

@@ -5,10 +5,13 @@ rows that advance on the device, rows that the host changed in between.
 """
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +19,12 @@ from conftest import VOCAB, make_checkpoint
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.gpu.graphs import DecodeGraphs, batch_sizes
+from nanovllm.gpu import graphs as gpu_graphs
+from nanovllm.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
+from nanovllm.models.backend import PLAIN
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner import memory
+from nanovllm.runner.backends import pick_backend
 from nanovllm.runner.start import make_runner
 
 
@@ -262,3 +268,68 @@ def test_profile_steps_are_the_largest_that_can_occur(
     for plan in memory.largest_plans(64, num_seqs, 32, 16):
         runner.run(plan)
     assert seen == [(num_seqs, num_seqs), (1, 1), (chunk * num_seqs, num_seqs)]
+
+
+def test_engines_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out the same streams in turn; a graph that is freed harms others on its stream."""
+    numbers, used = itertools.count(), []
+
+    class Stream:
+        def __init__(self) -> None:
+            self.number = next(numbers) % 3
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and other.number == self.number
+
+        def __hash__(self) -> int:
+            return self.number
+
+    def graph(graph: object, pool: object, stream: Stream, capture_error_mode: str) -> object:
+        used.append(stream.number)
+        return nullcontext()
+
+    stubs = dict(
+        Stream=Stream, graph=graph, graph_pool_handle=int, synchronize=int,
+        CUDAGraph=lambda: SimpleNamespace(replay=int),
+    )  # fmt: skip
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr(gpu_graphs, "NUM_STREAMS", 3)
+
+    def engine() -> DecodeGraphs:
+        used.clear()
+        decode = lambda rows: (torch.zeros(len(rows), 2), rows)  # noqa: E731
+        return DecodeGraphs(decode, torch.zeros(2, 2), cuda_capture)
+
+    first = engine()
+    assert used == [0, 0]
+    Stream(), Stream()  # of other code
+    second = engine()
+    assert used == [1, 1]
+    third = engine()
+    assert used == [2, 2]
+    with pytest.raises(ValueError, match="at most 3 engines .* or set enforce_eager=True"):
+        engine()
+    del second
+    gc.collect()
+    second = engine()
+    assert used == [1, 1]
+    assert len({id(x) for x in (first, second, third)}) == 3
+
+
+def test_a_gpu_older_than_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs plain torch with one warning; asking for Triton is an error."""
+    gpu, arguments = torch.device("cuda", 0), (torch.float16, 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    assert pick_backend("auto", gpu, *arguments) is PLAIN
+    (record,) = caplog.records
+    for words in ("plain torch, which is slower", "7.5 or higher", "Tesla V100 has 7.0"):
+        assert words in record.getMessage()
+    with pytest.raises(ValueError, match="7.5 or higher, and Tesla V100 has 7.0; .*'sdpa'"):
+        pick_backend("triton", gpu, *arguments)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert pick_backend("auto", gpu, *arguments).capture_decode is not None
+    assert len(caplog.records) == 1

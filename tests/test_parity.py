@@ -2,10 +2,12 @@
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import VOCAB, make_checkpoint, random_llm
+from references import count_near_ties
 
 from nanovllm import LLM, SamplingParams
 
@@ -200,3 +202,21 @@ def test_rope_forms(tmp_path: Path, rope: dict) -> None:
     config["torch_dtype"] = config.pop("dtype", None)
     (tmp_path / "config.json").write_text(json.dumps(config))
     check(random_llm(tmp_path), model, prompt(40))
+
+
+def test_only_near_ties_may_differ() -> None:
+    """The rule by which answers of a GPU are compared with those of a CPU."""
+
+    def output(token_ids: list[int], *gaps: float) -> SimpleNamespace:
+        logprobs = [
+            {token: SimpleNamespace(logprob=-1.0), token + 1: SimpleNamespace(logprob=-1.0 - gap)}
+            for token, gap in zip(token_ids, gaps, strict=False)
+        ]
+        return SimpleNamespace(token_ids=token_ids, logprobs=logprobs)
+
+    wanted = [output([3, 5, 7], 1.0, 1e-5, 1.0)]
+    assert count_near_ties(wanted, [output([3, 5, 7])]) == 0
+    assert count_near_ties(wanted, [output([3, 6, 9, 9])]) == 1
+    for other in ([4, 5, 7], [3, 5, 8], [3, 8, 7], [3, 5]):
+        with pytest.raises(AssertionError):
+            count_near_ties(wanted, [output(other)])

@@ -19,6 +19,7 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.sequence import Sequence
+from nanovllm.models import logit_rules
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import Join, LogitRules, RowSampling
 
@@ -74,8 +75,10 @@ def test_presence_and_frequency_penalties() -> None:
     )
 
 
-def test_penalties_of_rows_of_every_length() -> None:
+@pytest.mark.parametrize("at_a_time", [1, 70, logit_rules.TOKENS_AT_A_TIME])
+def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
     """Rows that join at different times and repeat few tokens, against counts of the whole list."""
+    monkeypatch.setattr(logit_rules, "TOKENS_AT_A_TIME", at_a_time)
     rng, size, device = random.Random(0), 6, torch.device("cpu")
     state, rows = RulesState(5, 64, size, device), {}
     rules = LogitRules(repetition_penalty=1.5, frequency_penalty=0.3, presence_penalty=0.7)

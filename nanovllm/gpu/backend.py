@@ -10,6 +10,8 @@ from nanovllm.gpu.graphs import DecodeGraphs, cuda_capture
 from nanovllm.gpu.kernels import int8, pointwise, sampling
 from nanovllm.models.backend import Backend
 
+LEAST_CAPABILITY = (7, 5)  # Turing, the first that .ci/compile_kernels.py compiles for
+
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Return the backend. Raises ValueError if the device cannot run the kernels."""
@@ -20,6 +22,14 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
             "attention_backend='auto', or set TRITON_INTERPRET=1 to run the kernels in Triton's "
             "interpreter (very slowly)"
         )
+    if on_gpu and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < LEAST_CAPABILITY:
+            raise ValueError(
+                f"the Triton kernels need compute capability {dotted(LEAST_CAPABILITY)} or higher, "
+                f"and {torch.cuda.get_device_name(device)} has {dotted(capability)}; "
+                "attention_backend='sdpa' runs on any GPU"
+            )
     return Backend(
         int8={"linear": int8.linear, "pack": int8.pack},
         attention=TritonAttention,
@@ -29,3 +39,7 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         sample=sampling.sample,
         capture_decode=partial(DecodeGraphs, capture=cuda_capture) if on_gpu else None,
     )
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))

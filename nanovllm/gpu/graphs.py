@@ -6,10 +6,12 @@ fixed addresses. A batch is padded to the next captured size with row N, the pad
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -30,10 +32,31 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+# torch hands out this many streams in turn, and then the same ones again.
+NUM_STREAMS = 32
+# The streams of living engines. A graph that is freed frees the cuBLAS workspaces of its stream,
+# which the graphs of another engine on this stream would still use (pytorch/pytorch#193402).
+_streams: WeakSet[torch.cuda.Stream] = WeakSet()
+_streams_lock = threading.Lock()
+
+
+def unused_stream() -> torch.cuda.Stream:
+    """A stream of the current device that no living engine captures on, while it is referenced."""
+    with _streams_lock:
+        for _ in range(NUM_STREAMS):
+            stream = torch.cuda.Stream()
+            if stream not in _streams:
+                _streams.add(stream)
+                return stream
+    raise ValueError(
+        f"at most {NUM_STREAMS} engines of a process can capture CUDA graphs on one GPU; delete "
+        "others, or set enforce_eager=True"
+    )
+
+
 def cuda_capture() -> Capture:
     """Return a Capture. Its graphs share one memory pool, because only one runs at a time."""
-    # The stream is our own: torch keeps one per process, on the device that captured first.
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+    pool, stream = torch.cuda.graph_pool_handle(), unused_stream()
 
     def capture(function: Callable[[], None]) -> Callable[[], None]:
         function()  # compiles kernels and initializes libraries, which a capture must not do
@@ -63,7 +86,8 @@ class DecodeGraphs:
         self.decode_rows: list[int] = []  # what self.rows holds, without padding
         self.size = 0
         self.replays: dict[int, Callable[[], None]] = {}
-        start, capture_one = time.perf_counter(), capture()
+        start = time.perf_counter()
+        self.capture = capture()  # kept with the graphs, because it has their stream
 
         def step(size: int) -> None:
             self.hidden[:size], self.tokens[:size] = decode(self.rows[:size])
@@ -72,7 +96,7 @@ class DecodeGraphs:
         sizes = batch_sizes(num_rows)[::-1]
         with collector_paused():
             for size in tqdm(sizes, desc="Capturing graphs", unit="graph", delay=1):
-                self.replays[size] = capture_one(lambda size=size: step(size))  # type: ignore[misc]
+                self.replays[size] = self.capture(lambda size=size: step(size))  # type: ignore[misc]
         seconds = time.perf_counter() - start
         logger.info(f"captured decode for {len(sizes)} sizes up to {num_rows} in {seconds:.1f} s")
 

@@ -25,6 +25,9 @@ from nanovllm.sampling_params import takes_prompt
 
 HIDDEN = float("-inf")
 ALWAYS = 2**62
+# The most known tokens that penalties work on at a time, in 50 MB of memory. For 256 rows of 40,960
+# tokens that would be 0.5 GB, which the memory profile does not measure, because its rows are short.
+TOKENS_AT_A_TIME = 2**20
 
 
 class RowRules:
@@ -95,7 +98,7 @@ class RulesState:
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
         # torch.empty takes no memory on a CPU before it is written.
-        self.tokens = torch.empty((num_rows, length), dtype=torch.int64, device=device)
+        self.tokens = torch.empty((num_rows, length), dtype=torch.int32, device=device)
         self.counts = torch.empty((num_rows, length), dtype=torch.float32, device=device)
         self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
         # [256, 8]: for each byte of a grammar's mask, the most that the logits of its tokens may be.
@@ -103,7 +106,7 @@ class RulesState:
         self.caps = to_device(np.where(bits, np.inf, HIDDEN).astype(np.float32), device)
 
     def join(self, row: int, prompt: list[int], output: list[int]) -> None:
-        known = np.array([*prompt, *output], np.int64)
+        known = np.array([*prompt, *output], np.int32)
         ids, index = np.unique(known, return_inverse=True)
         counts = np.bincount(index[len(prompt) :], minlength=len(ids))[index]
         self.tokens[row, : len(known)] = to_device(known, self.tokens.device)
@@ -121,7 +124,7 @@ class RulesState:
     def append(
         self, rows: Tensor, positions: Tensor, known: tuple[Tensor, Tensor], sampled: Tensor
     ) -> None:
-        """Add tokens `sampled` [P] at `positions` [P], which are within what `read` returned."""
+        """Add `sampled` [P] int32 at `positions` [P], which are within what `read` returned."""
         tokens, counts = known
         equal = tokens == sampled[:, None]
         counts = counts + equal
@@ -165,7 +168,8 @@ class RulesBatch:
         penalized = [(i, row) for i, row in rows if row.rules.has_penalties]
         self.penalized = send([i for i, _ in penalized])
         self.penalized_rows = send([row.row for _, row in penalized])
-        self.known = self.penalized, self.penalized  # what `apply` read for `append`
+        # What `apply` read, in parts, and at which rows and positions, for `append`.
+        self.known: list[tuple[Tensor, Tensor, tuple[Tensor, Tensor]]] = []
         names = "repetition_penalty", "frequency_penalty", "presence_penalty"
         factors = [[[getattr(row.rules, name)] for _, row in penalized] for name in names]
         self.repetition, self.frequency, self.presence = send(factors, np.float32)
@@ -192,12 +196,17 @@ class RulesBatch:
             active = positions[self.edited // vocab_size] < self.until
             flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
         if len(self.penalized):
-            at = positions[self.penalized]
-            self.known = tokens, counts = self.state.read(self.penalized_rows, at, self.length)
-            where = tokens + self.penalized[:, None] * vocab_size
-            x = flat[where]
-            scaled = torch.where(x > 0, x / self.repetition, x * self.repetition)
-            flat[where] = scaled - (self.frequency * counts + self.presence * (counts > 0))
+            self.known, size = [], max(1, TOKENS_AT_A_TIME // self.length)
+            rows, factors = self.penalized_rows, (self.repetition, self.frequency, self.presence)
+            columns = self.penalized, rows, positions[self.penalized], *factors
+            for part in zip(*(x.split(size) for x in columns), strict=True):
+                index, rows, at, repetition, frequency, presence = part
+                tokens, counts = self.state.read(rows, at, self.length)
+                self.known.append((rows, at, (tokens, counts)))
+                where = tokens + index[:, None] * vocab_size
+                x = flat[where]
+                scaled = torch.where(x > 0, x / repetition, x * repetition)
+                flat[where] = scaled - (frequency * counts + presence * (counts > 0))
         if self.host_rules:
             self._apply_on_host(logits)
         return logits
@@ -232,8 +241,9 @@ class RulesBatch:
         `token_ids` waits for the device and returns them. Rules on the host do this in the next step.
         """
         if len(self.penalized):
-            at = self.penalized
-            self.state.append(self.penalized_rows, positions[at], self.known, tokens[at])
+            sampled = tokens[self.penalized].int()
+            for part, read in zip(sampled.split(len(self.known[0][0])), self.known, strict=True):
+                self.state.append(*read, part)
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i

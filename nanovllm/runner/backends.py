@@ -1,7 +1,7 @@
 """Selects the device, the dtype and the backend.
 
     device and dtype                     attention_backend="auto"
-    a GPU                                gpu.backend   ("triton")
+    a GPU                                gpu.backend   ("triton"), from compute capability 7.5
     a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is installed and, for
                                          a small model, its kernels are compiled
     anything else                        models.backend.PLAIN ("sdpa")
@@ -39,7 +39,7 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
         module = importlib.import_module(f"nanovllm.{FOLDERS[name]}.backend")
     except ImportError as error:
         if wanted == "auto":
-            logger.warning("attention runs in plain torch, which is slower: %s", error)
+            logger.warning(f"attention runs in plain torch, which is slower: {error}")
             return PLAIN
         raise ValueError(
             f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
@@ -49,7 +49,13 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
     if may_be_plain and not module.is_ready(dtype):
         # It stays so for the whole process, so that its tokens do not change midway.
         return PLAIN
-    backend: Backend = module.make_backend(device, dtype)
+    try:
+        backend: Backend = module.make_backend(device, dtype)
+    except ValueError as error:
+        if wanted != "auto":
+            raise
+        logger.warning(f"attention runs in plain torch, which is slower: {error}")
+        return PLAIN
     return backend
 
 

@@ -82,7 +82,7 @@ def num_kv_blocks(
 
     `before` was taken before the weights were loaded. On a GPU `largest_plans` are run to measure
     scratch memory. All of it is reserved, because graphs use a pool of their own. Raises ValueError
-    if there is no room for one block or, on a GPU, for one request of max_model_len.
+    if there is no room for the shortest request or, on a GPU, for one of the option max_model_len.
     """
     scratch = 0
     if before.device.type == "cuda":
@@ -99,9 +99,13 @@ def num_kv_blocks(
             )
         return num
     per_sequence = -(-max_model_len // config.kvcache_block_size)
+    # A prompt and an output have at least one token each.
+    least = -(-2 // config.kvcache_block_size)
+    what = "one block and the null block need" if least == 1 else "a request of 2 tokens needs"
     if before.device.type == "cuda":
         room, where = _cuda_room(config, before, scratch)
-        least, what = per_sequence, f"one request of max_model_len={max_model_len} needs"
+        if config.max_model_len is not None:
+            least, what = per_sequence, f"one request of max_model_len={max_model_len} needs"
         remedy = (
             "Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, or "
             "raise gpu_memory_utilization"
@@ -110,7 +114,6 @@ def num_kv_blocks(
         # The other half is for activations and for other processes.
         room = min(CPU_CACHE_BYTES, available_host_memory() // 2)
         where = f"{room / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
-        least, what = 1, "one block and the null block need"
         remedy = "Lower kvcache_block_size, or end other programs"
     num = min(room // block_bytes - 1, per_sequence * config.max_num_seqs)
     if num < least:
@@ -119,6 +122,14 @@ def num_kv_blocks(
             f"{(least + 1) * block_bytes / 2**20:,.0f} MiB. {remedy}"
         )
     return num
+
+
+def fitted_length(config: EngineConfig, max_model_len: int, num_blocks: int) -> int:
+    """max_model_len, or what the cache holds, if the memory limits it and the user sets neither."""
+    options = config.max_model_len, config.num_kvcache_blocks, config.kv_cache_memory_bytes
+    if any(option is not None for option in options):
+        return max_model_len
+    return min(max_model_len, num_blocks * config.kvcache_block_size)
 
 
 def largest_plans(

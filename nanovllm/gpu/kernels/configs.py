@@ -56,19 +56,23 @@ class GpuInfo:
 # Tiles by column and by the largest head size that they serve; the numbers are the fields of Tile.
 # The column float32 applies on every GPU. Its tiles are small, because it uses no matrix units
 # (TF32 would lose precision). The others are for half precision, by the shared memory of a program:
-# large from 160 KiB (sm_80, sm_90, sm_100), medium from 96 KiB (sm_86, sm_89, sm_120), small below.
+# largest from 200 KiB (sm_90, sm_100), large from 160 KiB (sm_80), medium from 96 KiB (sm_86, sm_89,
+# sm_120), small below. `.ci/compile_kernels.py` checks that `programs_per_sm` fit at the same time.
 # They serve a cache in fp8 too: with more keys or stages, decode was slower on an H100.
+LARGE = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)}
 PREFILL = {
     "float32": {64: Tile(64, 32, 8, 2), 128: Tile(32, 16, 8, 2), 256: Tile(16, 16, 4, 2)},
-    "large": {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
+    "largest": LARGE,
+    "large": LARGE,
     "medium": {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
     "small": {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
 }
 DECODE = {
     "float32": {64: Tile(16, 32, 8, 3, 2), 128: Tile(16, 16, 4, 3, 2), 256: Tile(16, 16, 4, 2, 1)},
-    "large": {64: Tile(16, 64, 4, 3, 5), 128: Tile(16, 64, 4, 3, 3), 256: Tile(16, 32, 4, 3, 3)},
+    "largest": {64: Tile(16, 64, 4, 3, 6), 128: Tile(16, 64, 4, 3, 3), 256: Tile(16, 32, 4, 3, 3)},
+    "large": {64: Tile(16, 64, 4, 3, 4), 128: Tile(16, 64, 4, 3, 2), 256: Tile(16, 32, 4, 3, 2)},
     "medium": {64: Tile(16, 64, 4, 3, 2), 128: Tile(16, 32, 4, 3, 2), 256: Tile(16, 16, 4, 3, 2)},
-    "small": {64: Tile(16, 32, 4, 3, 2), 128: Tile(16, 32, 4, 3, 1), 256: Tile(16, 16, 4, 2, 1)},
+    "small": {64: Tile(16, 32, 4, 3, 2), 128: Tile(16, 32, 4, 3, 2), 256: Tile(16, 16, 4, 2, 2)},
 }
 
 
@@ -76,7 +80,8 @@ def _look_up(
     table: dict[str, dict[int, Tile]], gpu: GpuInfo, head_dim: int, dtype: torch.dtype
 ) -> Tile:
     size = gpu.shared_memory_kib
-    column = "large" if size >= 160 else "medium" if size >= 96 else "small"
+    limits = {"largest": 200, "large": 160, "medium": 96, "small": 0}
+    column = next(name for name, limit in limits.items() if size >= limit)
     tiles = table["float32" if dtype == torch.float32 else column]
     if head_dim > max(tiles):
         raise ValueError(

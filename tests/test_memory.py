@@ -1,0 +1,132 @@
+"""What the engine reserves: the longest request that fits, and the memory of logit rules."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import make_checkpoint, random_llm
+
+from nanovllm import SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.models import logit_rules
+from nanovllm.models.logit_rules import RulesState
+from nanovllm.runner import memory
+
+POSITIONS = 512
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("memory")
+    make_checkpoint(path, max_position_embeddings=POSITIONS)
+    return path
+
+
+def test_requests_as_long_as_the_memory_of_a_cpu(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request without max_tokens ends there; before, it was refused."""
+    caplog.set_level(logging.INFO, "nanovllm")
+    whole = random_llm(path, num_kvcache_blocks=None)
+    assert whole.engine.inputs.max_model_len == POSITIONS
+    assert "max_model_len" not in caplog.text
+    cache = whole.engine.runner.attention.cache
+    block_bytes = cache.nbytes // (whole.engine.runner.num_blocks + 1)
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * block_bytes)
+    llm = random_llm(path, num_kvcache_blocks=None)
+    assert llm.engine.inputs.max_model_len == 6 * 16
+    assert "KV cache of 96 tokens" in caplog.text
+    assert f"which limits max_model_len to 96 of the model's {POSITIONS}" in caplog.text
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 93
+    assert output.outputs[0].finish_reason == "length"
+    # An option that the user has set is kept.
+    for options in ({"max_model_len": 200}, {"num_kvcache_blocks": 6}):
+        llm = random_llm(path, **({"num_kvcache_blocks": None} | options))
+        assert llm.engine.inputs.max_model_len == options.get("max_model_len", POSITIONS)
+
+
+def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) -> int:
+    """The number of blocks of 10 bytes that a GPU with `room` bytes gets; 40,960 positions."""
+    monkeypatch.setattr(memory, "_cuda_room", lambda *_: (room, "that"))
+    config, gpu = EngineConfig(**options), memory.Snapshot(torch.device("cuda", 0), room, room)
+    length = config.max_model_len or 40_960
+    num = memory.num_kv_blocks(config, length, 10, gpu, [], lambda plan: None)
+    assert memory.fitted_length(config, length, num) == min(length, num * 16)
+    return num
+
+
+def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks_of_a_gpu(monkeypatch, 25_610) == 2560  # all positions, and the null block
+    assert blocks_of_a_gpu(monkeypatch, 25_600) == 2559
+    assert blocks_of_a_gpu(monkeypatch, 20) == 1
+    assert blocks_of_a_gpu(monkeypatch, 25_610, max_model_len=40_960) == 2560
+    with pytest.raises(ValueError, match="one block and the null block need"):
+        blocks_of_a_gpu(monkeypatch, 19)
+    with pytest.raises(ValueError, match="a request of 2 tokens needs"):
+        blocks_of_a_gpu(monkeypatch, 29, kvcache_block_size=1)
+    with pytest.raises(ValueError, match="one request of max_model_len=40960 needs"):
+        blocks_of_a_gpu(monkeypatch, 25_600, max_model_len=40_960)
+
+
+def test_memory_of_logit_rules() -> None:
+    """At Qwen3-0.6B's sizes: 8 bytes for each known token, and the logits of all rows in float32."""
+    state = RulesState(256, 40_960, 151_936, torch.device("meta"))
+    size = sum(x.nbytes for x in (state.tokens, state.counts, state.logits))
+    assert size == 256 * (40_960 * 8 + 151_936 * 4)
+
+
+def test_logit_rules_take_no_memory_after_the_cache(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they keep is there when the free memory is measured, and while requests run."""
+    num_kv_blocks, states, at_measurement = memory.num_kv_blocks, [], []
+
+    class Recorded(RulesState):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)
+            states.append(self)
+
+    def measured(*args: object) -> int:
+        at_measurement.extend(address for state in states for address in addresses(state))
+        return num_kv_blocks(*args)
+
+    def addresses(state: RulesState) -> list[int]:
+        return [x.data_ptr() for x in vars(state).values() if isinstance(x, torch.Tensor)]
+
+    monkeypatch.setattr("nanovllm.runner.rows.RulesState", Recorded)
+    monkeypatch.setattr(memory, "num_kv_blocks", measured)
+    llm = random_llm(path)
+    params = SamplingParams(max_tokens=5, presence_penalty=1.0, logit_bias={3: 1.0})
+    llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
+    (state,) = states
+    assert state is llm.engine.runner.rows.rules_state
+    assert addresses(state) == at_measurement
+    assert len(at_measurement) == 4
+
+
+def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scratch memory that the profile does not measure: its rows are short."""
+    read, sizes = RulesState.read, []
+
+    def recorded(state: RulesState, rows: torch.Tensor, *args: object) -> object:
+        tokens, counts = read(state, rows, *args)
+        sizes.append(tokens.numel())
+        return tokens, counts
+
+    monkeypatch.setattr(RulesState, "read", recorded)
+    monkeypatch.setattr(logit_rules, "TOKENS_AT_A_TIME", 100)
+    cpu, size = torch.device("cpu"), 8
+    rules = logit_rules.LogitRules(presence_penalty=1.0)
+    state, rows = RulesState(7, 64, size, cpu), []
+    for row in range(7):
+        join = logit_rules.Join(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
+        state.join(row, join.prompt, join.output)
+        rows.append((row, logit_rules.RowRules(rules, join, cpu)))
+    batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
+    batch.length = 31
+    batch.apply(torch.zeros(7, size), positions)
+    batch.append(positions, torch.ones(7, dtype=torch.int64), lambda: [1] * 7)
+    assert sizes == [93, 93, 31]
