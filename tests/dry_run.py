@@ -481,7 +481,7 @@ def numbers(outputs: list[Any]) -> list[float]:
 
 
 def decode(directory: str) -> Any:
-    """Launches and waits of steady decode steps of 256 sequences."""
+    """Launches and waits of steady decode steps of 64 sequences."""
     per_layer: dict[int, int] = {}  # number of tokens -> launches
     call = DecoderLayer.__call__
 
@@ -499,12 +499,12 @@ def decode(directory: str) -> Any:
         patch.object(DecoderLayer, "__call__", counted),
         patch.object(graphs, "batch_sizes", lambda num: [num]),  # the others would not be replayed
     ):
-        options = dict(max_num_seqs=256, max_num_batched_tokens=4096, max_model_len=64)
+        options = dict(max_num_seqs=64, max_num_batched_tokens=4096, max_model_len=64)
         options |= dict(num_kvcache_blocks=999, skip_tokenizer_init=True)
         llm = LLM(directory, device="cuda", dtype="bfloat16", **options)
         for name, fields in rules.items():
             params = SamplingParams(top_k=20, max_tokens=30, ignore_eos=True, **fields)
-            for i in range(256):
+            for i in range(64):
                 llm.engine.add_request([i + 1] * 10, params)
             for _ in range(4):
                 llm.engine.step()
@@ -515,8 +515,8 @@ def decode(directory: str) -> Any:
             GPU.strict = False
             found[name] = dict(launches=GPU.launches / 5, waits=dict(GPU.waits))
             llm.engine.abort_all()
-    in_layers = per_layer[256] * len(llm.engine.runner.model.layers)
-    found["per layer"] = per_layer[256]
+    in_layers = per_layer[64] * len(llm.engine.runner.model.layers)
+    found["per layer"] = per_layer[64]
     found["outside the layers"] = found["plain"]["launches"] - in_layers
     return found
 

@@ -14,8 +14,7 @@ import torch
 from conftest import make_checkpoint
 from safetensors.torch import load_file, save_file
 
-# All tests look at what two processes found, so one worker runs them.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dry_run")]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 # The scenarios of dry_run.py, in two processes that take about as long.

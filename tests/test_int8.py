@@ -336,7 +336,6 @@ def embedded_int8() -> LLM:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("grades")
 def test_grades(embedded_int8: LLM, wrong_in_bf16: dict) -> None:
     """Of the answers in each task at most 1 of 100 more is wrong than in bfloat16."""
     for task, (failed, total) in wrong_by_task(embedded_int8).items():
@@ -344,7 +343,6 @@ def test_grades(embedded_int8: LLM, wrong_in_bf16: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("grades")
 def test_log_probabilities(embedded_bf16: LLM, embedded_int8: LLM) -> None:
     """Of the demo's texts, against bfloat16."""
     found = []

@@ -176,21 +176,25 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", ["sdpa", "numba"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_engines(tmp_path: Path, family: str, backend: str, case: str) -> None:
+def test_engines(tmp_path: Path, family: str, case: str) -> None:
     """Prompts, prefix hits, forks and chunks; the same steps as the engine in float32."""
     make_checkpoint(tmp_path, family)
     options = CASES[case]
-    llm = random_llm(tmp_path, kv_cache_dtype="fp8", attention_backend=backend, **options)
-    assert llm.engine.runner.attention.cache.dtype == FP8
-    wanted = rounded_llm(tmp_path, ONES, **options)
-    for params in (PARAMS, FORKS):
-        answers = [x.generate(PROMPTS * 2, params, use_tqdm=False) for x in (llm, wanted)]
-        same_answers(*answers)
-    assert llm.stats() == wanted.stats()
+
+    def answers(llm: LLM) -> list[list[RequestOutput]]:
+        return [llm.generate(PROMPTS * 2, p, use_tqdm=False) for p in (PARAMS, FORKS)]
+
+    rounded = rounded_llm(tmp_path, ONES, **options)
+    wanted = answers(rounded)
+    for backend in ("sdpa", "numba"):
+        llm = random_llm(tmp_path, kv_cache_dtype="fp8", attention_backend=backend, **options)
+        assert llm.engine.runner.attention.cache.dtype == FP8
+        for pair in zip(answers(llm), wanted, strict=True):
+            same_answers(*pair)
+        assert llm.stats() == rounded.stats()
     if case == "preemption":
-        assert llm.stats()["preemptions"] > 0
+        assert rounded.stats()["preemptions"] > 0
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "numba"])
@@ -361,7 +365,6 @@ def embedded_fp8() -> LLM:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("grades")
 def test_grades(embedded_fp8: LLM, wrong_in_bf16: dict) -> None:
     """Of the answers in each task at most 1 of 100 more is wrong than in bfloat16."""
     for task, (failed, total) in wrong_by_task(embedded_fp8).items():
@@ -370,7 +373,6 @@ def test_grades(embedded_fp8: LLM, wrong_in_bf16: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("grades")
 def test_log_probabilities_of_the_embedded_model(embedded_bf16: LLM, embedded_fp8: LLM) -> None:
     """Of right answers, given the question: near those with a cache in bfloat16."""
     samples = [s for task in data.ALL_TASKS for s in data.graded_samples(task, 20)[:20]]

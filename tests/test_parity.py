@@ -91,13 +91,7 @@ def test_shapes(
     check(llm, model, prompt(1, seed=1))
 
 
-# The tests of one model are a group, so that transformers answers each prompt once.
-MODELS = [
-    pytest.param(x, marks=pytest.mark.xdist_group(f"parity of {x}")) for x in ("qwen3", "qwen2")
-]
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
 def small(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     path = tmp_path_factory.mktemp(request.param)
     return path, make_checkpoint(path, request.param)

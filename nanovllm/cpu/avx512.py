@@ -147,7 +147,10 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
         w = weight_ptr + block * WIDTH * stride
         for group in range((rows + height - 1) // height):
             first = min(group * height, rows - height)
-            acc[:] = bias
+            # Not `acc[:] = bias`, whose error message takes seconds to compile.
+            for i in range(height):
+                for c in range(WIDTH):
+                    acc[i, c] = bias[c]
             x, to = x_ptr + first * stride, np.int64(acc.ctypes.data)
             if height == 6:
                 dot_rows(6, 4, 1, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
@@ -193,7 +196,9 @@ def attend_packs_avx512(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start
         num_keys = (context_len + KEYS - 1) // KEYS * KEYS
         query[rows:padded], scores[:padded, :num_keys], weights[rows:padded, :num_keys] = 0, 0, 0
         for r in range(rows):
-            query[r] = qkv[queries[p, r // group], head * group + r % group]
+            q = qkv[queries[p, r // group], head * group + r % group]
+            for d in range(dim):
+                query[r, d] = q[d]
         for first in range(0, num_keys, KEYS):
             for j in range(KEYS):
                 slot = min(first + j, context_len - 1)
