@@ -21,9 +21,8 @@ class LoglikelihoodOutput:
     """How likely a continuation is after its prompt, before temperature and all rules."""
 
     logprob: float  # natural logarithm, the sum of `token_logprobs`
-    is_greedy: (
-        bool  # whether no token is more likely than that of the continuation, at each position
-    )
+    # Whether no token is more likely than that of the continuation, at each position.
+    is_greedy: bool
     token_logprobs: list[float]
     token_ids: list[int]  # of the continuation
     num_cached_tokens: int  # tokens whose KV was in the prefix cache

@@ -63,9 +63,7 @@ class Sequence:
     # Its next token may be written to a block that is shared or cached.
     needs_copy_on_write: bool = False
     block_hashes: list[int] = field(default_factory=list)  # one per full block, chained
-    num_cached_blocks: int = (
-        0  # full blocks whose content is cached, possibly in another sequence's
-    )
+    num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another's block
     parent_block: int = 0  # identity of the last cached block, the parent of the next
 
     @property
