@@ -3,7 +3,7 @@
     while there is work:
         step = scheduler.schedule()     # changes queues and blocks
         wait = runner.run(step.plan)    # launches the step: changes the KV cache and the rows
-        scheduler.commit(step, wait())  # appends tokens to sequences
+        scheduler.commit(step, wait().token_ids)  # appends tokens to sequences
 
 It is given its scheduler, its runner and its output processor. LLMEngine adds the requests. This
 folder imports no torch.

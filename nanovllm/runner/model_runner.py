@@ -109,7 +109,7 @@ class ModelRunner:
         return output
 
     def _yield_of_chunks(self, chunks: list[Chunk], hidden: Tensor, output: PendingOutput) -> None:
-        """Add hidden states and log-probabilities of the chunks, from hidden states [T, E]."""
+        """Add what chunks yield besides tokens, and log-probabilities, from hidden states [T, E]."""
         start, wanted, candidates = 0, [], []
         scored: list[tuple[int, int]] = []  # (index of the token before it, target)
         for chunk in chunks:
