@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import Limits, check_scalars
+from nanovllm.config import Limits, check_scalars, refuse_unknown_fields
 from nanovllm.engine.output_processor import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -35,9 +35,13 @@ LIMITS: Limits = {
 }
 
 
+@refuse_unknown_fields("field of BeamSearchParams")
 @dataclass
 class BeamSearchParams:
-    """How a prompt is searched. Raises TypeError for a wrong type, ValueError for a wrong value."""
+    """How a prompt is searched.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
+    """
 
     beam_width: int  # beams of each prompt, and results of each prompt
     max_tokens: int  # output tokens of a beam

@@ -11,9 +11,9 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -27,6 +27,7 @@ KINDS = {
     list: "a list",
     dict: "an object",
 }
+T = TypeVar("T")
 # Name -> (lowest, highest) value of a number, or the strings to choose from.
 Limits = Mapping[str, tuple[Any, ...]]
 
@@ -77,6 +78,41 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
     return f"unknown {kind} {name!r}; {hint}"
+
+
+def refuse_unknown_fields(
+    kind: str, elsewhere: Mapping[str, str] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """A decorator of a dataclass, whose errors about unknown fields name a similar one.
+
+    kind: what the messages call a field. elsewhere: name -> what to use instead. The decorated class
+    raises TypeError for an argument, AttributeError for an attribute that is set.
+    """
+
+    def explain(cls: Any, name: str) -> str:
+        if elsewhere and name in elsewhere:
+            return f"there is no {kind} {name!r}; {elsewhere[name]}"
+        return unknown_name(kind, name, cls.__dataclass_fields__)
+
+    def decorate(cls: Any) -> Any:
+        def new(cls: Any, *args: Any, **given: Any) -> Any:
+            for name in given:
+                if name not in cls.__dataclass_fields__:
+                    raise TypeError(explain(cls, name))
+            return object.__new__(cls)
+
+        def set_field(self: Any, name: str, value: object) -> None:
+            if name not in self.__dataclass_fields__:
+                raise AttributeError(explain(self, name))
+            object.__setattr__(self, name, value)
+
+        # inspect.signature and help() follow __wrapped__ to the fields and their defaults.
+        cls.__new__ = functools.update_wrapper(new, cls.__init__, assigned=(), updated=())
+        if not cls.__dataclass_params__.frozen:
+            cls.__setattr__ = set_field
+        return cls
+
+    return decorate
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from nanovllm.config import Limits, check_scalars
+from nanovllm.config import Limits, check_scalars, refuse_unknown_fields
 from nanovllm.outputs import RequestMetrics
 
 LIMITS: Limits = {"dimensions": (1, math.inf)}
 
 
+@refuse_unknown_fields("field of PoolingParams")
 @dataclass
 class PoolingParams:
     """How an embedding is made. None: as the checkpoint says, and without that as in the comments.
 
-    Raises TypeError for a wrong type, ValueError for a wrong value; again when a request uses it.
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value; again when a
+    request uses it.
     """
 
     # How many numbers are kept, the first ones (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147);

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from nanovllm.config import Limits, check_scalar, check_scalars, unknown_name
+from nanovllm.config import Limits, check_scalar, check_scalars, refuse_unknown_fields
 from nanovllm.structured import StructuredOutputsParams
 
 # (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits). Called on the
@@ -31,6 +30,7 @@ ELSEWHERE = {
 }
 
 
+@refuse_unknown_fields("sampling parameter", ELSEWHERE)
 @dataclass
 class SamplingParams:
     """How the tokens of one request are sampled and when it ends.
@@ -93,12 +93,6 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] | None = ()
     structured_outputs: StructuredOutputsParams | None = None
 
-    def __new__(cls, *args: Any, **fields: Any) -> SamplingParams:
-        for name in fields:
-            if name not in cls.__dataclass_fields__:
-                raise TypeError(unknown_field(name))
-        return super().__new__(cls)
-
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
         """Return an object with these fields. A field that cannot be None has its default instead."""
@@ -108,11 +102,6 @@ class SamplingParams:
     def clone(self) -> SamplingParams:
         """Return a checked copy with its own lists and logit_bias; logits processors are shared."""
         return replace(self, logit_bias=copy.copy(self.logit_bias))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in self.__dataclass_fields__:
-            raise AttributeError(unknown_field(name))
-        super().__setattr__(name, value)
 
     def __post_init__(self) -> None:
         check_scalars(self, LIMITS)
@@ -190,16 +179,6 @@ def takes_prompt(processor: LogitsProcessor) -> bool:
         f"which {processor!r} does not take"
     )
 
-
-def unknown_field(name: str) -> str:
-    """Return an error message for a name that is not a field of SamplingParams."""
-    if name in ELSEWHERE:
-        return f"there is no sampling parameter {name!r}; {ELSEWHERE[name]}"
-    return unknown_name("sampling parameter", name, SamplingParams.__dataclass_fields__)
-
-
-# inspect.signature and help() follow __wrapped__ to the fields and their defaults.
-functools.update_wrapper(SamplingParams.__new__, SamplingParams.__init__, assigned=(), updated=())
 
 TOKEN_IDS = (0, math.inf)
 LIMITS: Limits = {

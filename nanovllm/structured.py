@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import check_scalars
+from nanovllm.config import check_scalars, refuse_unknown_fields
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -26,6 +26,7 @@ class OutputComplete(Exception):
     """An output that its grammar completes, and whose request has no token that ends it."""
 
 
+@refuse_unknown_fields("field of StructuredOutputsParams")
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the text of an output must be. Exactly one of these fields is given:
@@ -36,7 +37,7 @@ class StructuredOutputsParams:
     grammar: a context-free grammar in Lark's notation, with the rule `start`, or in GBNF.
     json_object: True: the output is any JSON object.
 
-    Raises TypeError for a wrong type, ValueError if no field or several are given, or if `json` is
+    Raises TypeError for a wrong type or an unknown field, ValueError if no field or several are given, or if `json` is
     not JSON. The grammar itself is compiled, and may be refused, when a request uses it.
     """
 

@@ -21,7 +21,13 @@ import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
 import nanovllm
-from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
+from nanovllm import (
+    LLM,
+    BeamSearchParams,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from nanovllm.config import VLLM_OPTIONS, EngineConfig
 from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
@@ -398,9 +404,29 @@ def test_names_of_dtypes() -> None:
         assert EngineConfig(dtype=dtype).dtype == "float32"
 
 
+UNKNOWN_FIELDS = [
+    (SamplingParams, {}, "max_token", "max_tokens"),
+    (BeamSearchParams, {"beam_width": 2, "max_tokens": 3}, "beam_with", "beam_width"),
+    (PoolingParams, {}, "dimension", "dimensions"),
+    (StructuredOutputsParams, {"regex": "a"}, "grammer", "grammar"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "name", "near"), UNKNOWN_FIELDS)
+def test_an_unknown_field_names_a_similar_one(kind, fields, name, near) -> None:
+    with pytest.raises(TypeError, match=f"'{name}'; did you mean '{near}'"):
+        kind(**fields, **{name: 1})
+    params = kind(**fields)
+    with pytest.raises(AttributeError, match=name):  # a frozen one says that it is frozen
+        setattr(params, name, 1)
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+
+
 def test_the_order_of_vllms_add_request(llm: LLM) -> None:
     with pytest.raises(TypeError, match=r"add_request\(prompt, sampling_params, request_id\)"):
         llm.engine.add_request("0", [1, 2], SamplingParams())
+    with pytest.raises(TypeError, match=r"add_request\(prompt, sampling_params, request_id\)"):
+        llm.engine.add_request("0", [1, 2], PoolingParams())
     still_serves(llm)
 
 

@@ -19,8 +19,8 @@ RANKS = [
     {"loading"},
     {"beam_search"},
     {"llm"},
-    {"openai_format", "trace", "integrations"},
-    {"run_batch"},
+    {"openai_format", "trace"},
+    {"run_batch", "integrations"},
 ]
 
 

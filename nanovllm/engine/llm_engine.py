@@ -20,7 +20,6 @@ from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor, Request, Search
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.plan import Runner, Yield
-from nanovllm.sampling_params import SamplingParams
 
 
 class LLMEngine(EngineCore):
@@ -54,7 +53,7 @@ class LLMEngine(EngineCore):
         request_id: str | None = None,
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
-        if isinstance(request_id, SamplingParams):
+        if isinstance(request_id, Params):
             raise TypeError("the order is add_request(prompt, sampling_params, request_id)")
         return self._add(prompt, sampling_params, request_id).request_id
 
