@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_checkpoint
+from conftest import make_checkpoint, random_llm
 
-from nanovllm import LLM, run_batch
+from nanovllm import LLM, SamplingParams, run_batch
+from nanovllm.beam_search import BeamSearchParams
+from nanovllm.engine.sequence import Sequence
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.int8 import quantized
@@ -149,6 +151,26 @@ def test_bytes_of_a_step(ranks: Job, paths: dict[str, str]) -> None:
 
 
 # ---- what could make ranks disagree ----
+
+
+def test_plans_do_not_depend_on_addresses(
+    paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences in a set would come in another order in each process."""
+
+    def plans(salt: int) -> list[str]:
+        monkeypatch.setattr(Sequence, "__hash__", lambda seq: (id(seq) >> 4) ^ salt)
+        llm, noted = random_llm(Path(paths["qwen3"]), attention_backend="sdpa"), []
+        run = llm.engine.runner.run
+        llm.engine.runner.run = lambda plan: noted.append(repr(plan)) or run(plan)
+        prompts = [[1, 2, 3], [4, 5, 6, 7], [8]]
+        llm.beam_search(prompts, BeamSearchParams(5, 8, ignore_eos=True), use_tqdm=False)
+        llm.generate(prompts, SamplingParams(n=3, max_tokens=5, seed=1), use_tqdm=False)
+        return noted
+
+    first = plans(0)
+    for salt in (1, 2, 3, 5, 6, 7, 12):
+        assert plans(salt) == first
 
 
 @pytest.mark.parametrize(
