@@ -6,6 +6,7 @@ torch is imported once. Each rank is forked from here, with the environment that
 unlike torchrun nothing ends the others if one of them fails.
 """
 
+import functools
 import gc
 import os
 import pickle
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
-from nanovllm import LLM, SamplingParams, Trace
+from nanovllm import LLM, SamplingParams, Trace, loading
 from nanovllm.beam_search import BeamSearchParams
 from nanovllm.runner import memory
 
@@ -101,6 +102,14 @@ def everything(path: str, **options: Any) -> dict[str, Any]:
         "stats": {k: v for k, v in llm.stats().items() if "rate" not in k},
         "steps": str(trace).count("\n"),
     }
+
+
+def with_graphs(path: str) -> dict[str, Any]:
+    """Decode steps are captured, by the stand-in of test_graphs.py, and padded."""
+    from test_graphs import stand_in
+
+    loading.make_runner = functools.partial(loading.make_runner, capture_decode=stand_in)
+    return everything(path, async_scheduling=True, max_model_len=64)
 
 
 def text(**options: Any) -> list[tuple[str, str | None]]:

@@ -104,6 +104,14 @@ def test_ranks_answer_as_one(
 
 
 @pytest.mark.slow
+def test_captured_decodes(ranks: Job, paths: dict[str, str]) -> None:
+    """The calls to other ranks are in what is captured."""
+    [one] = values(ranks("with_graphs", 1, path=paths["qwen3"]))
+    found = values(ranks("with_graphs", 2, path=paths["qwen3"]))
+    assert [answer["tokens"] for answer in found] == [one["tokens"]] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_text_and_stop_strings(ranks: Job, size: int) -> None:
     [one] = values(ranks("text", 1))
