@@ -152,8 +152,9 @@ class BeamSearch:
     def _continue(self, request: Request, chosen: list[tuple[float, Sequence, int]]) -> None:
         """Make each (score, beam, token) a beam: the first of a beam goes on in it, others fork."""
         kept = {beam for _, beam, _ in chosen}
-        for beam in self.scores.keys() - kept:
-            self.scheduler.finish(beam, "abort")  # its row and blocks are free for the forks
+        for beam in self.scores:  # not a set, whose order is another one in each process
+            if beam not in kept:
+                self.scheduler.finish(beam, "abort")  # its row and blocks are free for the forks
         beams = []
         for _, beam, token in chosen:
             if beam in kept:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -141,7 +142,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     scheduling_policy: str = "fcfs"  # or "sjf", shortest job first
     attention_backend: str = "auto"  # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # ranks that share the model, started by torchrun
     load_format: str = "auto"  # "dummy": random weights; needs config.json only
     quantization: str | None = None  # "int8": linear layers and head are quantized while loading
     tokenizer: str | None = None  # a directory or hub id; None: the model's
@@ -186,11 +187,24 @@ class EngineConfig:
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
             )
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet: nanovllm "
-                "runs one process on one device; use tensor_parallel_size=1"
-            )
+        if (size := self.tensor_parallel_size) > 1:
+            started = os.environ.get("WORLD_SIZE", "1")
+            if started != str(size):
+                script = os.path.basename(sys.argv[0]) or "script.py"
+                raise ValueError(
+                    f"tensor_parallel_size={size} needs {size} processes, and WORLD_SIZE is "
+                    f"{started}; start them with: torchrun --nproc-per-node {size} {script}"
+                )
+            if ":" in self.device:
+                raise ValueError(
+                    f"device={self.device!r} would be the GPU of all {size} ranks; use 'cuda', and "
+                    "each takes that of its LOCAL_RANK"
+                )
+
+    @property
+    def rank(self) -> int:
+        """Which of the processes that share the model this is. torchrun sets RANK."""
+        return int(os.environ["RANK"]) if self.tensor_parallel_size > 1 else 0
 
 
 LIMITS: Limits = {
@@ -219,7 +233,7 @@ LIMITS: Limits = {
 # None is accepted by all of them. Options without a reason accept every value. Accepted values have
 # no effect.
 TEXT_ONLY = "nanovllm has text, embeddings and log-likelihoods, all from text"
-ONE_DEVICE = "nanovllm runs one process on one device; use 1"
+ONE_DEVICE = "use 1; tensor_parallel_size divides the model among several devices"
 EDIT_CONFIG = "edit config.json in a copy of the checkpoint"
 VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "code_revision": ((), "nanovllm never runs the code of a checkpoint"),

@@ -58,6 +58,7 @@ class LLM:
         show_log()
         config = EngineConfig.from_options({"model": model, **options})
         self.engine = self.llm_engine = make_engine(config)
+        self._config = config
 
     # Hidden from type checkers, which would take every attribute to exist.
     if not TYPE_CHECKING:
@@ -211,6 +212,7 @@ class LLM:
     ) -> list[Request]:
         """Submit each item with its parameters, and run them to their ends."""
         requests: list[Request] = []
+        use_tqdm = use_tqdm and self._config.rank == 0
         with defer_interrupt() as interrupt:
             try:
                 for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
@@ -250,7 +252,8 @@ class LLM:
         The texts of one (request_index, index), joined, are what `generate` would return. A
         character that consists of several tokens is yielded when it is complete. Text that may be
         the beginning of a stop string is held back until it cannot be one any more. Leaving the
-        loop early aborts the remaining requests.
+        loop early aborts the remaining requests, unless there are several ranks: then they run on
+        with the next call, or `shutdown` aborts them.
         """
         items, params = pair_up(prompts, sampling_params)
         requests: list[Request] = []
@@ -277,8 +280,11 @@ class LLM:
                         raise
                 yield from new
                 raise_error(pending)
-        finally:
-            self.engine.abort(requests)
+        except BaseException as error:
+            # The garbage collector closes an abandoned stream, at another moment on each rank.
+            if self._config.tensor_parallel_size == 1 or not isinstance(error, GeneratorExit):
+                self.engine.abort(requests)
+            raise
 
     def chat(
         self,

@@ -26,6 +26,8 @@ from nanovllm.runner.start import make_runner
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from nanovllm.runner.tensor_parallel import Ranks
+
 logger = logging.getLogger("nanovllm")
 # Held while a tokenizer is loaded: transformers imports its modules when they are first used, and an
 # import that another thread has begun fails there with ImportError.
@@ -34,8 +36,33 @@ START_LOCK = threading.Lock()
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
+    if config.tensor_parallel_size == 1:
+        return load_engine(config, *find_files(config))
+    # Not imported, nor is torch.distributed used, by an engine on one device.
+    from nanovllm.runner.tensor_parallel import AgreeingRunner, Ranks
+
+    ranks = Ranks(config)
+    with ranks.leave_if_it_fails():
+        with ranks.rank_0_first():  # which downloads them
+            files = find_files(config)
+        engine = load_engine(config, *files, ranks)
+    engine.runner = AgreeingRunner(engine.runner, ranks)
+    return engine
+
+
+def find_files(config: EngineConfig) -> tuple[Path, Path]:
+    """Return the directories of the checkpoint and of the tokenizer."""
     has_weights = config.load_format != "dummy"
-    directory = find_checkpoint(config.model, config.revision, weights=has_weights)
+    directory = home = find_checkpoint(config.model, config.revision, weights=has_weights)
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        home = find_checkpoint(config.tokenizer, weights=False)
+    return directory, home
+
+
+def load_engine(
+    config: EngineConfig, directory: Path, home: Path, ranks: Ranks | None = None
+) -> LLMEngine:
+    """Load the checkpoint in `directory` and the tokenizer in `home`, and build the engine."""
     model_config = ModelConfig.from_file(config_file(directory))
     longest, window = model_config.max_position_embeddings, model_config.sliding_window
     max_model_len = config.max_model_len or longest
@@ -51,9 +78,6 @@ def make_engine(config: EngineConfig) -> LLMEngine:
         )
     tokenizer = None
     if not config.skip_tokenizer_init:
-        home = directory
-        if config.tokenizer is not None:
-            home = find_checkpoint(config.tokenizer, weights=False)
         with START_LOCK:
             tokenizer = load_tokenizer(home)
     defaults = GenerationDefaults.from_directory(directory)
@@ -62,20 +86,21 @@ def make_engine(config: EngineConfig) -> LLMEngine:
         eos_token_ids |= {tokenizer.eos_token_id}
     has_head = model_config.tie_word_embeddings or (
         HEAD in tensor_names(weight_files(directory))
-        if has_weights
+        if config.load_format != "dummy"
         else model_config.architecture.endswith("ForCausalLM")
     )
     if not has_head:  # a head that is tied takes no memory; it is never used
         model_config = replace(model_config, tie_word_embeddings=True)
-    runner = make_runner(config, model_config, directory, max_model_len)
+    runner = make_runner(config, model_config, directory, max_model_len, ranks=ranks)
     num_tokens, fitted = runner.num_blocks * config.kvcache_block_size, ""
     if (length := fitted_length(config, max_model_len, runner.num_blocks)) < max_model_len:
         fitted = f", which limits max_model_len to {length:,} of the model's {max_model_len:,}"
     cache = runner.attention.cache
     in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
-    weights = weight_bytes(model_config, runner.backend, runner.dtype)
+    weights = weight_bytes(runner.model.config, runner.backend, runner.dtype)
+    each = "" if ranks is None else f", each of {ranks.size} ranks"
     logger.info(
-        f"{directory.name} on {runner.device} in {str(runner.dtype).removeprefix('torch.')}: "
+        f"{directory.name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
         f"weights of {weights / 2**20:,.0f} MiB, "
         f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
         f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"

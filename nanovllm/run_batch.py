@@ -311,6 +311,8 @@ def main(argv: list[str] | None = None) -> int:
         if "model" in options:
             raise ValueError("--set model=...: give --model instead")
         config = EngineConfig.from_options({"model": args.model, **options})
+        if config.tensor_parallel_size > 1:
+            raise ValueError("tensor_parallel_size: one process writes the output; use 1")
         with BatchFiles(args.input_file, args.output_file) as files:
             num_failed = 0
             try:

@@ -24,10 +24,12 @@ torch.set_num_threads(1)
 
 VOCAB = 199
 
-# Tests that share an expensive result: two dry runs, answers of transformers, graded answers.
+# Tests that share an expensive result: two dry runs, answers of transformers, graded answers, a
+# process that forks ranks.
 GROUPS = {
     "dry runs": r"/test_dry_run\.py::",
     "parity": r"/test_parity\.py::",
+    "ranks": r"/test_tensor_parallel\.py::",
     "grades": r"::test_(grades|log_probabilities|accuracy_in_bf16)",
 }
 

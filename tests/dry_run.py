@@ -12,6 +12,7 @@ Triton specializes each launch for its real arguments; a plain reference compute
 """
 
 import json
+import os
 import random
 import sys
 from collections import Counter
@@ -44,6 +45,7 @@ from nanovllm.gpu import graphs
 from nanovllm.gpu.kernels import attention, pointwise
 from nanovllm.models import layers, sampler
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
+from nanovllm.runner import tensor_parallel
 
 ROOT = f"{Path(__file__).parent.parent}/"
 DEVICE = torch.device("cuda", 0)
@@ -444,9 +446,31 @@ def int8(directory: str) -> Any:
         return serve(directory, quantization="int8")
 
 
+class Alone(tensor_parallel.Ranks):
+    """The first of 2 ranks, without the other: its results would be the same, its logits half."""
+
+    def __init__(self, config: Any) -> None:
+        self.rank, self.size, self.is_connected, self.host, self.device = 0, 2, True, None, None
+
+    def _call(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        if function is tensor_parallel.dist.all_gather:
+            [first, second], x = args
+            first.copy_(x)
+            second.copy_(x * 0.5)
+        elif args[0].is_floating_point():
+            args[0].mul_(2)
+
+
+def ranks(directory: str) -> Any:
+    """A rank's half of the model; what it sends to others is captured too."""
+    started = patch.dict(os.environ, WORLD_SIZE="2", RANK="0")
+    with started, patch.object(tensor_parallel, "Ranks", Alone):
+        return serve(directory, tensor_parallel_size=2)
+
+
 def serve(
     directory: str, num_runs: int = 2, dtype: str = "float32", kv_cache_dtype: str = "auto",
-    **quantized: str,
+    **others: Any,
 ) -> Any:  # fmt: skip
     """A mixed workload: waits, variants and, in float32, whether the answers are a CPU's."""
     rng = random.Random(0)
@@ -461,7 +485,7 @@ def serve(
         for kind, fields in SAMPLING.items()
     }  # fmt: skip
     base = OPTIONS | dict(dtype=dtype, max_num_seqs=5, max_num_batched_tokens=48, max_model_len=80)
-    base |= dict(kv_cache_dtype=kv_cache_dtype, **quantized)
+    base |= dict(kv_cache_dtype=kv_cache_dtype, **others)
     wanted = {}
     if dtype == "float32":  # lower precision has near-ties
         cpu = LLM(directory, device="cpu", attention_backend="sdpa", **base)
@@ -668,6 +692,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "bfloat16": ("qwen3", partial(serve, dtype="bfloat16")),
     "bfloat16 with fp8": ("scaled", partial(serve, dtype="bfloat16", kv_cache_dtype="fp8")),
     "int8": ("qwen3", int8),
+    "ranks": ("qwen3", ranks),
     "decode": ("wide", decode),
     "faults": ("qwen3", faults),
     "structured": ("", structured),

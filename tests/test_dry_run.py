@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 # The scenarios of dry_run.py, in two processes that take about as long.
 PROCESSES = (
-    ("qwen3", "int8", "faults"),
+    ("qwen3", "int8", "faults", "ranks"),
     ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "decode"),
 )
 SCENARIOS = [name for names in PROCESSES for name in names]
@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return first | second
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8", "ranks"])
 def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -> None:
     found = runs[family]["found"]
     for run in found:
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -
 
 def test_the_host_waits_for_tokens_only(runs: dict[str, Any]) -> None:
     """Without rules; with overlap only when no step is left to launch."""
-    for run in runs["qwen3"]["found"]:
+    for run in runs["qwen3"]["found"] + runs["ranks"]["found"]:
         waits = run["plain waits"]
         assert all(x.startswith("the last event at nanovllm/runner/") for x in waits), waits
         if run["options"]["async_scheduling"]:
@@ -89,7 +89,9 @@ def test_launches_of_a_decode(runs: dict[str, Any]) -> None:
     assert found["per layer"] <= 9
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int8"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int8", "ranks"]
+)
 def test_nothing_is_compiled_while_serving(runs: dict[str, Any], name: str) -> None:
     for run in runs[name]["found"]:
         serving = run["variants while serving"]

@@ -30,7 +30,8 @@ class FakeRunner:
     num_blocks, is_async, device, dtype = 40, False, torch.device("cpu"), torch.float32
     attention, backend = SimpleNamespace(cache=torch.empty(0)), PLAIN
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, _: object, config: object, *__: object, ranks: None) -> None:
+        self.model = SimpleNamespace(config=config)
         self.oracle = OracleRunner(self.num_blocks, 4, 8)
         self.events: list[tuple[str, int]] = []
         self.steps = itertools.count()

@@ -95,7 +95,8 @@ class DecodeGraphs:
         # The largest size comes first: its memory in the pool is enough for all others.
         sizes = batch_sizes(num_rows)[::-1]
         with collector_paused():
-            for size in tqdm(sizes, desc="Capturing graphs", unit="graph", delay=1):
+            quiet = not logger.isEnabledFor(logging.INFO)
+            for size in tqdm(sizes, desc="Capturing graphs", unit="graph", delay=1, disable=quiet):
                 self.replays[size] = self.capture(lambda size=size: step(size))  # type: ignore[misc]
         seconds = time.perf_counter() - start
         logger.info(f"captured decode for {len(sizes)} sizes up to {num_rows} in {seconds:.1f} s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -53,10 +53,13 @@ class Linear:
         self.parts, self.backend = parts, backend
         self.weight = backend.make_weight(backend.empty, outputs, inputs)  # [O, I]
         self.bias = backend.empty(outputs) if bias else None
+        # Joins the results of several ranks; see runner/tensor_parallel.py.
+        self.join: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, I] -> [T, O]."""
-        return self.backend.linear(x, self)
+        y = self.backend.linear(x, self)
+        return y if self.join is None else self.join(y)
 
     def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
         for kind, whole in (("weight", self.weight), ("bias", self.bias)):

@@ -30,13 +30,14 @@ class Snapshot:
     total: int
 
     @classmethod
-    def of(cls, device: torch.device) -> "Snapshot":
+    def of(cls, device: torch.device, ranks: int = 1) -> "Snapshot":
+        """`ranks` processes share the memory of a CPU."""
         if device.type == "cuda":
             # Memory that an earlier engine has released must not count as another process's.
             gc.collect()
             torch.cuda.empty_cache()
             return cls(device, *torch.cuda.mem_get_info(device))
-        free = available_host_memory()
+        free = available_host_memory() // ranks
         return cls(device, free, free)
 
 
@@ -112,7 +113,7 @@ def num_kv_blocks(
         )
     else:
         # The other half is for activations and for other processes.
-        room = min(CPU_CACHE_BYTES, available_host_memory() // 2)
+        room = min(CPU_CACHE_BYTES, available_host_memory() // 2) // config.tensor_parallel_size
         where = f"{room / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
         remedy = "Lower kvcache_block_size, or end other programs"
     num = min(room // block_bytes - 1, per_sequence * config.max_num_seqs)

@@ -3,9 +3,12 @@
 The KV cache comes after everything else, because it takes the memory that is left.
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +19,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
 from nanovllm.models.int8 import quantized
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.shards import config_of_rank, parts_of_rank
 from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
 from nanovllm.runner import memory
@@ -26,6 +30,9 @@ from nanovllm.runner.openmp import check_openmp
 from nanovllm.runner.rows import Rows
 from nanovllm.runner.threads import ThreadLimit
 
+if TYPE_CHECKING:
+    from nanovllm.runner.tensor_parallel import Ranks
+
 
 def make_runner(
     config: EngineConfig,
@@ -33,14 +40,18 @@ def make_runner(
     directory: Path,
     max_model_len: int,
     capture_decode: CaptureDecode | None = None,
+    ranks: Ranks | None = None,
 ) -> ModelRunner:
     """capture_decode captures decode steps, unless enforce_eager; None takes the backend's."""
     check_openmp()
+    whole = model_config
+    if ranks is not None:
+        model_config = config_of_rank(whole, ranks.size)
     device, block_size = pick_device(config.device), config.kvcache_block_size
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
     remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
     with device_guard(device), memory.explain_out_of_memory(remedy):
-        before = memory.Snapshot.of(device)
+        before = memory.Snapshot.of(device, config.tensor_parallel_size)
         backend = pick_backend(config.attention_backend, device, dtype, model_config.num_weights)
         if config.quantization is not None:
             backend = quantized(backend, device, dtype)
@@ -52,9 +63,11 @@ def make_runner(
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
         capture_decode = capture_decode or backend.capture_decode
-        model = load_model(config, model_config, directory, max_model_len, backend, device)
+        model = load_model(
+            config, model_config, whole, directory, max_model_len, backend, device, ranks
+        )
         max_blocks = -(-max_model_len // block_size)
-        rows = Rows(config.max_num_seqs, max_blocks, block_size, model_config.vocab_size, device)
+        rows = Rows(config.max_num_seqs, max_blocks, block_size, whole.vocab_size, device)
         # What can be captured is built from the mirror, so that eager steps compute the same.
         mirror = None if capture_decode is None else Mirror(rows)
         limits = ThreadLimit() if device.type == "cpu" else partial(device_guard, device)
@@ -63,8 +76,9 @@ def make_runner(
         if cache_dtype == FP8:
             files = [] if config.load_format == "dummy" else weight_files(directory)
             scales = read_fp8_scales(files, model_config.num_layers)
-        make_cache(runner, config, max_model_len, block_bytes, scales, before)
-        runner.compiled_model = backend.compile_layers(model, runner.attention) or model
+        make_cache(runner, config, max_model_len, block_bytes, scales, before, ranks)
+        if ranks is None:  # compiled layers have no all-reduce
+            runner.compiled_model = backend.compile_layers(model, runner.attention) or model
         if capture_decode is not None and not config.enforce_eager:
             shape = config.max_num_seqs, model_config.hidden_size
             hidden = torch.empty(shape, dtype=dtype, device=device)
@@ -82,18 +96,25 @@ def make_runner(
 def load_model(
     config: EngineConfig,
     model_config: ModelConfig,
+    whole: ModelConfig,
     directory: Path,
     max_model_len: int,
     backend: Backend,
     device: torch.device,
+    ranks: Ranks | None,
 ) -> Qwen3:
     model = Qwen3(model_config, max_model_len, backend)
+    parts = model.checkpoint_parts()
+    if ranks is not None:
+        parts = parts_of_rank(parts, whole, ranks.rank, ranks.size)
     if config.load_format == "dummy":
-        random_weights(model.checkpoint_parts(), config.seed, device)
+        random_weights(parts, config.seed, device)
     else:
-        load_weights(model.checkpoint_parts(), weight_files(directory))
+        load_weights(parts, weight_files(directory))
     for module in model.linears():  # one after the other, to save memory
         backend.pack(module)
+    if ranks is not None:
+        ranks.connect(model, whole.vocab_size)
     return model
 
 
@@ -104,6 +125,7 @@ def make_cache(
     block_bytes: int,
     scales: list[Scales] | None,
     before: memory.Snapshot,
+    ranks: Ranks | None,
 ) -> None:
     """Set the runner's KV cache, as large as `config` says or as fits beside the largest steps."""
     block_size, model_config = config.kvcache_block_size, runner.model.config
@@ -122,6 +144,8 @@ def make_cache(
         config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size
     )
     num = memory.num_kv_blocks(config, max_model_len, block_bytes, before, plans, profile)
+    if ranks is not None:
+        num = ranks.smallest(num)
     with memory.explain_out_of_memory(
         f"a KV cache of {num} blocks takes {(num + 1) * block_bytes:,} bytes, more than the memory "
         "holds; lower num_kvcache_blocks or kv_cache_memory_bytes"
