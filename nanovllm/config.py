@@ -135,6 +135,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None  # size of the KV cache; None: what the memory allows
     kvcache_block_size: int = 16  # tokens
     num_kvcache_blocks: int | None = None  # for requests; the null block is additional
+    swap_space: float = 0  # GiB of host memory to which evicted KV blocks are saved
+    # Fewer blocks are computed again and not loaded from there. None: measured at the start.
+    swap_min_blocks: int | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # no CUDA graphs
     # Plan and launch a step before the tokens of the previous step are read. None: on a GPU only,
@@ -155,13 +158,14 @@ class EngineConfig:
         own: dict[str, Any] = {}
         known = [f.name for f in dataclasses.fields(cls)]
         options = dict(options)
-        if (size := options.pop("block_size", None)) is not None:  # vLLM's name
-            given = options.setdefault("kvcache_block_size", size)
-            if given is not size and given != size:
-                raise ValueError(
-                    f"block_size={size!r} and kvcache_block_size={given!r} are two names of one "
-                    "option; give one of them"
-                )
+        for other, name in OTHER_NAMES.items():
+            if (value := options.pop(other, None)) is not None:
+                given = options.setdefault(name, value)
+                if given is not value and given != value:
+                    raise ValueError(
+                        f"{other}={value!r} and {name}={given!r} are two names of one option; "
+                        "give one of them"
+                    )
         for name, value in options.items():
             if name in known:
                 own[name] = value
@@ -186,6 +190,11 @@ class EngineConfig:
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?", self.device):
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
+            )
+        if self.swap_space and not self.enable_prefix_caching:
+            raise ValueError(
+                f"swap_space={self.swap_space} needs the prefix cache, which finds the blocks again; "
+                "set swap_space=0 or enable_prefix_caching=True"
             )
         if (size := self.tensor_parallel_size) > 1:
             started = os.environ.get("WORLD_SIZE", "1")
@@ -216,6 +225,7 @@ LIMITS: Limits = {
     "attention_backend": ("auto", "triton", "numba", "sdpa"),
     "load_format": ("auto", "dummy"),
     "quantization": ("int8",),
+    "swap_space": (0, math.inf),
     "max_num_seqs": (1, 2**20),
     "kvcache_block_size": (1, 2**20),
     "max_model_len": (2, math.inf),  # a prompt and an output have at least one token each
@@ -224,10 +234,14 @@ LIMITS: Limits = {
         "max_num_batched_tokens",
         "kv_cache_memory_bytes",
         "num_kvcache_blocks",
+        "swap_min_blocks",
         "tensor_parallel_size",
     ),
     (1, math.inf),
 )
+
+# vLLM's names of options that have another name here, or two names there.
+OTHER_NAMES = {"block_size": "kvcache_block_size", "kv_offloading_size": "swap_space"}
 
 # Options of vLLM that do not exist here: name -> (accepted values, why other values are refused).
 # None is accepted by all of them. Options without a reason accept every value. Accepted values have
@@ -248,6 +262,7 @@ VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
     "generation_config": (("auto",), "pass a SamplingParams to use other values than the file's"),
     "hf_overrides": (({},), EDIT_CONFIG),
     "hf_token": ((), "set the environment variable HF_TOKEN"),
+    "kv_offloading_backend": (("native",), "engine/host_tier.py is the only one"),
     "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
     "logprobs_mode": (("raw_logprobs",), "log-probabilities are computed before all rules"),
     "model_impl": (("auto", "vllm"), "the models are those of nanovllm/models"),
@@ -282,7 +297,6 @@ VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
         "prefix_caching_hash_algo",
         "safetensors_load_strategy",
         "served_model_name",
-        "swap_space",
         "use_tqdm_on_load",
     ),
     ((), ""),

@@ -68,6 +68,13 @@ class BlockMove(NamedTuple):
     target: int
 
 
+class HostTier(NamedTuple):
+    """Blocks in host memory, to which blocks of the device are saved when they are evicted."""
+
+    num_blocks: int
+    least_load: int  # fewer blocks are computed again and not loaded; see runner/host_pool.py
+
+
 @dataclass(slots=True)
 class Join:
     """A sequence takes a row. Contains all that the runner needs to know about the sequence."""
@@ -100,8 +107,11 @@ class StepPlan:
     joins: list[Join] = field(default_factory=list)
     # (row, index in the block table, block) for rows that joined in an earlier step.
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    # The runner makes them before it computes anything, and reads all sources before it writes.
+    # The runner makes all saves, then all block_moves, then all loads, before it computes anything.
+    # Of block_moves it reads all sources before it writes. Host blocks are numbered from 0.
+    saves: list[BlockMove] = field(default_factory=list)  # from the device to host memory
     block_moves: list[BlockMove] = field(default_factory=list)
+    loads: list[BlockMove] = field(default_factory=list)  # from host memory to the device
     chunks: list[Chunk] = field(default_factory=list)
     # Rows whose input is the token that they sampled last. The engine may not know it yet, because
     # it can be computed before it reaches the host.
@@ -131,6 +141,7 @@ class Runner(Protocol):
     """What the engine needs from a runner. ModelRunner and the tests' fake runner implement it."""
 
     num_blocks: int  # KV blocks for requests; the null block is not counted
+    host_tier: HostTier | None  # None: there is none
     is_async: bool  # whether the device works while the host plans the next step
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:

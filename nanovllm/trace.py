@@ -27,6 +27,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
+from nanovllm.engine.host_tier import TieredBlockManager
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import WHY_WAITING, InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -68,6 +69,9 @@ class Event(TypedDict, total=False):
     decodes: list[int]  # sequences
     joins: list[int]
     copies: list[tuple[int, int]]  # blocks (source, target)
+    saved: list[tuple[int, int]]  # block, host block
+    loaded: list[tuple[int, int]]  # host block, block
+    host: dict[str, int]  # if blocks were saved or loaded: the counters of the host tier
     evicted: list[int]
     why: str  # a key of WHY_WAITING
 
@@ -225,6 +229,9 @@ class Trace(Observer):
                 event["joins"] = chunked[-len(plan.joins) :]
             if plan.block_moves:
                 event["copies"] = list(plan.block_moves)
+            if (plan.saves or plan.loads) and isinstance(self._blocks, TieredBlockManager):
+                event["saved"], event["loaded"] = list(plan.saves), list(plan.loads)
+                event["host"] = self._blocks.stats()
             if step.evicted:
                 event["evicted"] = step.evicted
             self._in_flight.append(number)
@@ -514,6 +521,14 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         yield f"Copy-on-write: block {pairs}, because the block to write is shared or cached."
     if evicted := event.get("evicted"):
         yield f"Eviction: no block was free, so the prefix cache lost {block_list(evicted)}."
+    if host := event.get("host"):
+        moves = [f"block {block} is saved to host block {to}" for block, to in event["saved"]]
+        moves += [f"block {block} is loaded from host block {of}" for of, block in event["loaded"]]
+        yield (
+            f"Host memory: before the step computes, {', '.join(moves)}. It holds "
+            f"{plural(host['host_blocks'], 'block')}, has lost {host['host_evictions']}, and has "
+            f"spared {plural(host['host_spared_tokens'], 'token')}."
+        )
     if "why" in event:
         waiting = ", ".join(state.seqs[i].name for i in state.waiting)
         yield f"Waiting: {waiting}, because {WHY_WAITING[event['why']]}."

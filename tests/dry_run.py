@@ -7,7 +7,9 @@ process of its own: torch.cuda is replaced, and the kernels are imported without
 
 A CudaTensor claims to be on cuda:0 and holds a tensor of the CPU. Gpu, a dispatch mode, sees each
 operation, and refuses or counts what a GPU would. A graph is a list of what ran in its capture; it
-keeps what was allocated there, and refuses to read other memory that has been freed.
+keeps what was allocated there, and refuses to read other memory that has been freed. What is copied
+on another stream is copied as late as the events allow; it may read or write nothing that a launch
+could still use, and no launch may use its memory before it has ended.
 Triton specializes each launch for its real arguments; a plain reference computes the result.
 """
 
@@ -15,7 +17,7 @@ import json
 import os
 import random
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -45,7 +47,7 @@ from nanovllm.gpu import graphs
 from nanovllm.gpu.kernels import attention, pointwise
 from nanovllm.models import layers, sampler
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
-from nanovllm.runner import tensor_parallel
+from nanovllm.runner import host_pool, tensor_parallel
 
 ROOT = f"{Path(__file__).parent.parent}/"
 DEVICE = torch.device("cuda", 0)
@@ -110,6 +112,10 @@ def tensors_in(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else []
 
 
+def is_pinned(x: Any) -> bool:
+    return any(hasattr(tensor, "has_been_pinned") for tensor in tensors_in(x))
+
+
 def spoil(*tensors: Tensor) -> None:
     """Write what uninitialized memory may hold."""
     for x in tensors:
@@ -127,6 +133,12 @@ class Gpu(TorchDispatchMode):
         super().__init__()
         self.capture: Graph | None = None
         self.arrivals: list[Callable[[], None]] = []  # copies to the host that have not arrived
+        self.stream: Stream | None = None  # the current one; None: the stream of the launches
+        self.pending: Counter[int] = Counter()  # memory of the device -> copies of other streams
+        self.clock = 0  # launches since the start
+        self.used: dict[
+            int, int
+        ] = {}  # memory of the device -> `clock` of the last use by a launch
         self.strict = False  # whether a wait is an error
         self.variants: dict[str, str] = {}  # Triton's key -> what it stands for
         self.all_variants: set[str] = set()  # `variants` of all engines
@@ -198,16 +210,20 @@ class Gpu(TorchDispatchMode):
         found = func(*args, **kwargs)
         if pinned:
             self.refuse_in_capture("pinned memory is allocated")
-            found.has_been_pinned = True
+        if pinned or (any(x.alias_info for x in func._schema.returns) and is_pinned(args)):
+            for x in tensors_in(found):
+                x.has_been_pinned = True
         return found
 
     def transfer(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
         """Copy between host and device, asynchronously if the host's memory is pinned."""
         self.refuse_in_capture("a copy between host and device")
         non_blocking = kwargs.pop("non_blocking", args[2:] == (True,))
-        pinned = any(hasattr(x, "has_been_pinned") for x in tensors_in(args))
+        pinned = is_pinned(args)
         if not (non_blocking and pinned):
             self.wait("a copy between host and device")
+        if self.stream is not None:
+            return self.stream.transfer(args[0], args[1])
         if name == "_to_copy":
             found = func(*unwrap(args), **kwargs | {"device": "cpu"}).clone()
             return found if isinstance(args[0], CudaTensor) else CudaTensor(found)
@@ -228,8 +244,10 @@ class Gpu(TorchDispatchMode):
             x for x, a in zip(args, func._schema.arguments, strict=False)
             if a.alias_info is not None and a.alias_info.is_write
         ]  # fmt: skip
+        written += [kwargs["out"]] if "out" in kwargs else []
         if name.startswith(("empty", "new_empty")):
             spoil(found)
+            self.used.pop(found.untyped_storage().data_ptr(), None)  # of other memory there before
             if self.capture is not None:
                 self.capture.owned.append(found)
         elif written or not any(x.alias_info for x in func._schema.returns):
@@ -238,6 +256,13 @@ class Gpu(TorchDispatchMode):
 
     def launch(self, function: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
         self.launches += 1
+        self.clock += 1
+        for x in tensors_in((*args, *kwargs.values())):
+            if isinstance(x, CudaTensor):
+                place = x.inner.untyped_storage().data_ptr()
+                self.used[place] = self.clock
+                if self.pending[place]:
+                    raise RuntimeError(f"another stream still copies this memory at {site()}")
         if self.capture is not None:
             self.capture.owned += results
             where = site()
@@ -300,9 +325,59 @@ class Graph:
                     result.copy_(x)
 
 
+class Stream:
+    """Copies between host and device that are made as late as the events allow."""
+
+    def __init__(self, *_: Any, priority: int = 0) -> None:
+        self.queue: deque[tuple[int, Callable[[], Any]]] = deque()  # memory of the device, the copy
+        self.done, self.seen = 0, 0  # copies; Gpu.clock of launches that end before the next copy
+
+    def transfer(self, target: Tensor, source: Tensor) -> Tensor:
+        on_device = target if isinstance(target, CudaTensor) else source
+        place = on_device.inner.untyped_storage().data_ptr()
+        if GPU.used.get(place, 0) > self.seen:
+            raise RuntimeError(f"a launch may still use this memory at {site()}")
+        GPU.pending[place] += 1
+        self.queue.append((place, partial(unwrap(target).copy_, unwrap(source))))
+        return target
+
+    @torch.inference_mode()
+    def run_until(self, number: int) -> None:
+        with _disable_current_modes():
+            while self.done < number:
+                place, copy = self.queue.popleft()
+                copy()
+                GPU.pending[place] -= 1
+                self.done += 1
+
+
+@contextmanager
+def on_stream(stream: Stream) -> Iterator[None]:
+    GPU.stream = stream
+    try:
+        yield
+    finally:
+        GPU.stream = None
+
+
 class Event:
+    stream: Stream | None = None
+    clock = 0
+
     def record(self) -> None:
-        self.arrivals, self.launched = list(GPU.arrivals), GPU.launches
+        self.stream = GPU.stream
+        if self.stream is not None:
+            self.copies = self.stream.done + len(self.stream.queue)
+        else:
+            self.arrivals, self.launched = list(GPU.arrivals), GPU.launches
+            self.clock = GPU.clock
+
+    def wait(self) -> None:
+        """The current stream waits."""
+        if self.stream is not None and GPU.stream is None:
+            self.stream.run_until(self.copies)
+        elif self.stream is None and GPU.stream is not None:
+            GPU.stream.seen = max(GPU.stream.seen, self.clock)
 
     def synchronize(self) -> None:
         """It counts as a wait if it leaves the device without work."""
@@ -410,7 +485,8 @@ def replace_device() -> None:
         graph=capturing,
         CUDAGraph=Graph,
         Event=Event,
-        Stream=type("Stream", (), {}),
+        Stream=Stream,
+        stream=on_stream,
     )
     for name, stub in stubs.items():
         assert hasattr(torch.cuda, name), name
@@ -468,9 +544,25 @@ def ranks(directory: str) -> Any:
         return serve(directory, tensor_parallel_size=2)
 
 
+HOST_TIER: dict[str, Any] = dict(swap_space=2**-9, swap_min_blocks=1)
+
+
+def host_tier(directory: str, num_runs: int = 4) -> Any:
+    """A buffer holds one block, so that each is used several times in a step."""
+    with (
+        patch.object(host_pool, "STAGING_BYTES", 16 << 10),
+        patch.object(host_pool, "CHUNK_BYTES", 50 << 10),
+    ):
+        runs = serve(directory, num_runs, **HOST_TIER)
+        if num_runs > 1:  # the times are measured, of this model of a device
+            with GPU:
+                LLM(directory, device="cuda", swap_space=2**-9, max_num_seqs=2, **OPTIONS)
+        return runs
+
+
 def serve(
     directory: str, num_runs: int = 2, dtype: str = "float32", kv_cache_dtype: str = "auto",
-    **others: Any,
+    **more: Any,
 ) -> Any:  # fmt: skip
     """A mixed workload: waits, variants and, in float32, whether the answers are a CPU's."""
     rng = random.Random(0)
@@ -485,7 +577,7 @@ def serve(
         for kind, fields in SAMPLING.items()
     }  # fmt: skip
     base = OPTIONS | dict(dtype=dtype, max_num_seqs=5, max_num_batched_tokens=48, max_model_len=80)
-    base |= dict(kv_cache_dtype=kv_cache_dtype, **others)
+    base |= dict(kv_cache_dtype=kv_cache_dtype, **more)
     wanted = {}
     if dtype == "float32":  # lower precision has near-ties
         cpu = LLM(directory, device="cpu", attention_backend="sdpa", **base)
@@ -513,6 +605,7 @@ def serve(
                 share = 1.0 if kv_cache_dtype == "auto" else 0.8
                 run[f"{kind} is right"] = sum(right) >= share * len(right)
         run["preemptions"] = llm.stats()["preemptions"]
+        run["loads"] = llm.stats().get("host_loads", 0)
         run["direct launches"] = GPU.direct_launches
         run["variants at start"] = list(GPU.variants.values())[:num_at_start]
         run["variants while serving"] = list(GPU.variants.values())[num_at_start:]
@@ -585,6 +678,7 @@ def faults(directory: str) -> Any:
             return str(error)
         finally:
             GPU.capture, GPU.strict = None, False
+            GPU.pending.clear()
 
     def generate() -> Any:
         with GPU:
@@ -645,6 +739,16 @@ def faults(directory: str) -> Any:
             fault = partial(run, host[None], host[None], F=1, COLUMNS=256)
             pairs.append((f"cannot have the grid {grid}", attempt(fault)))
 
+    # Faults of the host tier: a stream that does not wait for an event of the other.
+    for what, of_stream in (("a launch may still", False), ("another stream still", True)):
+        wait = Event.wait
+
+        def ignore(self: Event, of_stream: bool = of_stream, wait: Any = wait) -> None:
+            if (self.stream is not None) != of_stream:
+                wait(self)
+
+        with patch.object(Event, "wait", ignore):
+            pairs.append((f"{what} ", attempt(partial(host_tier, directory, num_runs=1))))
     # Faults of a whole engine: one that does not wait for its tokens, one that reads in a capture.
     right, logits = generate(), Qwen3.logits
     with patch.object(Event, "synchronize", lambda self: None):
@@ -688,6 +792,7 @@ def structured(directory: str) -> Any:
 SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "qwen3": ("qwen3", partial(serve, num_runs=4)),
     "qwen2": ("qwen2", serve),
+    "host tier": ("qwen3", host_tier),
     "fp8": ("scaled", partial(serve, kv_cache_dtype="fp8")),
     "bfloat16": ("qwen3", partial(serve, dtype="bfloat16")),
     "bfloat16 with fp8": ("scaled", partial(serve, dtype="bfloat16", kv_cache_dtype="fp8")),

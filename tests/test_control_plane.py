@@ -163,6 +163,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.blocks._hash = lambda parent, tokens: full(parent, tokens) & ((1 << bits) - 1)
         self.live: list[Sequence] = []
         self.content: dict[int, list[int | None]] = {i: [None] * size for i in range(number + 1)}
+        self.host_content: dict[int, list[int | None]] = {}
 
     @rule(tokens=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=12))
     def open(self, tokens: list[int]) -> None:
@@ -173,12 +174,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         self.blocks.share(seq, matched)
         assert seq.num_computed < len(tokens)
-        held = [t for block in matched for t in self.content[block.block_id]]
-        assert held == tokens[: seq.num_computed], "a match holds other tokens"
+        shared = list(seq.block_table)
         for _ in range(lacking):
             self.blocks.append_block(seq)
+        self.make_moves()
+        held = [t for index in shared for t in self.content[index]]
+        assert held == tokens[: seq.num_computed], "a match holds other tokens"
         self.write(seq, len(tokens))
         self.live.append(seq)
+
+    def make_moves(self) -> None:
+        self.blocks.take_moves(plan := StepPlan())
+        for source, target in plan.saves:
+            self.host_content[target] = list(self.content[source])
+        for source, target in plan.block_moves:
+            self.content[target] = list(self.content[source])
+        for source, target in plan.loads:
+            self.content[target] = list(self.host_content[source])
 
     def write(self, seq: Sequence, upto: int) -> None:
         size = self.blocks.block_size
@@ -199,10 +211,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         if seq.needs_copy_on_write:
             self.blocks.copy_on_write(seq)
-            for source, target in self.blocks.take_moves()[0]:
-                self.content[target] = list(self.content[source])
         for _ in range(self.blocks.num_needed(seq, seq.num_computed + 1)):
             self.blocks.append_block(seq)
+        self.make_moves()
         seq.token_ids.append(token)
         self.write(seq, seq.num_computed + 1)
 

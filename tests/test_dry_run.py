@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 # The scenarios of dry_run.py, in two processes that take about as long.
 PROCESSES = (
-    ("qwen3", "int8", "faults", "ranks"),
+    ("qwen3", "int8", "host tier", "faults", "ranks"),
     ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "decode"),
 )
 SCENARIOS = [name for names in PROCESSES for name in names]
@@ -54,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return first | second
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8", "ranks"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8", "ranks", "host tier"])
 def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -> None:
     found = runs[family]["found"]
     for run in found:
@@ -63,9 +63,12 @@ def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -
         assert (run["preemptions"] > 0) == (run["options"]["num_kvcache_blocks"] < 99)
 
 
-def test_the_host_waits_for_tokens_only(runs: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "ranks", "host tier"])
+def test_the_host_waits_for_tokens_only(runs: dict[str, Any], name: str) -> None:
     """Without rules; with overlap only when no step is left to launch."""
-    for run in runs["qwen3"]["found"] + runs["ranks"]["found"]:
+    for run in runs[name]["found"]:
+        small = run["options"]["num_kvcache_blocks"] < 99
+        assert (run["loads"] > 0) == (name == "host tier" and small)
         waits = run["plain waits"]
         assert all(x.startswith("the last event at nanovllm/runner/") for x in waits), waits
         if run["options"]["async_scheduling"]:

@@ -15,7 +15,7 @@ import torch
 from nanovllm import LLM, SamplingParams, loading
 from nanovllm.lessons.oracle import ALPHABET, OracleRunner, answer
 from nanovllm.models.backend import PLAIN
-from nanovllm.plan import StepOutput
+from nanovllm.plan import HostTier, StepOutput
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": ALPHABET, "hidden_size": 8, "head_dim": 2,
@@ -28,11 +28,12 @@ class FakeRunner:
     """Stands in ModelRunner's place and notes what is done, (what, which step), in order."""
 
     num_blocks, is_async, device, dtype = 40, False, torch.device("cpu"), torch.float32
+    host_tier: HostTier | None = None
     attention, backend = SimpleNamespace(cache=torch.empty(0)), PLAIN
 
     def __init__(self, _: object, config: object, *__: object, ranks: None) -> None:
         self.model = SimpleNamespace(config=config)
-        self.oracle = OracleRunner(self.num_blocks, 4, 8)
+        self.oracle = OracleRunner(self.num_blocks, 4, 8, host_blocks=99)
         self.events: list[tuple[str, int]] = []
         self.steps = itertools.count()
         self.drawn: list[int] = []  # how many tokens each step drew

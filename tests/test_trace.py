@@ -21,7 +21,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
-from nanovllm.plan import StepOutput
+from nanovllm.plan import HostTier, StepOutput
 from nanovllm.trace import Event, State
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -67,6 +67,7 @@ def replay(trace: Trace) -> State:
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def llm(make, request, monkeypatch) -> LLM:  # noqa: F811
     monkeypatch.setattr(FakeRunner, "num_blocks", 12)
+    monkeypatch.setattr(FakeRunner, "host_tier", HostTier(9, 1))
     return make(request.param, max_num_batched_tokens=9, max_num_seqs=5)
 
 
@@ -421,7 +422,7 @@ def test_tokens_are_escaped(llm: LLM) -> None:
 class WideRunner:
     """Sixteen sequences of random words, without the oracle, whose cost is quadratic."""
 
-    num_blocks, is_async = 4000, False
+    num_blocks, is_async, host_tier = 4000, False, None
 
     def run(self, plan):
         rng = random.Random(plan.num_tokens)

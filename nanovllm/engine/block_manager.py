@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from xxhash import xxh64_intdigest
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import BlockMove
+from nanovllm.plan import BlockMove, StepPlan
 
 
 @dataclass(slots=True)
@@ -234,16 +234,16 @@ class BlockManager:
         return block_id
 
     def _evict(self, block_id: int) -> None:
-        """Free an evictable block. Its content is lost; a second tier of memory would save it here."""
+        """Free an evictable block. Its content is lost; engine/host_tier.py saves it before."""
         self._uncache(self.blocks[block_id])
         self.evictions += 1
         self._evicted.append(block_id)
 
-    def take_moves(self) -> tuple[list[BlockMove], list[int]]:
-        """Return the moves that the next plan must make, and the blocks that were evicted for it."""
-        taken = self._moves, self._evicted
+    def take_moves(self, plan: StepPlan) -> list[int]:
+        """Put the moves that it must make into `plan`. Returns the blocks that were evicted for it."""
+        plan.block_moves, evicted = self._moves, self._evicted
         self._moves, self._evicted = [], []
-        return taken
+        return evicted
 
     def _release_block(self, block: Block) -> None:
         block.ref_count -= 1

@@ -15,6 +15,7 @@ from typing import NoReturn
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
+from nanovllm.engine.host_tier import TieredBlockManager
 from nanovllm.engine.input_processor import InputProcessor, Params, Prompt, request_ids
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor, Request, Search
@@ -24,9 +25,10 @@ from nanovllm.plan import Runner, Yield
 
 class LLMEngine(EngineCore):
     def __init__(self, config: EngineConfig, runner: Runner, inputs: InputProcessor) -> None:
-        blocks = BlockManager(
-            runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        )
+        size = runner.num_blocks, config.kvcache_block_size
+        blocks = BlockManager(*size, config.enable_prefix_caching)
+        if runner.host_tier is not None:
+            blocks = TieredBlockManager(*size, runner.host_tier)
         scheduler = Scheduler(
             blocks, config.max_num_seqs, config.max_num_batched_tokens, config.scheduling_policy
         )
@@ -145,7 +147,7 @@ class LLMEngine(EngineCore):
             self.scheduler.blocks.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
-        """Counters: the first five describe the present, the others count since the start."""
+        """Counters of sequences, blocks and tokens, which docs/api.md explains."""
         scheduler, blocks = self.scheduler, self.scheduler.blocks
         self._abort_noted()
         with self.lock:
@@ -162,4 +164,4 @@ class LLMEngine(EngineCore):
                 "recomputed_tokens": scheduler.recomputed_tokens,
                 "prompt_tokens": self.outputs.num_prompt_tokens,
                 "output_tokens": self.outputs.num_output_tokens,
-            }
+            } | (blocks.stats() if isinstance(blocks, TieredBlockManager) else {})

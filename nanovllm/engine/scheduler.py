@@ -153,7 +153,7 @@ class Scheduler:
                 return self.schedule()
             return None
         step.sampling_seqs += decoding
-        plan.block_moves, step.evicted = self.blocks.take_moves()
+        step.evicted = self.blocks.take_moves(plan)
         self.in_flight.append(step)
         return step
 
@@ -356,7 +356,7 @@ class Scheduler:
         for *_, seq in self.waiting:
             self.blocks.release(seq)
             seq.num_with_placeholders = len(seq.token_ids)
-        self.blocks.take_moves()  # of a plan that is not complete
+        self.blocks.take_moves(StepPlan())  # those of a plan that is not complete
         self.blocks.reset_prefix_cache()
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:

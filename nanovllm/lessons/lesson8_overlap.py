@@ -30,7 +30,7 @@ from nanovllm.gpu.graphs import DecodeGraphs
 from nanovllm.lessons.lesson import Question, link, say, show_source, show_table, timed
 from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
-from nanovllm.plan import Chunk, Join, RowSampling, StepOutput, StepPlan, Yield
+from nanovllm.plan import Chunk, HostTier, Join, RowSampling, StepOutput, StepPlan, Yield
 from nanovllm.runner import start
 from nanovllm.runner.model_runner import ModelRunner
 
@@ -44,6 +44,7 @@ class Device:
     """
 
     num_blocks, is_async = 64, True
+    host_tier: HostTier | None = None
 
     def __init__(self) -> None:
         self.queue = ThreadPoolExecutor(1)  # one step at a time, in the order of the launches

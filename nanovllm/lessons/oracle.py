@@ -8,6 +8,7 @@ and `INVARIANTS` are what must hold after each of them. No torch.
 
 import random
 import threading
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequence_
@@ -17,10 +18,11 @@ from typing import NamedTuple
 from xxhash import xxh64_intdigest
 
 from nanovllm.engine import block_manager, scheduler
+from nanovllm.engine.host_tier import TieredBlockManager
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import RowSampling, StepPlan
+from nanovllm.plan import HostTier, RowSampling, StepPlan
 
 ALPHABET = 3  # small, so that the blocks of different sequences meet
 
@@ -39,6 +41,7 @@ INVARIANTS = {
     "progress": "All requests end after a bounded number of steps, whatever happened before.",
     "returned": "When all requests have ended, all blocks are available and all rows are free.",
     "no error": "The scheduler and the block manager raise no exception.",
+    "host": "Each host block is in the host index once or free, and holds the tokens that it says.",
 }
 
 
@@ -97,9 +100,12 @@ def make_samples(
 
 
 class OracleRunner:
-    def __init__(self, num_blocks: int, block_size: int, num_rows: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_rows: int, host_blocks: int = 0
+    ) -> None:
         self.size = block_size
         self.memory: list[tuple[int, int] | None] = [None] * ((num_blocks + 1) * block_size)
+        self.host: list[list[tuple[int, int] | None]] = [[] for _ in range(host_blocks)]
         self.tables: list[dict[int, int]] = [{} for _ in range(num_rows)]
         self.positions = [0] * num_rows
         self.seeds = [0] * num_rows
@@ -112,9 +118,15 @@ class OracleRunner:
             self.seeds[join.row] = join.sampling.seed
         for row, index, block in plan.new_blocks:
             self.tables[row][index] = block
+        saved = {move.target for move in plan.saves}
+        require(len(saved) == len(plan.saves), "host", "a host block is saved twice in a step")
+        for block, host_block in plan.saves:
+            self.host[host_block] = memory[block * size : (block + 1) * size]
         copied = [memory[a * size : (a + 1) * size] for a, _ in plan.block_moves]
         for (_, b), content in zip(plan.block_moves, copied, strict=True):
             memory[b * size : (b + 1) * size] = content
+        for host_block, block in plan.loads:
+            memory[block * size : (block + 1) * size] = self.host[host_block]
 
         work = [(c.row, c.start, c.token_ids, c.yields is not None) for c in plan.chunks]
         work += [(row, self.positions[row], [self.last[row]], True) for row in plan.decode_rows]
@@ -172,8 +184,10 @@ class History:
         schedulers: ModuleType = scheduler,
         managers: ModuleType = block_manager,
         hash_bits: int | None = None,
+        tiers: ModuleType | None = None,
     ) -> None:
-        """The modules may contain a fault. Few bits make hashes collide; None draws 3 or 64."""
+        """The modules may contain a fault. Few bits make hashes collide; None draws 3 or 64. With
+        `tiers`, engine/host_tier.py, there is a second tier in host memory."""
         self.rng = rng = random.Random(seed)
         bits = rng.choice((3, 64)) if hash_bits is None else hash_bits
         self.size = rng.choice((1, 2, 3, 4))
@@ -181,13 +195,23 @@ class History:
         self.budget = rng.choice((1, 2, 3, 5, 8, 64))
         self.max_num_seqs = rng.choice((1, 2, 3, 6))
         self.max_in_flight = rng.choice((0, 0, 1))
-        self.blocks = managers.BlockManager(self.num_blocks, self.size, rng.random() < 0.85)
+        host_blocks, self.has_tiers = 0, tiers is not None
+        self.repeats = 0.5  # how many requests begin as an earlier one did
+        if tiers is None:
+            caches = rng.random() < 0.85
+            self.blocks = managers.BlockManager(self.num_blocks, self.size, caches)
+        else:
+            # Most of these histories evict blocks that a later request wants.
+            self.size, self.num_blocks = rng.choice((1, 1, 2, 3)), rng.randint(3, 8)
+            self.repeats, host_blocks = 0.9, rng.choice((2, 4, 8, 30))
+            tier = HostTier(host_blocks, least_load=rng.choice((1, 1, 1, 2, 3)))
+            self.blocks = tiers.TieredBlockManager(self.num_blocks, self.size, tier)
         if bits < 64:
             full, mask = self.blocks._hash, (1 << bits) - 1
             self.blocks._hash = lambda parent, tokens: full(parent, tokens) & mask
         policy = rng.choice(("fcfs", "sjf"))
         self.scheduler = schedulers.Scheduler(self.blocks, self.max_num_seqs, self.budget, policy)
-        self.runner = OracleRunner(self.num_blocks, self.size, self.max_num_seqs)
+        self.runner = OracleRunner(self.num_blocks, self.size, self.max_num_seqs, host_blocks)
         self.pending: deque[tuple[InFlightStep, list[int]]] = deque()
         self.seqs: list[Sequence] = []
         self.arrivals = 0
@@ -208,7 +232,9 @@ class History:
         longest = rng.randint(2, min(room + 1, 28))
         num_prompt = rng.randint(1, longest - 1)
         prompt = [rng.randrange(ALPHABET) for _ in range(num_prompt)]
-        if self.seqs and rng.random() < 0.5:  # begin as an earlier one did, its answer included
+        if (
+            self.seqs and rng.random() < self.repeats
+        ):  # begin as an earlier one did, its answer included
             old = rng.choice(self.seqs).token_ids
             prompt = (old[: rng.randint(1, len(old))] + prompt)[:num_prompt]
         stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.2 else ())
@@ -231,7 +257,9 @@ class History:
         step = self.scheduler.schedule()
         self.observer.scheduled(step)
         for plan in (step.plan for step in self.scheduler.in_flight):
-            for _, target in plan.block_moves:
+            for _, host_block in plan.saves:
+                self.runner.host[host_block] = []
+            for _, target in (*plan.block_moves, *plan.loads):
                 self.spoil(range(target * self.size, (target + 1) * self.size))
             for join in plan.joins:
                 self.runner.tables[join.row] = dict(enumerate(join.block_table))
@@ -323,6 +351,8 @@ class History:
         require(cached == self.blocks.prefix_index, "index")
         for index in cached.values():
             self.check_cached(index)
+        if self.has_tiers:
+            self.check_host()
         for seq in self.seqs:
             runs = seq.status is Status.RUNNING
             require(
@@ -350,6 +380,24 @@ class History:
         if held != named:
             raise InvariantError("cached", f"block {index} holds {held}, the index says {named}")
 
+    def check_host(self) -> None:
+        """What each tier holds is what its index says, and the same under the same identity."""
+        blocks: TieredBlockManager = self.blocks
+        held = [block.block_id for block in blocks.host_index.values()]
+        everything = sorted([*held, *blocks.host_free])
+        require(everything == list(range(blocks.tier.num_blocks)), "host")
+        names = dict[int, tuple[int, bytes]]()
+        for block in (*blocks.host_index.values(), *blocks.blocks):
+            if block.identity:
+                same = names.setdefault(block.identity, (block.parent, block.token_ids))
+                require(
+                    same == (block.parent, block.token_ids), "host", "an identity has two blocks"
+                )
+        for key, block in blocks.host_index.items():
+            pairs = self.runner.host[block.block_id]
+            tokens = array("I", [pair[0] if pair else 99 for pair in pairs]).tobytes()
+            require(block.hash == key and tokens == block.token_ids, "host")
+
 
 def random_actions(seed: int, number: int = 40) -> list[Action]:
     rng = random.Random(seed)
@@ -374,9 +422,10 @@ def run_history(
     actions: int = 40,
     schedulers: ModuleType = scheduler,
     managers: ModuleType = block_manager,
+    tiers: ModuleType | None = None,
 ) -> History:
     """One random history, from its seed alone; raises AssertionError at the first thing wrong."""
-    history = History(seed, schedulers, managers)
+    history = History(seed, schedulers, managers, tiers=tiers)
     try:
         replay(history, random_actions(seed, actions))
     except InvariantError as error:
@@ -405,7 +454,8 @@ def check_cached_tail(managers: ModuleType = block_manager) -> None:
     blocks.release(parent)
     shared = child.block_table[0]
     blocks.copy_on_write(child)
-    copied = blocks.take_moves()[0] == [(shared, child.block_table[0])]
+    blocks.take_moves(plan := StepPlan())
+    copied = plan.block_moves == [(shared, child.block_table[0])]
     found = blocks.match(plain_sequence([1, 2, 3, 4, 5])) == [blocks.blocks[shared]]
     require(copied and shared in blocks.evictable and found, "cached", "it is written in place")
 

@@ -71,6 +71,36 @@ def check_cache(config: EngineConfig, block_bytes: int, before: Snapshot) -> Non
         )
 
 
+def num_host_blocks(
+    config: EngineConfig, block_bytes: int, weight_bytes: int, before: Snapshot
+) -> int:
+    """Return the number of blocks of the option swap_space.
+
+    Raises ValueError if host memory does not hold them. On a CPU weights and KV cache take from it.
+    """
+    if not config.swap_space:
+        return 0
+    size = int(config.swap_space * 2**30)
+    free, beside = available_host_memory() // config.tensor_parallel_size, ""
+    if before.device.type == "cpu":
+        cache = config.kv_cache_memory_bytes or 2 * block_bytes
+        if config.num_kvcache_blocks is not None:
+            cache = (config.num_kvcache_blocks + 1) * block_bytes
+        free, beside = before.free - weight_bytes - cache, " beside weights and KV cache"
+    if size > free:
+        raise ValueError(
+            f"swap_space={config.swap_space} takes {size:,} bytes of host memory, and {free:,} are "
+            f"free{beside}; lower it, or end other programs"
+        )
+    if size < block_bytes:
+        raise ValueError(
+            f"swap_space={config.swap_space} has no room for one block: a block of "
+            f"{config.kvcache_block_size} tokens takes {block_bytes:,} bytes; raise it to "
+            f"{block_bytes / 2**30:.2g} or more, or set it to 0"
+        )
+    return size // block_bytes
+
+
 def num_kv_blocks(
     config: EngineConfig,
     max_model_len: int,
@@ -113,7 +143,9 @@ def num_kv_blocks(
         )
     else:
         # The other half is for activations and for other processes.
-        room = min(CPU_CACHE_BYTES, available_host_memory() // 2) // config.tensor_parallel_size
+        swap = int(config.swap_space * 2**30)  # not written yet, and so still counted as free
+        room = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
+        room //= config.tensor_parallel_size
         where = f"{room / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
         remedy = "Lower kvcache_block_size, or end other programs"
     num = min(room // block_bytes - 1, per_sequence * config.max_num_seqs)

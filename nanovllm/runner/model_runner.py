@@ -15,7 +15,8 @@ from nanovllm.batch import SamplingBatch, to_device
 from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.plan import Chunk, StepOutput, StepPlan, Yield
+from nanovllm.plan import Chunk, HostTier, StepOutput, StepPlan, Yield
+from nanovllm.runner.host_pool import HostPool
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
@@ -24,6 +25,8 @@ from nanovllm.runner.rows import Rows
 class ModelRunner:
     attention: Attention  # set by runner/start.py, once the size of its KV cache is known
     num_blocks: int  # for requests; the null block is not counted
+    host_pool: HostPool | None = None
+    host_tier: HostTier | None = None
 
     def __init__(
         self,
@@ -46,8 +49,12 @@ class ModelRunner:
         """Launch a step. Returns a function that waits for the device and returns the output."""
         with torch.inference_mode(), self.limits(), self.guard:
             self.rows.apply(plan)
+            if plan.saves and self.host_pool:
+                self.host_pool.save(self.attention.cache, plan.saves)
             if plan.block_moves:
                 self.attention.copy_blocks(plan.block_moves)
+            if plan.loads and self.host_pool:
+                self.host_pool.load(self.attention.cache, plan.loads)
             if self.mirror is not None:
                 self.mirror.apply(plan)
                 if not plan.chunks:

@@ -24,6 +24,7 @@ from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
 from nanovllm.runner import memory
 from nanovllm.runner.backends import device_guard, pick_backend, pick_device, pick_dtype
+from nanovllm.runner.host_pool import make_host_pool, make_host_tier
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.openmp import check_openmp
@@ -60,6 +61,7 @@ def make_runner(
         cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
         block_bytes = model_config.block_bytes(block_size, cache_dtype.itemsize)
         memory.check_cache(config, block_bytes, before)
+        host_blocks = memory.num_host_blocks(config, block_bytes, weight_bytes, before)
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
         capture_decode = capture_decode or backend.capture_decode
@@ -76,7 +78,7 @@ def make_runner(
         if cache_dtype == FP8:
             files = [] if config.load_format == "dummy" else weight_files(directory)
             scales = read_fp8_scales(files, model_config.num_layers)
-        make_cache(runner, config, max_model_len, block_bytes, scales, before, ranks)
+        make_cache(runner, config, max_model_len, block_bytes, scales, before, host_blocks, ranks)
         if ranks is None:  # compiled layers have no all-reduce
             runner.compiled_model = backend.compile_layers(model, runner.attention) or model
         if capture_decode is not None and not config.enforce_eager:
@@ -90,6 +92,12 @@ def make_runner(
                 ),
             ):
                 runner.graphs = capture_decode(runner.decode, hidden)
+        if runner.host_pool is not None:
+            runner.host_tier = make_host_tier(
+                runner, runner.host_pool, config, max_model_len, ranks
+            )
+            if runner.host_tier is None:
+                runner.host_pool = None
     return runner
 
 
@@ -125,6 +133,7 @@ def make_cache(
     block_bytes: int,
     scales: list[Scales] | None,
     before: memory.Snapshot,
+    host_blocks: int,
     ranks: Ranks | None,
 ) -> None:
     """Set the runner's KV cache, as large as `config` says or as fits beside the largest steps."""
@@ -140,6 +149,13 @@ def make_cache(
         runner.attention.copy_blocks([(0, 0)])
         runner.run(plan)
 
+    if host_blocks:  # its buffers on a GPU come first, because the cache takes what remains
+        shape = make_attention(1).cache.shape
+        with memory.explain_out_of_memory(
+            f"swap_space={config.swap_space} takes more host memory than there is; lower it"
+        ):
+            block_shape, dtype = (*shape[:2], *shape[3:]), FP8 if scales else runner.dtype
+            runner.host_pool = make_host_pool(host_blocks, block_shape, dtype, runner.device)
     plans = memory.largest_plans(
         config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size
     )

@@ -186,7 +186,8 @@ class AgreeingRunner:
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self.runner, self.ranks = runner, ranks
-        self.num_blocks, self.is_async = runner.num_blocks, runner.is_async
+        self.num_blocks, self.host_tier = runner.num_blocks, runner.host_tier
+        self.is_async = runner.is_async
         self.last = ""  # what the last step yielded
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:

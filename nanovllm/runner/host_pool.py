@@ -1,0 +1,238 @@
+"""HostPool: KV blocks in host memory, and the copies between them and the KV cache.
+
+engine/host_tier.py decides which block is where. A pool executes its decisions: the saves of a plan
+are made before anything else of the step, the loads before the step computes.
+
+On a CPU both are plain copies. On a GPU the pieces of a block are far apart in the cache, [layers, 2,
+blocks, K, B, D], so a copy has two parts, with a staging buffer on the device between them:
+
+    save    cache ----gather----> staging ----transfer----> pinned host memory
+    load    cache <---scatter---- staging <---transfer----- pinned host memory
+                   steps' stream            the pool's stream
+
+The order follows from the streams. A block is in staging before a later launch of its step overwrites
+it, while the transfer continues beside the computation. A transfer of a load waits for nothing that
+computes, so that it can begin while the previous step runs; the step itself waits for the event that
+follows the transfer. Transfers are in the order of the plans, so that a load reads what the save
+before it wrote. Each buffer has an event that follows its last use, for which its next use waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nanovllm.batch import to_device
+from nanovllm.config import EngineConfig
+from nanovllm.plan import BlockMove, Chunk, HostTier, Join, RowSampling, StepPlan, Yield
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+    from nanovllm.runner.tensor_parallel import Ranks
+
+CHUNK_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two
+STAGING_BYTES = 64 << 20  # of each of the two buffers on a GPU
+
+NEVER = 2**31  # stands for None between ranks
+
+logger = logging.getLogger("nanovllm")
+
+
+class HostPool:
+    """A pool for a device that shares its memory with the host."""
+
+    def __init__(self, num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """`shape` [layers, 2, K, B, D] and `dtype` are those of one block in the cache."""
+        self.num_blocks = num_blocks
+        self.blocks = torch.empty((num_blocks, *shape), dtype=dtype)
+
+    def save(self, cache: Tensor, moves: list[BlockMove]) -> None:
+        """Copy blocks of the cache to host blocks. The cache may be overwritten by what follows."""
+        for block, host_block in moves:
+            self.blocks[host_block] = cache[:, :, block]
+
+    def load(self, cache: Tensor, moves: list[BlockMove]) -> None:
+        """Copy host blocks to blocks of the cache. What follows reads them there."""
+        for host_block, block in moves:
+            cache[:, :, block] = self.blocks[host_block]
+
+
+class PinnedPool(HostPool):
+    """A pool in pinned memory, for a GPU."""
+
+    def __init__(
+        self, num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        # Not every torch indexes fp8 on a GPU, and a copy does not depend on the dtype.
+        self.dtype = torch.uint8 if dtype.itemsize == 1 else dtype
+        self.num_blocks = num_blocks
+        block_bytes = math.prod(shape) * dtype.itemsize
+        self.per_chunk = max(1, CHUNK_BYTES // block_bytes)
+        starts = range(0, num_blocks, self.per_chunk)
+        sizes = [min(self.per_chunk, num_blocks - start) for start in starts]
+        self.chunks = [
+            torch.empty((size, *shape), dtype=self.dtype, pin_memory=True)
+            for size in tqdm(sizes, desc="Pinning memory", unit="chunk", delay=1)
+        ]
+        # Graphs are captured on streams of the other priority, so that none is shared with them.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.ready = torch.cuda.Event()
+        staged = max(1, min(STAGING_BYTES // block_bytes, num_blocks))
+        self.staging = [
+            (torch.empty((staged, *shape), dtype=self.dtype, device=device), torch.cuda.Event())
+            for _ in range(2)
+        ]
+        self.turns = itertools.cycle(self.staging)
+
+    def save(self, cache: Tensor, moves: list[BlockMove]) -> None:
+        blocks = cache.view(self.dtype).movedim(2, 0)
+        with synchronized_on_error():
+            for part, buffer, used in self.parts(moves):
+                sources, targets = zip(*part, strict=True)
+                used.wait()
+                index = to_device(np.array(sources), cache.device)
+                torch.index_select(blocks, 0, index, out=buffer)
+                self.ready.record()
+                with torch.cuda.stream(self.stream):
+                    self.ready.wait()
+                    for where, run in self.runs(targets):
+                        run.copy_(buffer[where], non_blocking=True)
+                    used.record()
+
+    def load(self, cache: Tensor, moves: list[BlockMove]) -> None:
+        blocks = cache.view(self.dtype).movedim(2, 0)
+        with synchronized_on_error():
+            for part, buffer, used in self.parts(moves):
+                sources, targets = zip(*part, strict=True)
+                with torch.cuda.stream(self.stream):
+                    used.wait()
+                    for where, run in self.runs(sources):
+                        buffer[where].copy_(run, non_blocking=True)
+                    self.ready.record()
+                index = to_device(np.array(targets), cache.device)
+                self.ready.wait()
+                blocks.index_copy_(0, index, buffer)
+                used.record()
+
+    def parts(
+        self, moves: list[BlockMove]
+    ) -> Iterator[tuple[list[BlockMove], Tensor, torch.cuda.Event]]:
+        """Yield as many moves as a buffer holds, their place in it, and the event of its last use."""
+        most = len(self.staging[0][0])
+        for start in range(0, len(moves), most):
+            part, (buffer, used) = moves[start : start + most], next(self.turns)
+            yield part, buffer[: len(part)], used
+
+    def runs(self, host_blocks: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
+        """Yield runs of consecutive blocks: where they are in the list, and their memory."""
+        start, size = 0, self.per_chunk
+        for i in range(1, len(host_blocks) + 1):
+            if (
+                i < len(host_blocks)
+                and host_blocks[i] == host_blocks[i - 1] + 1
+                and host_blocks[i] % size != 0
+            ):
+                continue
+            chunk, first = divmod(host_blocks[start], size)
+            yield slice(start, i), self.chunks[chunk][first : first + i - start]
+            start = i
+
+
+@contextmanager
+def synchronized_on_error() -> Iterator[None]:
+    """Wait for the device if a copy is interrupted: its buffer may be in use without an event."""
+    try:
+        yield
+    except BaseException:
+        torch.cuda.synchronize()
+        raise
+
+
+def make_host_pool(
+    num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> HostPool:
+    if device.type == "cuda":
+        return PinnedPool(num_blocks, shape, dtype, device)
+    return HostPool(num_blocks, shape, dtype)
+
+
+# ---- what a load must spare ----
+
+
+def least_load(compute: float, load: float, overhead: float) -> int | None:
+    """Return the least number of blocks that are loaded in less time than they are computed.
+
+    Times are in seconds: `compute` and `load` of one block, and `overhead` of each load however many
+    blocks it copies. n blocks are worth it if overhead + n * load < n * compute. None: never.
+    """
+    return None if load >= compute else math.floor(overhead / (compute - load)) + 1
+
+
+def make_host_tier(
+    runner: ModelRunner,
+    pool: HostPool,
+    config: EngineConfig,
+    max_model_len: int,
+    ranks: Ranks | None = None,
+) -> HostTier | None:
+    """Measure what a load must spare, unless the option swap_min_blocks says it.
+
+    Runs a step and overwrites blocks of the cache. Returns None if no load is worth it. Ranks, which
+    plan the same steps, take the least of what they measured.
+    """
+    least = config.swap_min_blocks
+    if least is None:
+        on_gpu, size = runner.device.type == "cuda", config.kvcache_block_size
+        tokens = min(2048 if on_gpu else 64, config.max_num_batched_tokens, max_model_len)
+        plan = StepPlan(
+            joins=[Join(0, [0] * -(-tokens // size), RowSampling(0.0, seed=0))],
+            chunks=[Chunk(0, 0, [0] * tokens, Yield.NOTHING)],
+        )
+        compute = seconds(lambda: runner.run(plan)(), runner.device) / tokens * size
+        cache = runner.attention.cache
+        most = min(pool.num_blocks, runner.num_blocks, 32)
+        moves = [BlockMove(i, i + 1) for i in range(most)]
+        one = seconds(lambda: pool.load(cache, moves[:1]), runner.device)
+        load = one / most
+        if most > 1:
+            load = max(0.0, seconds(lambda: pool.load(cache, moves), runner.device) - one)
+            load /= most - 1
+        least = least_load(compute, load, max(0.0, one - load))
+        if ranks is not None:
+            least = ranks.smallest(NEVER if least is None else least)
+            least = None if least == NEVER else least
+        logger.info(
+            f"host memory holds {pool.num_blocks:,} KV blocks ({config.swap_space:g} GiB): loading "
+            f"one takes {load * 1e6:,.0f} us, computing its tokens {compute * 1e6:,.0f} us"
+            + (f"; fewer than {least} are not loaded" if (least or 0) > 1 else "")
+        )
+    if least is None:
+        logger.warning(
+            f"swap_space={config.swap_space:g} is not used, because computing a KV block is faster "
+            "than loading it; swap_min_blocks=1 would use it"
+        )
+        return None
+    return HostTier(pool.num_blocks, least)
+
+
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the time of the second of two calls. The first one may compile."""
+    with torch.inference_mode():
+        for _ in range(2):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+    return time.perf_counter() - start

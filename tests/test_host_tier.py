@@ -1,0 +1,505 @@
+"""The host tier: evicted KV blocks that come back. Bookkeeping, copies, and whole engines."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import make_checkpoint, random_llm
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant
+from test_control_plane import MACHINE, BlockManagerMachine
+
+from nanovllm import LLM, SamplingParams, Trace
+from nanovllm.config import EngineConfig
+from nanovllm.engine import host_tier
+from nanovllm.engine.host_tier import HostBlock, TieredBlockManager
+from nanovllm.engine.sequence import Sequence
+from nanovllm.lessons.mutants import TIER_MUTANTS, apply
+from nanovllm.lessons.oracle import History, plain_sequence, run_history
+from nanovllm.models.fp8 import FP8
+from nanovllm.plan import BlockMove, HostTier, StepPlan
+from nanovllm.runner import host_pool, memory
+from nanovllm.runner.host_pool import HostPool, least_load
+
+SLOW = pytest.mark.slow
+GIB = 2**30
+
+
+# ---- the bookkeeping: histories, mutants, a state machine ----
+
+
+@pytest.mark.parametrize("seeds", [range(200), pytest.param(range(200, 1500), marks=SLOW)])
+def test_random_histories(seeds: range) -> None:
+    saved = loaded = lost = preemptions = 0
+    for seed in seeds:
+        history = run_history(seed, tiers=host_tier)
+        saved += history.blocks.saved_blocks
+        loaded += history.blocks.loaded_blocks
+        lost += history.blocks.lost_blocks
+        preemptions += history.scheduler.preemptions
+    assert saved > 5 * len(seeds)
+    assert min(2 * loaded, lost, preemptions) > len(seeds)
+
+
+def fails(tiers: object) -> bool:
+    for seed in range(400):
+        try:
+            run_history(seed, tiers=tiers)  # type: ignore[arg-type]
+        except AssertionError:
+            return True
+    return False
+
+
+@SLOW
+@pytest.mark.parametrize("name", TIER_MUTANTS)
+def test_mutant_is_caught(name: str) -> None:
+    mutant = apply(TIER_MUTANTS[name])
+    if not fails(mutant):
+        with pytest.raises(AssertionError):
+            check_equal_hashes(mutant.TieredBlockManager)
+
+
+def check_equal_hashes(manager: type[TieredBlockManager]) -> None:
+    """A load removes the last matched block from the index, because both have one hash.
+
+    What follows is still a child of the block that was matched.
+    """
+
+    class Colliding(Runs, manager):  # type: ignore[misc, valid-type]
+        _hash = staticmethod(lambda parent, tokens: tokens[0] % 2)
+
+    blocks = Colliding(num_blocks=3)
+    seq, _ = blocks.run(2, 2, 0)
+    blocks.release(seq)
+    other, _ = blocks.run(7, 7, 9, 9, 1, 1)
+    blocks.release(other)
+    seq, plan = blocks.run(2, 2, 4, 4, 0)
+    assert len(plan.loads) == 1
+    parent = blocks.blocks[seq.block_table[1]].identity
+    blocks.release(seq)
+    assert blocks.where(2, 2, 4, 4) == "hd"
+    seq, plan = blocks.run(2, 2, 4, 4, 0)
+    assert len(plan.loads) == 1
+    assert seq.parent_block == parent > 0
+
+
+def test_equal_hashes() -> None:
+    check_equal_hashes(TieredBlockManager)
+
+
+@SLOW
+def test_a_matched_block_that_a_load_evicts_is_caught() -> None:
+    """Blocks of the device must have an owner before the first load takes one."""
+
+    class LoadsFirst(TieredBlockManager):
+        def share(self, seq: Sequence, matched: list) -> None:
+            loaded = [self._load(b) if isinstance(b, HostBlock) else b.block_id for b in matched]
+            super(TieredBlockManager, self).share(seq, [b for b in matched if not hosted(b)])
+            seq.block_table = loaded
+            seq.num_cached_blocks = len(matched)
+            seq.num_computed = len(matched) * self.block_size
+            seq.parent_block = matched[-1].identity if matched else 0
+
+    def hosted(block: object) -> bool:
+        return isinstance(block, HostBlock)
+
+    assert fails(SimpleNamespace(TieredBlockManager=LoadsFirst))
+
+
+class TieredMachine(BlockManagerMachine):
+    @initialize(
+        size=st.integers(1, 4),
+        number=st.integers(1, 12),
+        bits=st.sampled_from([3, 64]),
+        host=st.integers(1, 12),
+        least=st.integers(1, 3),
+    )
+    def start(self, size: int, number: int, bits: int, host: int, least: int) -> None:
+        self.manager = lambda num, size: TieredBlockManager(num, size, HostTier(host, least))
+        super().start(size, number, bits)
+
+    @invariant()
+    def host_holds(self) -> None:
+        """What a host block holds is what the index says, and each is in one state."""
+        if not hasattr(self, "blocks"):
+            return
+        blocks = self.blocks
+        held = [block.block_id for block in blocks.host_index.values()]
+        assert sorted([*held, *blocks.host_free]) == list(range(blocks.tier.num_blocks))
+        for key, block in blocks.host_index.items():
+            assert block.hash == key
+            named = memoryview(block.token_ids).cast("I").tolist()
+            assert self.host_content[block.block_id] == named
+
+
+TestTiers = SLOW(TieredMachine.TestCase)
+TestTiers.settings = settings(MACHINE, max_examples=200)
+
+
+class Runs:
+    """Sequences of tokens that are computed at once, and the moves that this takes."""
+
+    def __init__(self, num_blocks: int, size: int = 2, host: int = 8, least: int = 1) -> None:
+        super().__init__(num_blocks, size, HostTier(host, least))
+
+    def run(self, *token_ids: int) -> tuple[Sequence, StepPlan]:
+        seq, plan = plain_sequence(list(token_ids)), StepPlan()
+        self.share(seq, self.match(seq))
+        while self.num_needed(seq, len(token_ids)):
+            self.append_block(seq)
+        seq.num_computed = len(token_ids)
+        self.cache_full_blocks(seq)
+        self.take_moves(plan)
+        return seq, plan
+
+    def where(self, *token_ids: int) -> str:
+        """Of each matched block of a prompt: d on the device, h in host memory."""
+        matched = self.match(plain_sequence([*token_ids, 0]))
+        return "".join("h" if isinstance(b, HostBlock) else "d" for b in matched)
+
+
+class Blocks(Runs, TieredBlockManager):
+    """The real manager."""
+
+
+def test_an_evicted_block_comes_back_once_saved() -> None:
+    blocks = Blocks(num_blocks=3)
+    seq, plan = blocks.run(1, 1, 2, 2, 3)
+    assert (plan.saves, plan.loads) == ([], [])
+    blocks.release(seq)
+    assert blocks.where(1, 1, 2, 2) == "dd"
+    other, plan = blocks.run(7, 7, 8, 8, 9, 9)  # takes all three blocks
+    assert [move.target for move in plan.saves] == [0, 1]
+    assert blocks.where(1, 1, 2, 2) == "hh"
+    blocks.release(other)
+    seq, plan = blocks.run(1, 1, 2, 2, 3)
+    assert [move.source for move in plan.loads] == [1, 0]  # the first block was saved last
+    assert [move.target for move in plan.loads] == seq.block_table[:2]
+    assert seq.num_computed == 5
+    assert blocks.stats()["host_spared_tokens"] == 4
+    # It keeps its copy: evicted again, it is not saved again.
+    blocks.release(seq)
+    saved = blocks.saved_blocks
+    other, plan = blocks.run(7, 7, 8, 8, 9, 9)
+    assert blocks.where(1, 1, 2, 2) == "hh"
+    assert blocks.saved_blocks == saved
+    assert not {0, 1} & {move.target for move in plan.saves}
+
+
+def test_a_match_crosses_the_tiers_in_both_directions() -> None:
+    """A child stays reachable when only its parent was evicted, and when both were."""
+    blocks = Blocks(num_blocks=4)
+    seq, _ = blocks.run(1, 1, 2, 2, 3, 3)
+    *_, third = seq.block_table
+    blocks.release(seq)
+    blocks.evictable.move_to_end(third)
+    blocks.run(7, 7, 8, 8)  # evicts one besides the free block: the second
+    assert blocks.where(1, 1, 2, 2, 3, 3) == "dhd"
+    assert blocks.match(plain_sequence([1, 1, 2, 2, 3, 3, 0]))[2].block_id == third
+
+
+def test_a_load_does_not_evict_what_was_matched() -> None:
+    """The least recently used blocks are the matched ones, which have no owner yet."""
+    blocks = Blocks(num_blocks=4)
+    seq, _ = blocks.run(1, 1, 2, 2, 3, 3)
+    *_, third = seq.block_table
+    blocks.release(seq)
+    blocks.evictable.move_to_end(third)
+    other, _ = blocks.run(7, 7, 8, 8)
+    blocks.release(other)
+    assert blocks.where(1, 1, 2, 2, 3, 3) == "dhd"
+    assert set(list(blocks.evictable)[:2]) == {seq_block(blocks, 1, 1), third}
+    seq, plan = blocks.run(1, 1, 2, 2, 3, 3, 4)
+    assert seq.block_table[2] == third
+    assert len(plan.loads) == 1
+    assert len(set(seq.block_table)) == 4
+
+
+def seq_block(blocks: Blocks, *tokens: int) -> int:
+    return blocks.match(plain_sequence([*tokens, 0]))[-1].block_id
+
+
+def test_a_block_that_is_computed_again_keeps_its_identity() -> None:
+    """Its children in host memory are still found."""
+    blocks = Blocks(num_blocks=3, least=2)
+    seq, _ = blocks.run(1, 1, 2, 2, 3)
+    blocks.release(seq)
+    other, _ = blocks.run(7, 7, 8, 8, 9, 9)
+    blocks.release(other)
+    assert blocks.where(1, 1) == ""  # a load of one block is not worth it
+    seq, plan = blocks.run(1, 1, 5)
+    assert plan.loads == []
+    assert blocks.where(1, 1, 2, 2) == "d"
+    blocks.tier = HostTier(8, 1)
+    assert blocks.where(1, 1, 2, 2) == "dh"
+
+
+def test_what_does_not_fit_is_lost() -> None:
+    blocks = Blocks(num_blocks=3, host=2)
+    for first in (1, 4, 7):
+        seq, _ = blocks.run(*(first + i // 2 for i in range(6)))
+        blocks.release(seq)
+    # Of each step's three evictions one finds no host block, and the next step replaces two.
+    assert blocks.stats() == {
+        "host_blocks": 2,
+        "host_saves": 4,
+        "host_loads": 0,
+        "host_evictions": 4,
+        "host_spared_tokens": 0,
+    }
+    blocks.reset_prefix_cache()
+    assert blocks.stats()["host_blocks"] == 0
+    assert blocks.where(7, 7) == ""
+
+
+@pytest.mark.parametrize(
+    ("compute", "load", "overhead", "least"),
+    [
+        (1e-3, 1e-4, 0.0, 1),
+        (1e-3, 1e-4, 1e-4, 1),
+        (1e-3, 1e-4, 1e-3, 2),  # 1.2 ms for two blocks and not 2
+        (1e-3, 9e-4, 1.05e-3, 11),
+        (1e-3, 1e-3, 0.0, None),
+        (1e-3, 2e-3, 0.0, None),
+    ],
+)
+def test_the_rule(compute: float, load: float, overhead: float, least: int | None) -> None:
+    assert least_load(compute, load, overhead) == least
+    if least is not None:
+        assert overhead + least * load < least * compute
+        assert least == 1 or overhead + (least - 1) * load >= (least - 1) * compute - 1e-12
+
+
+def test_plans_are_reproducible() -> None:
+    def plans(seed: int) -> list[StepPlan]:
+        history, made = History(seed, tiers=host_tier), []
+        run = history.runner.run
+        history.runner.run = lambda plan: made.append(plan) or run(plan)  # type: ignore[func-returns-value]
+        for _ in range(30):
+            history.add()
+            history.step()
+        return made
+
+    for seed in range(20):
+        assert plans(seed) == plans(seed)
+
+
+# ---- the copies ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
+def test_copies_of_every_dtype(dtype: torch.dtype) -> None:
+    cache = torch.randn(3, 2, 6, 2, 4, 8).to(dtype)
+    before, pool = cache.clone(), HostPool(4, (3, 2, 2, 4, 8), dtype)
+    pool.save(cache, [BlockMove(5, 0), BlockMove(2, 3)])
+    cache.view(torch.uint8).fill_(255)  # NaN
+    pool.load(cache, [BlockMove(3, 1), BlockMove(0, 4)])
+    assert torch.equal(cache[:, :, 1].float(), before[:, :, 2].float())
+    assert torch.equal(cache[:, :, 4].float(), before[:, :, 5].float())
+    assert cache[:, :, [0, 2, 3, 5]].float().isnan().all()
+
+
+def test_runs_of_pinned_blocks() -> None:
+    """One transfer for consecutive blocks of one allocation, of which each has three here."""
+    pool = object.__new__(host_pool.PinnedPool)
+    pool.per_chunk = 3
+    pool.chunks = [torch.arange(3) + 3 * i for i in range(4)]
+    for blocks in ([0], [0, 1, 2, 3, 4], [5, 6, 2, 1, 0], [9, 10, 11, 4, 5], [7, 7]):
+        found = list(pool.runs(tuple(blocks)))
+        assert [b for _, run in found for b in run.tolist()] == blocks
+        assert [i for where, _ in found for i in range(where.start, where.stop)] == [
+            *range(len(blocks))
+        ]
+    assert len(list(pool.runs((0, 1, 2, 3, 4)))) == 2
+    assert len(list(pool.runs((9, 10, 11, 4, 5)))) == 2
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tier")
+    make_checkpoint(path)
+    return path
+
+
+@pytest.mark.parametrize("backend", ["numba", "sdpa", "triton"])
+def test_the_order_of_moves(path: Path, backend: str) -> None:
+    """A plan saves a block, copies another over it, and loads what it has just saved."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    llm = random_llm(path, swap_space=2**-10, swap_min_blocks=1, attention_backend=backend)
+    runner = llm.engine.runner
+    cache = runner.attention.cache
+    cache.normal_()
+    before = cache.clone()
+    moves = dict(
+        saves=[BlockMove(1, 7)],
+        block_moves=[BlockMove(2, 1), BlockMove(1, 3)],
+        loads=[BlockMove(7, 2)],
+    )
+    runner.run(StepPlan(**moves, **one_token()))()
+    assert torch.equal(cache[:, :, 1], before[:, :, 2])
+    assert torch.equal(cache[:, :, 3], before[:, :, 1])
+    assert torch.equal(cache[:, :, 2], before[:, :, 1])
+    assert torch.equal(cache[:, :, 4:], before[:, :, 4:])
+
+
+def one_token() -> dict:
+    from nanovllm.plan import Chunk, Join, RowSampling, Yield
+
+    join = Join(0, [0], RowSampling(0.0, seed=0))
+    return dict(joins=[join], chunks=[Chunk(0, 0, [5], Yield.TOKEN)], num_tokens=1)
+
+
+# ---- whole engines ----
+
+PARAMS = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=20, ignore_eos=True,
+                         n=1 + (i % 4 == 3)) for i in range(10)]  # fmt: skip
+PROMPTS = [[(7 * i * (i % 3 > 0) + j) % 190 + 1 for j in range(20 + 9 * i)] for i in range(10)]
+
+
+def tokens_of(llm: LLM, rounds: int = 2) -> list[list[int]]:
+    """The tokens of two conversations of two turns each; the second begins as the first ended."""
+    found, prompts = [], PROMPTS
+    for _ in range(rounds):
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        found += [list(sample.token_ids) for out in outputs for sample in out.outputs]
+        answers = [list(out.outputs[0].token_ids) for out in outputs]
+        prompts = [[*p, *a, 3] for p, a in zip(prompts, answers, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("backend", [pytest.param("numba", marks=SLOW), "sdpa"])
+def test_tokens_do_not_depend_on_the_pools(path: Path, backend: str) -> None:
+    """In float32, from ample pools to those that hardly hold the longest request."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    options = dict(attention_backend=backend, kvcache_block_size=4, max_num_seqs=4)
+    wanted = tokens_of(random_llm(path, num_kvcache_blocks=800, **options))
+    block_bytes = 2 * 2 * 4 * 2 * 32 * 4
+    for blocks, host, overlap in ((40, 400, False), (60, 50, True), (38, 6, False)):
+        llm = random_llm(
+            path,
+            num_kvcache_blocks=blocks,
+            swap_space=host * block_bytes / GIB,
+            swap_min_blocks=1,
+            async_scheduling=overlap,
+            **options,
+        )
+        assert llm.engine.runner.host_tier == HostTier(host, 1)
+        assert tokens_of(llm) == wanted, (blocks, host)
+        stats = llm.stats()
+        assert stats["host_saves"] > 0
+        assert 0 < stats["host_blocks"] <= host
+        if host == 400:
+            assert stats["host_loads"] > 50
+            assert stats["host_spared_tokens"] >= 4 * stats["host_loads"]
+
+
+def test_fp8_and_the_interpreter_of_triton(path: Path) -> None:
+    options = dict(kvcache_block_size=4, max_num_seqs=2, attention_backend="sdpa")
+    options |= dict(kv_cache_dtype="fp8")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def tokens(**more: object) -> tuple[list[list[int]], dict]:
+        llm = random_llm(path, **options, **more)
+        outputs = [llm.generate(PROMPTS[:4], params, use_tqdm=False) for _ in range(2)]
+        return [out.outputs[0].token_ids for outs in outputs for out in outs], llm.stats()
+
+    wanted, _ = tokens(num_kvcache_blocks=200)
+    found, stats = tokens(num_kvcache_blocks=20, swap_space=2**-8, swap_min_blocks=1)
+    assert found == wanted
+    assert stats["host_loads"] > 0
+
+
+def test_stats_without_the_tier(path: Path) -> None:
+    llm = random_llm(path)
+    assert llm.engine.runner.host_pool is None
+    assert type(llm.engine.scheduler.blocks).__name__ == "BlockManager"
+    assert not [key for key in llm.stats() if "host" in key]
+
+
+def small(path: Path, **options: object) -> LLM:
+    settings = dict(kvcache_block_size=4, num_kvcache_blocks=30, attention_backend="sdpa")
+    settings |= dict(swap_space=2**-8, swap_min_blocks=1)
+    return random_llm(path, **(settings | options))
+
+
+def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it saved cannot be relied on."""
+    llm = small(path)
+    wanted = tokens_of(llm, rounds=1)
+    blocks = llm.engine.scheduler.blocks
+    assert blocks.host_index
+    pool, calls = llm.engine.runner.host_pool, [0]
+
+    def broken(cache: torch.Tensor, moves: list[BlockMove]) -> None:
+        calls[0] += 1
+        for _, host_block in moves:
+            pool.blocks[host_block] = float("nan")
+        if calls[0] == 3:
+            monkeypatch.undo()
+            raise RuntimeError("a save failed on purpose")
+        HostPool.save(pool, cache, moves)
+
+    llm.reset_prefix_cache()
+    assert not blocks.host_index
+    monkeypatch.setattr(pool, "save", broken)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert not blocks.host_index
+    assert len(blocks.host_free) == blocks.tier.num_blocks
+    assert blocks.num_available == blocks.num_blocks
+    assert tokens_of(llm, rounds=1) == wanted
+
+
+def test_the_trace_shows_the_moves(path: Path) -> None:
+    llm = small(path)
+    with Trace(llm) as trace:
+        for _ in range(2):
+            tokens_of(llm, rounds=1)
+    saved = [tuple(move) for event in trace.events for move in event.get("saved", ())]
+    loaded = [tuple(move) for event in trace.events for move in event.get("loaded", ())]
+    assert len(saved) == llm.stats()["host_saves"]
+    assert len(loaded) == llm.stats()["host_loads"]
+    text = " ".join(str(trace).split())
+    assert "Host memory: before the step computes, block " in text
+    assert " is saved to host block " in text
+    assert " is loaded from host block " in text
+    stats = llm.stats()
+    assert f"holds {stats['host_blocks']} blocks, has lost {stats['host_evictions']}" in text
+
+
+def test_the_rule_is_measured(path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    caplog.set_level(logging.INFO, "nanovllm")
+    tier = small(path, swap_min_blocks=None).engine.runner.host_tier
+    assert tier.least_load >= 1
+    assert "host memory holds " in caplog.text
+    # Where computing is faster, nothing is saved.
+    monkeypatch.setattr(host_pool, "least_load", lambda *_: None)
+    llm = small(path, swap_min_blocks=None)
+    assert llm.engine.runner.host_pool is llm.engine.runner.host_tier is None
+    assert "swap_space=0.00390625 is not used" in caplog.text
+    assert tokens_of(llm, rounds=1)
+
+
+def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EngineConfig.from_options({"kv_offloading_size": 2.5}).swap_space == 2.5
+    assert EngineConfig.from_options({"kv_offloading_size": None}).swap_space == 0
+    config = EngineConfig(swap_space=4)
+    gpu = memory.Snapshot(torch.device("cuda", 0), 1, 1)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * GIB)
+    with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):
+        memory.num_host_blocks(config, 1000, 5 * GIB, gpu)
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
+    assert memory.num_host_blocks(config, 1000, 5 * GIB, gpu) == 4 * GIB // 1000
+    # Weights and KV cache of a CPU take the same memory.
+    cpu = memory.Snapshot(torch.device("cpu"), 5 * GIB, 5 * GIB)
+    with pytest.raises(ValueError, match="beside weights and KV cache"):
+        memory.num_host_blocks(config, 1000, GIB, cpu)
+    small_cache = EngineConfig(swap_space=4, num_kvcache_blocks=10**6)
+    with pytest.raises(ValueError, match="beside weights and KV cache"):
+        memory.num_host_blocks(small_cache, 1000, GIB // 4, cpu)
+    assert memory.num_host_blocks(config, 1000, GIB // 4, cpu) == 4 * GIB // 1000
