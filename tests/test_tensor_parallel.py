@@ -77,7 +77,7 @@ CASES = [
     ("qwen3", 2, {}),
     ("qwen3", 4, {}),  # each KV head is on two ranks; the last rank has a token less
     ("qwen2", 2, {"enable_prefix_caching": False}),
-    ("biased", 4, {"async_scheduling": True}),
+    ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9, "swap_min_blocks": 1}),
 ]
 
 
@@ -90,6 +90,7 @@ def test_ranks_answer_as_one(
     arguments = {"path": paths[model], **options}
     [one] = values(ranks("everything", 1, **arguments))
     assert one["stats"]["preemptions"] > 0
+    assert ("swap_space" in options) == (one["stats"].get("host_loads", 0) > 0)
     found = ranks("everything", size, **arguments)
     for answer in values(found):
         assert answer["tokens"] == one["tokens"]
