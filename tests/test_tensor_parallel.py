@@ -125,6 +125,8 @@ def test_text_and_stop_strings(ranks: Job, size: int) -> None:
 @pytest.mark.parametrize("backend", ["sdpa", "numba"])
 def test_int8(ranks: Job, paths: dict[str, str], backend: str) -> None:
     """A rank has scales of its own: the results are not those of one, and as accurate."""
+    if backend == "numba":
+        pytest.importorskip("numba")
     path, options = paths["qwen2"], {"quantization": "int8"}  # its embeddings are int8 too
     [exact] = values(ranks("everything", 1, path=path))
     [one] = values(ranks("everything", 1, path=path, **options))
@@ -141,6 +143,7 @@ def test_int8(ranks: Job, paths: dict[str, str], backend: str) -> None:
 
 @pytest.mark.slow
 def test_the_kernels_of_a_cpu(ranks: Job, paths: dict[str, str]) -> None:
+    pytest.importorskip("numba")
     [one] = values(ranks("everything", 1, path=paths["qwen3"]))
     found = values(ranks("everything", 2, path=paths["qwen3"], attention_backend="numba"))
     assert [answer["tokens"] for answer in found] == [one["tokens"]] * 2
