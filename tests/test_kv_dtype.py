@@ -359,7 +359,7 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the embedded model ----
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def embedded_fp8() -> LLM:
     return LLM(dtype="bfloat16", device="cpu", kv_cache_dtype="fp8")
 

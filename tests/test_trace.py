@@ -213,7 +213,7 @@ def printed_kinds(trace: Trace) -> list[dict[int, str]]:
     return steps
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def resumed_run() -> Trace:
     """Request 2 is preempted twice; the second time, all but its last token is cached."""
     llm = LLM(kvcache_block_size=4, num_kvcache_blocks=14, dtype="float32")
@@ -246,7 +246,7 @@ def test_what_is_computed_again(llm: LLM) -> None:
     assert kinds_at == ["again", "again", "prompt", "prompt"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def embedded_run() -> Trace:
     """Six requests, a shared prefix, evictions and a preemption."""
     llm = LLM(
