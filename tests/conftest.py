@@ -41,8 +41,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """All cases of a test, or all tests of a group, go to the process that is free; those with the
-    most cases come first.
+    """All cases of a test, or all tests of a group, go to the process that is free.
 
     pytest-xdist has a mark for groups, but its version 3.8 ignores it with pytest 9.2.
     """
@@ -53,7 +52,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             groups = (name for name, pattern in GROUPS.items() if re.search(pattern, nodeid))
             return next(groups, nodeid.partition("[")[0])
 
+    config.option.loadscopereorder = False  # by the number of cases; ours is below
     return Scheduler(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of two processes, none should begin something long when the other is done."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

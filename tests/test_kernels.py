@@ -414,10 +414,8 @@ def test_draws_follow_the_distribution() -> None:
     assert chi_squared < 16.3
 
 
-QUESTIONS = {
-    "What is 2 + 3?": "2 + 3 = 5",
-    "What is 1 + 6?": "1 + 6 = 7",
-}
+# Answers of four tokens: each takes the interpreter a second.
+QUESTIONS = {"sam backwards": "mas", "And aji in capitals?": "AJI"}
 
 
 @pytest.mark.slow
