@@ -3,7 +3,6 @@
 import fcntl
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ GROUPS = {
     "parity": r"/test_parity\.py::",
     "ranks": r"/test_tensor_parallel\.py::",
     "grades": r"::test_(grades|log_probabilities|accuracy_in_bf16)",
+    "options": r"::test_(options|constant_preemption)_change",
 }
 
 
@@ -43,8 +43,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """All cases of a test, or all tests of a group, go to the process that is free; those with the
-    most cases come first.
+    """All cases of a test, or all tests of a group, go to the process that is free.
 
     pytest-xdist has a mark for groups, but its version 3.8 ignores it with pytest 9.2.
     """
@@ -55,7 +54,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             groups = (name for name, pattern in GROUPS.items() if re.search(pattern, nodeid))
             return next(groups, nodeid.partition("[")[0])
 
+    config.option.loadscopereorder = False  # by the number of cases; ours is below
     return Scheduler(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of two processes, none should begin something long when the other is done."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -66,21 +72,32 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         from nanovllm.cpu import compile, jit
     except ImportError:
         return  # without Numba
-    work = [partial(compile.compile_now, dtype) for dtype in (torch.bfloat16, torch.float32)]
-    if hasattr(session.config, "workerinput"):  # the whole suite, which reads fp8 caches too
-        work += [
-            partial(compile.compile_all, d, None, FP8) for d in (torch.bfloat16, torch.float32)
-        ]
-    # Two processes share the work: each first does what the other is not doing, and then waits for
-    # what the other has begun.
-    for wait in (False, True) if jit.DIRECTORY else ():
-        for number, compile_some in enumerate(work):
+    if hasattr(session.config, "workerinput") and jit.DIRECTORY:
+        share_compilation()
+    for dtype in (torch.bfloat16, torch.float32):
+        compile.compile_now(dtype)
+
+
+def share_compilation() -> None:
+    """Compile what the whole suite needs, fp8 caches too, with the other process: each first does
+    what the other is not doing, and then waits for what the other has begun."""
+    from nanovllm.cpu import compile, jit
+
+    # The same kernel of several lists once: in the order of a list, in which attention comes first.
+    work: dict[tuple[Any, Any], int] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for unit, cache in [*((unit, dtype) for unit in compile.units(dtype)), (None, FP8)]:
+            for place, call in enumerate(compile.calls(dtype, unit, cache)):
+                work.setdefault(call, place)
+    calls = sorted(work, key=work.__getitem__)
+    for wait in (False, True):
+        for number, (kernel, types) in enumerate(calls):
             with (jit.DIRECTORY / f"tests-{number}.lock").open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 except BlockingIOError:
                     continue
-                compile_some()
+                kernel.compile(types)
 
 
 def make_checkpoint(
@@ -144,12 +161,13 @@ def random_llm(path: Path, **options: object) -> LLM:
     return LLM(str(path), **(settings | options))
 
 
-def wrong_by_task(llm: LLM) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
+def wrong_by_task(llm: LLM, every: int = 4) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
     """Of each task, the wrong answers with what was said, and how many questions there were: 100 of
-    an open task, every fourth of a closed one, each of whose answers is asked for in several phrasings.
+    an open task, every so many of a closed one, each of whose answers is asked for in several
+    phrasings.
     """
     asked = {
-        task: data.graded_samples(task, 100)[:: 1 if task in data.OPEN_TASKS else 4]
+        task: data.graded_samples(task, 100)[:: 1 if task in data.OPEN_TASKS else every]
         for task in data.ALL_TASKS
     }
     wrong = wrong_answers(llm, [s for samples in asked.values() for s in samples])
@@ -157,6 +175,26 @@ def wrong_by_task(llm: LLM) -> dict[str, tuple[list[tuple[data.Sample, str]], in
         task: ([pair for pair in wrong if pair[0].task == task], len(samples))
         for task, samples in asked.items()
     }
+
+
+# Fixtures belong to the session: tests of all files take turns, so that those of a module would be made
+# again and again.
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
+    """A random checkpoint, and transformers' model of it. Tests change neither."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    return path, make_checkpoint(path)
+
+
+@pytest.fixture(scope="session")
+def path(checkpoint: tuple[Path, torch.nn.Module]) -> Path:
+    return checkpoint[0]
+
+
+@pytest.fixture(scope="session")
+def llm(path: Path) -> LLM:
+    """Its engine, for at most 128 tokens. Tests leave it without a request."""
+    return random_llm(path, max_model_len=128)
 
 
 @pytest.fixture(scope="session")
@@ -173,4 +211,4 @@ def embedded_bf16() -> LLM:
 
 @pytest.fixture(scope="session")
 def wrong_in_bf16(embedded_bf16: LLM) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
-    return wrong_by_task(embedded_bf16)
+    return wrong_by_task(embedded_bf16, every=1)

@@ -20,7 +20,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,6 +128,13 @@ READS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount",
 INDEXING = {"index", "index_put_", "_index_put_impl_"}
 
 
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether an operation is made of others. A product is one launch, of whatever it is made."""
+    products = torch.ops.aten.linear.default, torch.ops.aten.matmul.default
+    return func.namespace == "aten" and func not in products and func._can_decompose()
+
+
 class Gpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +190,7 @@ class Gpu(TorchDispatchMode):
         to_host = device is not None and torch.device(device).type == "cpu"
         if len(host) == len(tensors) and (device is None or to_host):
             return self.run_on_host(func, name, args, kwargs)
-        if func.namespace == "aten" and func._can_decompose():
+        if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
         if name in ("copy_", "_to_copy") and (host or to_host):
@@ -252,7 +259,11 @@ class Gpu(TorchDispatchMode):
                 self.capture.owned.append(found)
         elif written or not any(x.alias_info for x in func._schema.returns):
             self.launch(func, args, kwargs, [] if written else tensors_in(found))
-        return written[0] if written else tree_map_only(Tensor, CudaTensor, found)
+        if written:
+            return written[0]
+        # Most operations return one tensor, which takes no walk through a tree.
+        one = isinstance(found, Tensor)
+        return CudaTensor(found) if one else tree_map_only(Tensor, CudaTensor, found)
 
     def launch(self, function: Any, args: Any, kwargs: Any, results: list[Tensor]) -> None:
         self.launches += 1

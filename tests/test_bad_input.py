@@ -7,18 +7,17 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fresh
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint, random_llm
+from conftest import VOCAB, random_llm
 
 import nanovllm
 from nanovllm import (
@@ -36,14 +35,7 @@ from nanovllm.runner import memory, start
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("bad")
-    make_checkpoint(path)
-    return path
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llm(path: Path) -> LLM:
     return random_llm(path, max_model_len=300, num_kvcache_blocks=10)
 
@@ -659,11 +651,7 @@ def test_a_package_in_a_zip_file(tmp_path: Path) -> None:
         for path in package.rglob("*.py"):
             file.write(path, path.relative_to(package.parent))
     code = "import nanovllm; print(nanovllm.__file__); nanovllm.LLM()"
-    variables = os.environ | {"PYTHONPATH": str(tmp_path / "package.zip")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=variables, cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = fresh.run(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "package.zip"))
     assert "package.zip" in done.stdout
     assert re.search("ValueError: .*is not a directory; pip install the package", done.stderr)
 

@@ -18,13 +18,13 @@ from nanovllm import (
 ENDS = [0, 3, 17, 18, 19, 20, 21, 22]  # many, so that beams end at different lengths
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("beams")
     return path, make_checkpoint(path, eos_token_id=ENDS)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def llm(checkpoint):
     return random_llm(checkpoint[0])
 
@@ -207,6 +207,7 @@ def test_text_of_the_embedded_model(embedded: LLM):
     assert output.sequences[0].cum_logprob > output.sequences[1].cum_logprob
 
 
+@pytest.mark.extra
 def test_beams_follow_a_grammar(embedded: LLM):
     """All results match, also after preemption, and the best is the most likely that matches."""
     pytest.importorskip("llguidance")
@@ -239,6 +240,7 @@ def test_beams_follow_a_grammar(embedded: LLM):
         embedded.beam_search(question, ignoring)
 
 
+@pytest.mark.extra
 @pytest.mark.parametrize("width", [2, 3, 8])
 def test_fewer_beams_than_before(embedded: LLM, width):
     """A grammar leaves fewer continuations than there were beams, beside another request."""

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm, weights_of
+from conftest import random_llm, weights_of
 
 from nanovllm.benchmarks import baselines, machine, modes, roofline, throughput, turn, workloads
 from nanovllm.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload
@@ -19,13 +19,6 @@ from nanovllm.models.config import ModelConfig
 spec = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
 bench = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(path)
-    return path
 
 
 def test_nano_is_nano_vllms_benchmark():
@@ -120,8 +113,8 @@ def test_figures_of_the_machine(capsys):
     assert [int(row.split()[0]) for row in rows] == [1, 64, 256, 1024]
 
 
-def test_run_and_profile(tiny):
-    llm = random_llm(tiny)
+def test_run_and_profile(path):
+    llm = random_llm(path)
     work = Workload("w", [[1, 2, 3], [4, 5]], [4, 6], [[0], [1]])
     run = turn.run_engine(llm, work)
     assert [s["sequences"] for s in run["steps"]] == [1] * 10
@@ -131,9 +124,9 @@ def test_run_and_profile(tiny):
 
 
 @pytest.mark.slow
-def test_hf_baselines_generate_what_they_claim(tiny):
+def test_hf_baselines_generate_what_they_claim(path):
     """Token 0 is the end token of the checkpoint, and no baseline may stop there."""
-    model = baselines.load_hf_model(tiny, torch.float32, torch.device("cpu"))
+    model = baselines.load_hf_model(path, torch.float32, torch.device("cpu"))
     # All tokens become equally likely.
     model.lm_head.weight.data.zero_()
     long = Workload("w", [[5, 6, 7], [8, 9]], [200, 150], [[0, 1]])
@@ -182,10 +175,10 @@ def test_vllm_in_its_own_process(tmp_path):
         run("(1 // 0)")
 
 
-def test_a_turn_in_its_own_process(tiny):
+def test_a_turn_in_its_own_process(path):
     work = Workload("w", [[5, 6, 7], [8, 9]], [3, 2], [[0, 1]])
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, load_format="dummy")
-    job = dict(engine="nanovllm", directory=str(tiny), device="cpu", dtype="float32")
+    job = dict(engine="nanovllm", directory=str(path), device="cpu", dtype="float32")
     job |= dict(work=asdict(work), options=options | {"attention_backend": "sdpa"}, profile=False)
     run = turn.run_turn(turn.COMMAND, job)
     assert [step["tokens"] for step in run["steps"]] == [5, 2, 1]
@@ -264,7 +257,7 @@ def test_messages_without_a_run(capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_end_to_end(tiny, tmp_path, capsys, monkeypatch):
+def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     peak = {"bandwidth": 1e10, "buffer_bytes": 1, "flops": 1e11}
     monkeypatch.setattr(roofline, "measure_peak", lambda *_: peak)
@@ -279,7 +272,7 @@ def test_end_to_end(tiny, tmp_path, capsys, monkeypatch):
     numbers = "--num-seqs 5 --input 3 9 --output 2 6 --repeats 2 --batch-size 2 --sample 3"
     rest = f"--set device=cpu --json {kept} --plot {picture} --baseline hf hf-batch vllm"
     rest += f" --peer-python {python}"
-    assert bench.main(f"--model {tiny} {numbers} {rest}".split()) == 1
+    assert bench.main(f"--model {path} {numbers} {rest}".split()) == 1
     printed = capsys.readouterr().out
     assert "vllm                   failed: it ended with status 1" in printed
     assert "no_such_name" in printed
@@ -301,7 +294,7 @@ def test_end_to_end(tiny, tmp_path, capsys, monkeypatch):
     assert result["machine"]["torch"] == torch.__version__
     # The same run under two policies, and the last line of nano-vllm's benchmark.
     numbers = "--workload nano --num-seqs 2 --input 3 3 --output 2 3 --repeats 1"
-    assert bench.main(f"--model {tiny} {numbers} --set device=cpu --policy fcfs sjf".split()) == 0
+    assert bench.main(f"--model {path} {numbers} --set device=cpu --policy fcfs sjf".split()) == 0
     printed = capsys.readouterr().out
     assert printed.count("waiting time") == 2
     assert printed.split("\n")[-2].startswith("Total: ")

@@ -23,6 +23,8 @@ from nanovllm.config import VLLM_OPTIONS, EngineConfig
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+# Words of the code that needs packages.
+NEEDS = {"StructuredOutputsParams": "llguidance", "fastapi": "fastapi"}
 
 
 def pages(with_code: bool = False) -> list[Path]:
@@ -35,12 +37,25 @@ def test_the_two_lines_stand_at_the_top() -> None:
     assert "pip install -e '.[test]' && pytest" in lines
 
 
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def needs_more(page: Path) -> bool:
+    return any(word in block for block in blocks(page) for word in NEEDS)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", pages(with_code=True), ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.name, marks=[pytest.mark.extra] * needs_more(page))
+        for page in pages(with_code=True)
+    ],
+)
 def test_code_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    needs = {"StructuredOutputsParams": "llguidance", "fastapi": "fastapi"}
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        if all(word not in block or find_spec(package) for word, package in needs.items()):
+    for block in blocks(page):
+        if all(word not in block or find_spec(package) for word, package in NEEDS.items()):
             exec(block, {})
     printed = capsys.readouterr().out
     if page == README:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from conftest import random_llm
 from test_api import ctrl_c_interrupts, is_idle  # noqa: F401 (a fixture)
 
 from nanovllm import LLM, SamplingParams
@@ -22,13 +22,6 @@ from nanovllm.lessons.oracle import OracleRunner, make_samples
 from nanovllm.models.logit_rules import RowRules, RulesState
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("failures")
-    make_checkpoint(path)
-    return path
 
 
 # ---- Ctrl-C at any moment ----

@@ -3,11 +3,10 @@
 import os
 import platform
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 
@@ -28,9 +27,7 @@ print(type(llm.engine.runner.attention).__name__)
 
 def start(cache: Path, code: str = ANSWER, **environment: str) -> tuple[list[str], str]:
     """The lines that a new process prints, and its log."""
-    variables = os.environ | {"NUMBA_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"} | environment
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    done = fresh.run(code, **{"NUMBA_CACHE_DIR": str(cache)} | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
 

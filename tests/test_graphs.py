@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint
+from conftest import VOCAB
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
@@ -52,13 +52,6 @@ def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
     return llm
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("graphs")
-    make_checkpoint(path)
-    return path
-
-
 @pytest.mark.parametrize("maximum", [1, 3, 10, 17, 100, 256, 600])
 def test_batch_sizes(maximum: int) -> None:
     sizes = batch_sizes(maximum)
@@ -71,7 +64,7 @@ def test_batch_sizes(maximum: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("maximum", [1, 3, 10, 17, 100])
-def test_padded_equals_unpadded(checkpoint: Path, maximum: int) -> None:
+def test_padded_equals_unpadded(path: Path, maximum: int) -> None:
     """Every batch size from the maximum down to 1: the requests end one after the other."""
     prompts = [[(7 * i + j) % VOCAB for j in range(1 + i % 5)] for i in range(maximum)]
     params = [
@@ -83,7 +76,7 @@ def test_padded_equals_unpadded(checkpoint: Path, maximum: int) -> None:
     outputs = []
     for graphs in (False, True):
         length = 8 + maximum
-        llm = make_llm(checkpoint, graphs, max_num_seqs=maximum, max_model_len=length,
+        llm = make_llm(path, graphs, max_num_seqs=maximum, max_model_len=length,
                        num_kvcache_blocks=maximum * (length // 16 + 3))  # fmt: skip
         if graphs:
             runner = llm.engine.runner
@@ -101,7 +94,7 @@ def test_padded_equals_unpadded(checkpoint: Path, maximum: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_rows_come_and_go(checkpoint: Path, asynchronous: bool) -> None:
+def test_rows_come_and_go(path: Path, asynchronous: bool) -> None:
     """More requests than rows, chunked prompts, samples that part from one prompt (copy-on-write), a
     pool that runs out: the tokens stay the same."""
     generator = torch.Generator().manual_seed(0)
@@ -118,7 +111,7 @@ def test_rows_come_and_go(checkpoint: Path, asynchronous: bool) -> None:
     ]
     options = dict(max_num_seqs=6, max_num_batched_tokens=16, async_scheduling=asynchronous)
     wanted, found = (
-        make_llm(checkpoint, graphs, num_kvcache_blocks=blocks, **options)
+        make_llm(path, graphs, num_kvcache_blocks=blocks, **options)
         for graphs, blocks in ((False, 400), (True, 6))
     )
 
@@ -130,9 +123,9 @@ def test_rows_come_and_go(checkpoint: Path, asynchronous: bool) -> None:
     assert found.stats()["preemptions"] > 0
 
 
-def test_a_replay_writes_one_slot_a_row_and_the_null_block(checkpoint: Path) -> None:
+def test_a_replay_writes_one_slot_a_row_and_the_null_block(path: Path) -> None:
     """Padding must not write through the stale table of a row that is free."""
-    llm = make_llm(checkpoint, graphs=True, max_num_seqs=4, async_scheduling=False)
+    llm = make_llm(path, graphs=True, max_num_seqs=4, async_scheduling=False)
     runner = llm.engine.runner
     rows, graphs, cache = runner.rows, runner.graphs, runner.attention.cache
     cache.zero_()
@@ -156,7 +149,7 @@ def test_a_replay_writes_one_slot_a_row_and_the_null_block(checkpoint: Path) -> 
     assert batches.count([1, 2, 3]) > 10  # in the graph of 4, and row 0 is free
 
 
-def test_rows_with_rules_take_their_states_from_the_graph(checkpoint: Path) -> None:
+def test_rows_with_rules_take_their_states_from_the_graph(path: Path) -> None:
     """Penalties and log-probabilities beside rows that want neither, in one batch and after one."""
     params = [
         SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
@@ -166,7 +159,7 @@ def test_rows_with_rules_take_their_states_from_the_graph(checkpoint: Path) -> N
     prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
     answers = []
     for graphs in (False, True):
-        llm = make_llm(checkpoint, graphs, max_num_seqs=4)
+        llm = make_llm(path, graphs, max_num_seqs=4)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answers.append([o.outputs[0].token_ids for o in outputs])
         logprobs = outputs[2].outputs[0].logprobs
@@ -175,9 +168,9 @@ def test_rows_with_rules_take_their_states_from_the_graph(checkpoint: Path) -> N
     assert answers[1] == answers[0]
 
 
-def test_rules_are_forgotten_with_their_request(checkpoint: Path) -> None:
+def test_rules_are_forgotten_with_their_request(path: Path) -> None:
     """A row that once had rules costs later requests nothing: their tokens are not sampled twice."""
-    llm = make_llm(checkpoint, graphs=True, max_num_seqs=2)
+    llm = make_llm(path, graphs=True, max_num_seqs=2)
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
     ruled = SamplingParams(repetition_penalty=1.5, **greedy)
     llm.generate([[1, 2], [3, 4]], ruled, use_tqdm=False)
@@ -194,7 +187,7 @@ def test_rules_are_forgotten_with_their_request(checkpoint: Path) -> None:
     assert len(sampled_again) == 5
 
 
-def test_an_engine_with_graphs_is_freed_at_once(checkpoint: Path) -> None:
+def test_an_engine_with_graphs_is_freed_at_once(path: Path) -> None:
     """Its memory must not wait for Python's collector: the next engine may need it."""
 
     def capture(function: Callable[[], None]) -> Callable[[], None]:
@@ -205,8 +198,8 @@ def test_an_engine_with_graphs_is_freed_at_once(checkpoint: Path) -> None:
         return DecodeGraphs(decode, hidden, lambda: capture)
 
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kvcache_blocks=4)
-    model_config = ModelConfig.from_file(checkpoint / "config.json")
-    runner = make_runner(config, model_config, checkpoint, 32, record)
+    model_config = ModelConfig.from_file(path / "config.json")
+    runner = make_runner(config, model_config, path, 32, record)
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -216,9 +209,9 @@ def test_an_engine_with_graphs_is_freed_at_once(checkpoint: Path) -> None:
         gc.enable()
 
 
-def test_a_failed_replay_leaves_the_engine_usable(checkpoint: Path) -> None:
+def test_a_failed_replay_leaves_the_engine_usable(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    llm = make_llm(checkpoint, graphs=True, max_num_seqs=4)
+    llm = make_llm(path, graphs=True, max_num_seqs=4)
     want = [o.outputs[0].token_ids for o in llm.generate([[1, 2], [3, 4]], params, use_tqdm=False)]
     llm.reset_prefix_cache()
     graphs = llm.engine.runner.graphs
@@ -247,7 +240,7 @@ def test_a_failed_replay_leaves_the_engine_usable(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize(("num_seqs", "chunk"), [(5, 12), (1, 32)])
 def test_profile_steps_are_the_largest_that_can_occur(
-    checkpoint: Path, num_seqs: int, chunk: int
+    path: Path, num_seqs: int, chunk: int
 ) -> None:
     """The steps that size the cache on a GPU run, and take as many tokens as there can be."""
     config = EngineConfig(
@@ -258,8 +251,8 @@ def test_profile_steps_are_the_largest_that_can_occur(
         max_model_len=32,
         num_kvcache_blocks=4,
     )
-    model_config = ModelConfig.from_file(checkpoint / "config.json")
-    runner = make_runner(config, model_config, checkpoint, 32, stand_in)
+    model_config = ModelConfig.from_file(path / "config.json")
+    runner = make_runner(config, model_config, path, 32, stand_in)
     runner.graphs, seen = None, []
     forward = runner.model.forward
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
@@ -94,7 +95,7 @@ def test_histories_run_without_torch() -> None:
 @pytest.mark.parametrize("missing", ["triton", "nanovllm.gpu", "nanovllm.cpu"])
 def test_works_without(missing: str) -> None:
     """Without Triton or a device folder; and of transformers the tokenizers, never a model's code."""
-    run(
+    done = fresh.run(
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from nanovllm import LLM, SamplingParams\n"
         "out = LLM().chat([{'role': 'user', 'content': 'What is 2 + 3?'}], use_tqdm=False)\n"
@@ -103,6 +104,7 @@ def test_works_without(missing: str) -> None:
         "assert not [m for m in loaded if 'qwen' in m], loaded\n"
         "assert 'transformers.modeling_utils' not in sys.modules"
     )
+    assert done.returncode == 0, done.stderr
 
 
 def test_public_names() -> None:

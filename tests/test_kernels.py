@@ -401,7 +401,7 @@ def test_a_hidden_token_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_draws_follow_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
-    num = 200
+    num = 120
     row = torch.ones(num)
     ids = torch.arange(num)
     batch = SamplingBatch(row, ids, 3 * ids, {})
@@ -414,10 +414,8 @@ def test_draws_follow_the_distribution() -> None:
     assert chi_squared < 16.3
 
 
-QUESTIONS = {
-    "What is 2 + 3?": "2 + 3 = 5",
-    "What is 1 + 6?": "1 + 6 = 7",
-}
+# Answers of four tokens: each takes the interpreter a second.
+QUESTIONS = {"sam backwards": "mas", "And aji in capitals?": "AJI"}
 
 
 @pytest.mark.slow

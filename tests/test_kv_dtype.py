@@ -162,14 +162,14 @@ def same_answers(found: list[RequestOutput], wanted: list[RequestOutput]) -> Non
 
 PROMPTS = [[1 + (7 * i + n) % 150 for i in range(n)] for n in (1, 5, 16, 40, 33)]
 PROMPTS += [[*PROMPTS[3][:32], 9, 8], [*PROMPTS[3], 4]]  # prefix hits
-PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=3)
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 FORKS = replace(PARAMS, temperature=0.8, n=3, seed=3)
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "block of 1": {"kvcache_block_size": 1, "num_kvcache_blocks": 999},
     "block of 3": {"kvcache_block_size": 3, "num_kvcache_blocks": 300},
     "chunks": {"max_num_batched_tokens": 16},
-    "preemption": {"num_kvcache_blocks": 9},
+    "preemption": {"num_kvcache_blocks": 6},
     "no prefix cache": {"enable_prefix_caching": False},
     "async": {"async_scheduling": True},
 }
@@ -359,7 +359,7 @@ def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the embedded model ----
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def embedded_fp8() -> LLM:
     return LLM(dtype="bfloat16", device="cpu", kv_cache_dtype="fp8")
 

@@ -16,7 +16,7 @@ from nanovllm.runner import memory
 POSITIONS = 512
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("memory")
     make_checkpoint(path, max_position_embeddings=POSITIONS)

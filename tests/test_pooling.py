@@ -46,17 +46,6 @@ def change_layout(path: Path, layout: str) -> None:
         (path / "config.json").write_text(json.dumps(config))
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
-    path = tmp_path_factory.mktemp("pooling")
-    return path, make_checkpoint(path)
-
-
-@pytest.fixture(scope="module")
-def llm(checkpoint: tuple[Path, torch.nn.Module]) -> LLM:
-    return random_llm(checkpoint[0], max_model_len=128)
-
-
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("layout", ["causal", "without head", "bare", "bare Model", "Model"])
 def test_layouts(tmp_path: Path, layout: str, tie: bool) -> None:
@@ -291,7 +280,7 @@ def test_settings_that_are_refused(
     assert len(llm.generate(PROMPTS[0], use_tqdm=False)) == 1
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def with_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as a sentence-transformers checkpoint."""
     path = tmp_path_factory.mktemp("prompts")

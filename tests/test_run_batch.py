@@ -191,6 +191,7 @@ def test_fields_become_parameters(embedded: LLM) -> None:
     assert parse(embedded, CHAT, body, NAME).prompts[0]["prompt"] == "Hi, you!"
 
 
+@pytest.mark.extra
 def test_results_have_the_types_of_openai(embedded: LLM, tmp_path: Path) -> None:
     types = pytest.importorskip("openai.types")
     chat_types = pytest.importorskip("openai.types.chat")
@@ -208,6 +209,7 @@ def test_results_have_the_types_of_openai(embedded: LLM, tmp_path: Path) -> None
     assert len(types.CreateEmbeddingResponse.model_validate(got["embed"], strict=True).data) == 2
 
 
+@pytest.mark.extra
 @pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 def test_response_format(embedded: LLM, tmp_path: Path) -> None:
     schema = {

@@ -6,6 +6,7 @@ The tests with the fixture `backend` hold for every backend, Triton's in the int
 import itertools
 import math
 import os
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -225,10 +226,8 @@ def test_mixed_rows_equal_rows_alone() -> None:
     assert together[0] == logits[0].argmax()
 
 
-@pytest.fixture(scope="module")
-def llm(tmp_path_factory) -> LLM:
-    path = tmp_path_factory.mktemp("sampler")
-    make_checkpoint(path)
+@pytest.fixture(scope="session")
+def llm(path: Path) -> LLM:
     return random_llm(path, num_kvcache_blocks=256)
 
 

@@ -3,11 +3,10 @@
 import dataclasses
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint, random_llm
+from conftest import VOCAB, random_llm
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -115,12 +114,6 @@ def test_rules_that_name_the_same_token() -> None:
     wanted = logits.clone()
     wanted[4], wanted[6] = float("-inf"), logits[6] + 1
     torch.testing.assert_close(applied(rules, logits), wanted)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
-    path = tmp_path_factory.mktemp("fields")
-    return path, make_checkpoint(path)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, {"async_scheduling": True}])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint, random_llm
+from conftest import VOCAB, random_llm
 
 from nanovllm import LLM, LoglikelihoodOutput, SamplingParams
 from nanovllm.demo.data import graded_samples
@@ -41,17 +41,6 @@ def same(found: list[LoglikelihoodOutput], model: torch.nn.Module, pairs: list) 
 def score(llm: LLM, pairs: list) -> list[LoglikelihoodOutput]:
     stems, ends = zip(*pairs, strict=True)
     return llm.loglikelihood(list(stems), list(ends), use_tqdm=False)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
-    path = tmp_path_factory.mktemp("scoring")
-    return path, make_checkpoint(path)
-
-
-@pytest.fixture(scope="module")
-def llm(checkpoint: tuple[Path, torch.nn.Module]) -> LLM:
-    return random_llm(checkpoint[0], max_model_len=128)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from nanovllm import LLM
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.extra
 
 PAGE = Path(__file__).parent.parent / "docs" / "jobs.md"
 QUESTIONS = [f"What is {n} + 30?" for n in range(10, 18)]

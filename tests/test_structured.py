@@ -21,6 +21,7 @@ from nanovllm.structured import Grammar, GrammarCompiler, Matcher
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
+pytestmark = pytest.mark.extra
 
 PERSON = {
     "type": "object",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from conftest import random_llm
 from test_api import is_idle
 
 from nanovllm import LLM, SamplingParams
@@ -23,13 +23,6 @@ from nanovllm.loading import show_log
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("threads")
-    make_checkpoint(path)
-    return path
 
 
 def run_in_threads(functions: list[Callable[[], None]]) -> None:
@@ -424,7 +417,8 @@ import os, signal, sys, torch
 from nanovllm import LLM, SamplingParams
 
 def make(backend: str) -> LLM:
-    return LLM(dtype="float32", device="cpu", attention_backend=backend)
+    options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True)
+    return LLM(attention_backend=backend, **options)
 
 def use(llm: LLM) -> int:
     params = SamplingParams(max_tokens=3, ignore_eos=True)

@@ -2,11 +2,11 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from conftest import make_checkpoint, random_llm, weights_of
@@ -252,10 +252,7 @@ def test_hub_id_from_a_cache(tmp_path: Path) -> None:
         "try: LLM('someone/absent')\n"
         "except ValueError as error: print(error)"
     )
-    env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False
-    )
+    done = fresh.run(code, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr
     tokens, error = done.stdout.splitlines()
     params = SamplingParams(temperature=0)

@@ -22,9 +22,11 @@ from nanovllm.cpu import amx, avx512, decode, int8, jit, kernels, sampler
 logger = logging.getLogger("nanovllm")
 
 
-def compile_all(dtype: torch.dtype, unit: bool | int | None, cache_dtype: torch.dtype) -> None:
-    """Compile all kernels that two dtypes, of the model and of the KV cache, need, or load their
-    code. None of them is called.
+def calls(
+    dtype: torch.dtype, unit: bool | int | None, cache_dtype: torch.dtype
+) -> list[tuple[Any, tuple[Any, ...]]]:
+    """All kernels that two dtypes, of the model and of the KV cache, need, with the types of their
+    arguments. The later ones call the earlier ones.
     """
 
     def empty(dims: int, number: type = np.int64) -> Any:
@@ -36,30 +38,47 @@ def compile_all(dtype: torch.dtype, unit: bool | int | None, cache_dtype: torch.
     packs = kernels.Packs(empty(2), empty(2), empty(2, np.int32))
     work = kernels.AttentionWork(packs, packs, empty(2, np.float32))
     draw = (empty(1, np.float32), empty(1), empty(1), empty(2, np.float32), empty(1), 1)
-    calls: list[tuple[Any, tuple[Any, ...]]] = [
+    found: list[tuple[Any, tuple[Any, ...]]] = [
+        (kernels.attend, (*zeros[:6], shape, work, example, cached, unit, 1)),
+        (int8.product, (*zeros[:5], 1, 1, 1, example, 1)),
+        (sampler._draw, (0, False, 0, 1, *draw)),
+        (sampler._token_logprobs, (0, False, 0, 1, empty(1), empty(2, np.float64))),
         (kernels._add_rms_norm_rows, (*zeros[:5], eps, example, 0, 0)),
         (kernels._add_rms_norm, (*zeros[:5], eps, example, 1)),
         (kernels._silu_and_mul_rows, (*zeros[:4], example, 0, 0)),
         (kernels._silu_and_mul, (*zeros[:4], example, 1)),
         (kernels.norm_rope_store_rows, (*store, 0, 0)),
         (kernels.norm_rope_store, (*store, 1)),
-        (kernels.attend, (*zeros[:6], shape, work, example, cached, unit, 1)),
-        (int8.product, (*zeros[:5], 1, 1, 1, example, 1)),
-        (sampler._draw, (0, False, 0, 1, *draw)),
-        (sampler._token_logprobs, (0, False, 0, 1, empty(1), empty(2, np.float64))),
     ]
     if unit is not None:
         sizes = (1, 1, eps, shape, empty(1), work, unit, 1)
-        calls.append((decode.decode_layers, (empty(2), *zeros[:6], *sizes)))
+        found.append((decode.decode_layers, (empty(2), *zeros[:6], *sizes)))
+    return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in found]
+
+
+def compile_all(dtype: torch.dtype, unit: bool | int | None, cache_dtype: torch.dtype) -> None:
+    """Compile all kernels that two dtypes, of the model and of the KV cache, need, or load their
+    code. None of them is called.
+    """
     with jit.guard():
         missed = False
-        for kernel, arguments in calls:
+        for kernel, types in calls(dtype, unit, cache_dtype):
             misses = kernel.stats.cache_misses.total()
-            kernel.compile(tuple(map(typeof, arguments)))
+            kernel.compile(types)
             if not missed and kernel.stats.cache_misses.total() > misses:
                 missed = True
                 kept = "and keeping them" if jit.DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
                 logger.info(f"compiling the CPU kernels, which takes 20 to 40 s ({kept})")
+
+
+def units(dtype: torch.dtype) -> list[bool | int | None]:
+    """What attention may multiply this dtype with here; see kernels.select_attend_packs."""
+    # With AMX both kernels of attention are needed: fits_amx depends on model and blocks.
+    if dtype is torch.bfloat16 and amx.has_amx():
+        return [None, amx.UNIT]
+    if dtype is torch.bfloat16 and avx512.has_avx512_bf16():
+        return [None, avx512.UNIT]
+    return [None]
 
 
 def marker(dtype: torch.dtype) -> Path | None:
@@ -75,12 +94,8 @@ def compile_now(dtype: torch.dtype) -> None:
         return
     with jit.locked(path.with_suffix(".lock")):
         if not path.exists():
-            compile_all(dtype, None, dtype)
-            # With AMX both kernels of attention are needed: fits_amx depends on model and blocks.
-            if dtype is torch.bfloat16 and amx.has_amx():
-                compile_all(dtype, True, dtype)
-            elif dtype is torch.bfloat16 and avx512.has_avx512_bf16():
-                compile_all(dtype, avx512.UNIT, dtype)
+            for unit in units(dtype):
+                compile_all(dtype, unit, dtype)
             path.touch()
 
 
