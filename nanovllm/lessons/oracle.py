@@ -20,7 +20,7 @@ from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import RowSampling, StepPlan
+from nanovllm.plan import RowSampling, StepOutput, StepPlan
 
 ALPHABET = 3  # small, so that the blocks of different sequences meet
 
@@ -270,7 +270,7 @@ class History:
             step_, tokens = self.pending.popleft()
             self.observer.begin()
             updated = self.scheduler.commit(step_, tokens)
-            self.observer.committed(step_, updated)
+            self.observer.committed(step_, updated, StepOutput(tokens))
         self.steps += 1
 
     def drain(self) -> None:
