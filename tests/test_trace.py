@@ -611,7 +611,7 @@ def browse(path: Path, fragment: str = "", action: str = "--dump-dom") -> str:
 def words(dom: str) -> str:
     inside = re.search(r'<div id="words".*?>(.*?)</div>', dom, re.DOTALL)
     assert inside is not None
-    return html.unescape(re.sub(r"<[^>]+>", " ", inside[1]))
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", inside[1])).split())
 
 
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
