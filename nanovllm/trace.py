@@ -17,6 +17,7 @@ Sequences are numbered in the order in which they appear, steps from 1.
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 import threading
 import time
@@ -31,7 +32,7 @@ from nanovllm.engine.host_tier import TieredBlockManager
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import WHY_WAITING, InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import Yield
+from nanovllm.plan import StepOutput, Yield
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
 INDENT = " " * 24
 HEAD = "step free cached shared request  computes          slots          block table       token"
+MOST_LIKELY = 5  # tokens whose probabilities are recorded beside that of a sampled one
 
 
 class Event(TypedDict, total=False):
@@ -78,6 +80,9 @@ class Event(TypedDict, total=False):
     # For a commit only.
     tokens: list[int]  # -1 if no token could be sampled
     of: list[int]  # the sequences that got these tokens
+    # Of those whose request has `logprobs`: the sequence, the rank of its token (1 is the most
+    # likely), then (token, probability) of that token and of the most likely other ones.
+    likely: list[tuple[int, int, list[tuple[int, float]]]]
     dropped: list[int]  # sequences that had ended before their token was read
 
 
@@ -108,6 +113,7 @@ class State:
 
     seqs: list[SeqState] = field(default_factory=list)
     running: list[int] = field(default_factory=list)
+    ran_before: list[int] = field(default_factory=list)  # `running` before the last event
     waiting: list[int] = field(default_factory=list)
     cached: set[int] = field(default_factory=set)
     decodes: list[int] = field(default_factory=list)  # of the last plan
@@ -116,6 +122,7 @@ class State:
     def apply(self, event: Event) -> None:
         for name, num_prompt, tokens, computed, parent in event.get("new", ()):
             self.seqs.append(SeqState(name, num_prompt, list(tokens), computed, parent))
+        self.ran_before = self.running
         self.running = event.get("running", self.running)
         self.waiting = event.get("waiting", self.waiting)
         for number, keep, *blocks in event.get("tables", ()):
@@ -182,6 +189,7 @@ class Trace(Observer):
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
+        self._beams = Counter[int]()  # arrival of a beam search -> its sequences so far
         self._in_flight: deque[int] = deque()  # steps; 0 for one that was planned before the trace
         self._start = self._begun = 0.0
 
@@ -243,7 +251,7 @@ class Trace(Observer):
         self._add(event)
         self.events[-1]["time"].append(self._micros(time.perf_counter()))
 
-    def committed(self, step: InFlightStep, updated: list[Sequence]) -> None:
+    def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
         event = self._changes()
         event |= Event(commit=self._in_flight.popleft(), time=times)
@@ -259,10 +267,24 @@ class Trace(Observer):
         of = [number for number, _ in got]
         if of != self._state.of:
             event["of"] = of
+        if output.logprobs:
+            event["likely"] = list(self._likely(step, output, of))
         sampled = [self._numbers[seq] for seq in step.sampling_seqs if seq in self._numbers]
         if dropped := [number for number in sampled if number not in of]:
             event["dropped"] = dropped
         self._add(event)
+
+    def _likely(
+        self, step: InFlightStep, output: StepOutput, of: list[int]
+    ) -> Iterator[tuple[int, int, list[tuple[int, float]]]]:
+        """Yield `Event.likely`, with probabilities of four digits, because a trace should be small."""
+        for row, seq in step.sequences().items():
+            number = self._numbers.get(seq, -1)
+            own, *others = output.logprobs.get(row, [(-1, 0.0, 0)])
+            if number in of and own[0] >= 0:
+                others = [entry for entry in others if entry[0] != own[0]][:MOST_LIKELY]
+                likely = [(t, float(f"{math.exp(p):.4g}")) for t, p, _ in (own, *others)]
+                yield number, own[2], likely
 
     def reverted(self, error: BaseException) -> None:
         self._in_flight.clear()
@@ -281,7 +303,7 @@ class Trace(Observer):
         if new := list(islice(numbers, len(state.seqs), None)):
             event["new"] = [
                 (
-                    name_of(seq),
+                    self._name(seq),
                     seq.num_prompt,
                     list(seq.token_ids),
                     seq.num_computed,
@@ -316,6 +338,17 @@ class Trace(Observer):
             ]
         return event
 
+    def _name(self, seq: Sequence) -> str:
+        """Return the id of the request, with a number if it can have several sequences.
+
+        The number of a sample is its index. A beam's index is its place among the beams, which
+        changes, so the sequences of a search are numbered in the order in which they appear.
+        """
+        if seq.yields is Yield.CANDIDATES:
+            self._beams[seq.arrival] += 1
+            return f"{seq.request_id}.{self._beams[seq.arrival] - 1}"
+        return f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id
+
     def _add(self, event: Event) -> None:
         """Append an event and update the state with which the next one is compared."""
         live = [*self._preemptions, *islice(self._numbers, len(self._state.seqs), None)]
@@ -345,6 +378,8 @@ class Trace(Observer):
             return {}
         known = {t for event in self.events for _, _, ids, *_ in event.get("new", ()) for t in ids}
         known |= {token for event in self.events for token in event.get("tokens", ())} - {-1}
+        likely = (entry for event in self.events for entry in event.get("likely", ()))
+        known |= {token for *_, pairs in likely for token, _ in pairs}
         return {token: str(tokenizer.decode([token])) for token in sorted(known)}
 
     def save(self, path: str | Path) -> None:
@@ -375,27 +410,49 @@ class Trace(Observer):
         return template.replace("TRACE_DATA", text)
 
     def chrome(self) -> dict[str, Any]:
-        """Return the trace in Chrome's format: slices in microseconds and counters.
+        """Return the trace in Chrome's Trace Event Format: slices in microseconds and counters.
 
         A step runs from its launch until its tokens are read. With async scheduling the next step is
         launched before that, so the odd steps and the even steps have one track each.
+
+        Process 1 has a track for each sequence: when it waits, and what each step computes for it.
+        Slices of a track must not overlap, so one that would begins when the one before it ends.
         """
         out: list[dict[str, Any]] = []
 
         def add(ph: str, name: str, ts: int, tid: int = 0, **fields: object) -> None:
             out.append({"ph": ph, "name": name, "ts": ts, "pid": 0, "tid": tid, **fields})
 
+        def add_to(number: int, name: str, start: int, end: int, **args: object) -> None:
+            start, ends[number] = max(start, ends.get(number, 0)), end
+            if start < end:
+                add("X", name, start, number, pid=1, dur=end - start, args=args)
+
         is_async, state, launches, now = self.options["async_scheduling"], State(), [0], 0
+        ends, since = dict[int, int](), dict[int, int]()  # of each track; of those that wait
+        work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes
         tracks = ["host", *(["odd steps run", "even steps run"] if is_async else ["steps run"])]
+        for pid, name in enumerate(("engine", "requests")):
+            add("M", "process_name", 0, pid=pid, args={"name": name})
         for tid, name in enumerate(tracks):
             add("M", "thread_name", 0, tid, args={"name": name})
+        texts = self.texts()
         for event in self.events:
+            first_new = len(state.seqs)
             state.apply(event)
+            for number in range(first_new, len(state.seqs)):
+                args = {"name": f"request {state.seqs[number].name}"}
+                add("M", "thread_name", 0, number, pid=1, args=args)
+                add("M", "thread_sort_index", 0, number, pid=1, args={"sort_index": number})
             if "plan" in event:
                 (begin, end), now = event["time"][:2], event["time"][-1]
                 args = {"chunks": event["chunks"], "decodes": state.decodes}
                 add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
                 launches.append(now)
+                work[event["plan"]] = [
+                    (number, describe_work(state, number, start, count, self._blocks.block_size)[0])
+                    for number, start, count in planned(event, state)
+                ]
                 free, cached, _ = state.pool(self._blocks.num_blocks)
                 add("C", "sequences running", end, args={"count": len(state.running)})
                 add("C", "sequences waiting", end, args={"count": len(state.waiting)})
@@ -407,8 +464,20 @@ class Trace(Observer):
                 add("X", f"run {step}", launch, tid, dur=read - launch, args={})
                 args = {"tokens": event["tokens"], "sequences": state.of}
                 add("X", f"commit {step}", read, dur=now - read, args=args)
+                got = {n: texts.get(t, t) for n, t in zip(state.of, event["tokens"], strict=True)}
+                for number, what in work.pop(step, ()):
+                    add_to(number, what, launch, read, step=step, token=got.get(number))
             elif "failed" in event:
                 add("i", "failed", now, s="g", args={"error": event["failed"]})
+            waiting = set(state.waiting)
+            for number in [n for n in since if n not in waiting or "ended" in event]:
+                add_to(number, "waiting", since.pop(number), now)
+            for number in waiting - since.keys():
+                since[number] = now
+            for number in event.get("preempted", ()):
+                add("i", "preempted", now, number, pid=1, s="t")
+            for number, reason, _ in event.get("finished", ()):
+                add("i", f"finished ({reason})", now, number, pid=1, s="t")
         return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": self.options}
 
     def __str__(self) -> str:
@@ -429,10 +498,7 @@ class Trace(Observer):
                 if "plan" in event:
                     step = [str(n) for n in (event["plan"], *state.pool(self._blocks.num_blocks))]
                     rows = {number: ["nothing", "", "", ""] for number in state.running}
-                    work = [
-                        [number, state.seqs[number].computed - 1, 1] for number in state.decodes
-                    ]
-                    for number, start, count in event["chunks"] + work:
+                    for number, start, count in planned(event, state):
                         rows[number] = describe_work(state, number, start, count, size)
                 for number, token in zip(state.of, event.get("tokens", ()), strict=False):
                     text = repr(texts[token]) if token in texts else str(token)
@@ -449,18 +515,19 @@ class Trace(Observer):
         return "\n".join(lines)
 
 
-def name_of(seq: Sequence) -> str:
-    """Return the id of the request, with the number of the sample or beam if it can have several."""
-    several = seq.forks or seq.parent or seq.yields is Yield.CANDIDATES
-    return f"{seq.request_id}.{seq.index}" if several else seq.request_id
-
-
 def describe(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def some(names: list[str], most: int = 8) -> str:
+    """Join names, of which a large trace can have hundreds."""
+    more = [f"{len(names) - most} more"] if len(names) > most + 1 else []
+    names = names[:most] + more if more else names
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def block_list(blocks: list[int]) -> str:
@@ -470,6 +537,11 @@ def block_list(blocks: list[int]) -> str:
 def last_words(text: str, width: int) -> str:
     """Shorten a line at its beginning, because a step works on the last blocks and slots."""
     return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
+
+
+def planned(plan: Event, state: State) -> list[list[int]]:
+    """Return the chunks and the decodes of a plan: sequence, first position, number of tokens."""
+    return plan["chunks"] + [[i, state.seqs[i].computed - 1, 1] for i in state.decodes]
 
 
 def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
@@ -493,8 +565,14 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     """Yield a sentence for each change of an event, with its rule. `state` is the state after it."""
     names = [f"request {seq.name}" for seq in state.seqs]
     for i in event.get("preempted", ()):
-        why = "no block was available (the last admitted is the first to be preempted)"
-        why = "the step failed" if "failed" in event else why
+        later = state.ran_before[state.ran_before.index(i) + 1 :] if i in state.ran_before else []
+        later = [j for j in later if j in state.running]
+        why = "no block was available and it was admitted last"
+        if later:
+            still = some([names[j] for j in later])
+            why = f"no block was available (admitted after it and still running: {still})"
+        if "failed" in event:
+            why = "the step failed"
         yield f"Preemption: {names[i]} returns to the head of the queue, because {why}."
     admitted: dict[str, list[str]] = {}
     for i in event.get("joins", ()):
@@ -502,7 +580,7 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         rule = "preempted sequences and forks come first" if is_head else policy
         admitted.setdefault(rule, []).append(names[i])
     for rule, admitted_names in admitted.items():
-        yield f"Admission: {', '.join(admitted_names)} from the head of the queue ({rule})."
+        yield f"Admission: {some(admitted_names)} from the head of the queue ({rule})."
     for i, start, count in event.get("chunks", ()):
         seq, left = state.seqs[i], len(state.seqs[i].tokens) - start
         if i in event.get("joins", ()):
@@ -530,8 +608,8 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
             f"spared {plural(host['host_spared_tokens'], 'token')}."
         )
     if "why" in event:
-        waiting = ", ".join(state.seqs[i].name for i in state.waiting)
-        yield f"Waiting: {waiting}, because {WHY_WAITING[event['why']]}."
+        waiting = [names[i] for i in state.waiting]
+        yield f"Waiting: {some(waiting)}, because {WHY_WAITING[event['why']].format(waiting[0])}."
     for i in event.get("dropped", ()):
         yield f"The token of {names[i]} is dropped, because the sequence had already ended."
     for i, reason, stop in event.get("finished", ()):

@@ -141,6 +141,8 @@ def test_the_prompt_is_computed_once_and_each_beam_one_token_a_step(llm):
     known = [seq.tokens for seq in trace._state.seqs]
     assert all(beam.tokens[:-1] in known for beam in output.sequences)
     assert "None" not in str(trace)
+    names = [seq.name for seq in trace._state.seqs]
+    assert len(set(names)) == len(names) > 4
 
 
 def test_beams_beside_samples(checkpoint, llm):

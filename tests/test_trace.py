@@ -3,6 +3,7 @@
 import html
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import runpy
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.plan import HostTier, StepOutput
-from nanovllm.trace import Event, State
+from nanovllm.trace import Event, State, describe_changes
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -118,7 +120,7 @@ def test_events_equal_the_engine(llm: LLM) -> None:
         assert replay(trace) == trace._state
         assert len(str(trace).splitlines()) > trace.num_steps
         json.dumps(trace.chrome())
-    assert kinds | {"failed", "dropped"} == set(Event.__annotations__)
+    assert kinds | {"failed", "dropped", "likely"} == set(Event.__annotations__)
 
 
 def test_a_plan_comes_before_the_commit_of_the_step_before(llm: LLM) -> None:
@@ -255,8 +257,10 @@ def embedded_run() -> Trace:
     )
     prompts = ["What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 4, 7, 9, 23, 42.\n"]
     prompts += ["What is 12 + 30?\n", "Count from 1 to 9\n", "Spell garden\n"]
+    one = SamplingParams(temperature=0, max_tokens=30)
+    params = [one, SamplingParams(temperature=0, max_tokens=30, logprobs=3), *[one] * 4]
     with CheckedTrace(llm) as trace:
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
+        llm.generate(prompts, params, use_tqdm=False)
     return trace
 
 
@@ -267,6 +271,55 @@ def test_the_example_prints_a_trace(monkeypatch, capsys) -> None:
     text = capsys.readouterr().out
     assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_sentences_say_what_happened() -> None:
+    """A preemption says whether the last admitted was preempted, which a faulty scheduler may not do."""
+    state = State()
+    state.apply({"new": [(str(i), 4, [1] * 4, 0, -1) for i in range(14)], "running": [0, 1, 2]})
+    for preempted, running in ((2, [0, 1]), (0, [1])):
+        event: Event = {"running": running, "preempted": [preempted], "waiting": [preempted, 5]}
+        state.apply(event)
+        (said,) = describe_changes(event, state, "", 4)
+        after = "(admitted after it and still running: request 1)"
+        reason = "and it was admitted last" if preempted == 2 else after
+        assert said == (
+            f"Preemption: request {preempted} returns to the head of the queue, because no block "
+            f"was available {reason}."
+        )
+    event = {"plan": 1, "chunks": [], "why": "blocks", "waiting": list(range(3, 14))}
+    state.apply(event)
+    (said,) = describe_changes(event, state, "", 4)
+    assert said == (
+        "Waiting: request 3, request 4, request 5, request 6, request 7, request 8, request 9, "
+        "request 10 and 3 more, because request 3 needs more blocks than remain after reserving "
+        "one for each running sequence."
+    )
+
+
+def test_the_most_likely_tokens() -> None:
+    """A trace has the probabilities of requests with logprobs, and no others."""
+    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=40, dtype="float32")
+    params = [SamplingParams(temperature=1, seed=3, max_tokens=6, logprobs=k) for k in (3, 9, 0)]
+    prompts = ["What is 12 + 30?\n", "Count from 1 to 9\n", "Spell garden\n", "Spell big\n"]
+    with CheckedTrace(llm) as trace:
+        outs = llm.generate(
+            prompts, [*params, SamplingParams(temperature=0, max_tokens=6)], use_tqdm=False
+        )
+    likely: list[list] = [[] for _ in prompts]
+    for event in trace.events:
+        for number, rank, pairs in event.get("likely", ()):
+            likely[number].append((rank, pairs))
+            assert {token for token, _ in pairs} <= trace.texts().keys()
+    for entries, out in zip(likely, outs, strict=True):
+        wanted = out.outputs[0].logprobs or []
+        assert len(entries) == len(wanted)
+        for (rank, pairs), logprobs in zip(entries, wanted, strict=True):
+            own, *others = logprobs.items()
+            assert rank == own[1].rank
+            assert [token for token, _ in pairs] == [token for token, _ in (own, *others[:5])]
+            expected = [math.exp(logprob.logprob) for _, logprob in (own, *others[:5])]
+            assert [p for _, p in pairs] == pytest.approx(expected, rel=1e-3)
 
 
 # ---- the Chrome trace ----
@@ -284,11 +337,7 @@ def test_the_chrome_trace(llm: LLM, tmp_path: Path) -> None:
         # With async scheduling a step runs while the next one is planned.
         overlap = slices[f"schedule {step + 1}"][0] < slices[f"run {step}"][1]
         assert overlap == bool(llm.engine.max_in_flight)
-    # Perfetto needs slices of one track that do not overlap.
-    for tid in {e["tid"] for e in events}:
-        times = sorted((e["ts"], -e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == tid)
-        for (start, length), (following, _) in itertools.pairwise(times):
-            assert start - length <= following
+    check_format(events)
     free = [e["args"]["count"] for e in events if e["name"] == "blocks free"]
     assert len(free) == trace.num_steps
     state, expected = State(), []
@@ -297,6 +346,68 @@ def test_the_chrome_trace(llm: LLM, tmp_path: Path) -> None:
         if "plan" in event:
             expected.append(state.pool(12)[0])
     assert free == expected
+
+
+def check_format(events: list[dict]) -> None:
+    """What the Trace Event Format says of the phases that are used, and Perfetto of overlaps."""
+    for e in events:
+        assert {"ph", "name", "ts", "pid", "tid"} <= set(e)
+        assert all(isinstance(e[key], int) and e[key] >= 0 for key in ("ts", "pid", "tid"))
+        if e["ph"] == "X":
+            assert isinstance(e["dur"], int)
+            assert e["dur"] >= 0
+        elif e["ph"] == "M":
+            value = {"thread_sort_index": "sort_index"}.get(e["name"], "name")
+            assert list(e["args"]) == [value]
+        elif e["ph"] == "C":
+            assert all(isinstance(value, int) for value in e["args"].values())
+        else:
+            assert e["ph"] == "i"
+            assert e["s"] in ("g", "p", "t")
+    # Slices of one track may nest, but not overlap.
+    tracks = {(e["pid"], e["tid"]): [] for e in events}
+    for e in events:
+        if e["ph"] == "X":
+            tracks[e["pid"], e["tid"]].append((e["ts"], e["ts"] + e["dur"]))
+    for slices in tracks.values():
+        for (_, end), (begin, _) in itertools.pairwise(sorted(slices)):
+            assert end <= begin
+
+
+def test_each_request_has_a_track(resumed_run: Trace, llm: LLM) -> None:
+    """Its slices are what the steps computed for it, and the times between them when it waited."""
+    with Trace(llm) as trace:
+        drive(llm.engine, random.Random(2))
+    check_format(trace.chrome()["traceEvents"])
+
+    events = resumed_run.chrome()["traceEvents"]
+    check_format(events)
+    tracks = [e for e in events if e["pid"] == 1]
+    names = {e["tid"]: e["args"]["name"] for e in tracks if e["name"] == "thread_name"}
+    assert names == {n: f"request {n}" for n in range(4)}
+    expected, state = {n: [] for n in names}, State()
+    for event in resumed_run.events:
+        state.apply(event)
+        if "plan" in event:
+            for number, start, count in event["chunks"]:
+                what = kinds(resumed_run)[event["plan"] - 1][number]
+                expected[number].append(f"{what} {start}-{start + count - 1}")
+            for number in state.decodes:
+                expected[number].append(f"decode {state.seqs[number].computed - 1}")
+    slices = [e for e in tracks if e["ph"] == "X"]
+    for number, computed in expected.items():
+        found = [e["name"] for e in slices if e["tid"] == number and e["name"] != "waiting"]
+        assert [re.sub(r"^decode (\d+)-\1$", r"decode \1", name) for name in computed] == found
+        text = "".join(
+            e["args"]["token"] or "" for e in slices if e["tid"] == number and "token" in e["args"]
+        )
+        seq = state.seqs[number]
+        assert text == "".join(resumed_run.texts()[t] for t in seq.tokens[seq.num_prompt :])
+    preempted = [n for event in resumed_run.events for n in event.get("preempted", ())]
+    assert [e["tid"] for e in tracks if e["name"] == "preempted"] == preempted
+    waited = Counter(e["tid"] for e in slices if e["name"] == "waiting")
+    assert all(waited[n] >= count for n, count in Counter(preempted).items())
+    assert len(preempted) > 2
 
 
 # ---- failures and bad input ----
@@ -388,6 +499,8 @@ def test_the_page_has_the_trace(embedded_run: Trace, tmp_path: Path) -> None:
     assert data["options"]["num_blocks"] == 22
     tokenizer = embedded_run._engine.tokenizer
     used = {token for seq in embedded_run._state.seqs for token in seq.tokens}
+    entries = [entry for event in embedded_run.events for entry in event.get("likely", ())]
+    used |= {token for *_, pairs in entries for token, _ in pairs}
     assert data["texts"] == {str(token): tokenizer.decode([token]) for token in used}
 
 
@@ -451,13 +564,18 @@ def test_2000_steps_of_16_sequences_fit_into_1_mb() -> None:
 # Goes through all steps in the browser and writes what they show into the page.
 PROBE = """<script>
 const seen = [], text = node => node.textContent.trim();
+const slot = node => [node.className, node.textContent];
 for (let k = 1; k <= last; k++) {
   go(k);
   seen.push({
     position: text($("position")), words: text($("words")), counts: text($("counts")),
-    rows: [...document.querySelectorAll("#sequences tbody tr")].map(row => [...row.children].map(text)),
-    cells: [...document.querySelectorAll("#timeline td.here")].map(text),
+    lanes: [...document.querySelectorAll(".lane span")].map(text),
+    rows: [...document.querySelectorAll("#requests tr[data-seq]")].map(row => [row.dataset,
+      [...row.children].map(node => node.textContent), [...row.lastChild.children].map(text)]),
     kinds: [...document.querySelectorAll("#timeline td.here")].map(node => node.title),
+    odds: [...document.querySelectorAll(".odds, .bars")].map(node => node.title || node.textContent),
+    blocks: [...document.querySelectorAll("#pool .block")].map(node => [text(node.querySelector("b")),
+      node.className, [...node.querySelectorAll(".slots span")].map(slot)]),
   });
 }
 const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
@@ -469,14 +587,20 @@ for (const key of ["Home", "ArrowRight", "ArrowRight", "ArrowLeft", "End", "Arro
 $("back").click(); moves.push(cursor);
 $("slider").value = 3; $("slider").dispatchEvent(new Event("input")); moves.push(cursor);
 document.querySelector("#timeline [data-step='5']").click(); moves.push(cursor);
-document.body.append(el("pre", { id: "probe" }, JSON.stringify({ seen, moves })));
+document.querySelector("#timeline .name").click(); moves.push($("detail").textContent);
+go(1); press(" ");
+setTimeout(() => press(" "), 1600);
+setTimeout(() => {
+  moves.push($("play").textContent, cursor, location.hash);
+  document.body.append(el("pre", { id: "probe" }, JSON.stringify({ seen, moves })));
+}, 2000);
 </script>"""
 
 
-def browse(path: Path, fragment: str = "") -> str:
+def browse(path: Path, fragment: str = "", action: str = "--dump-dom") -> str:
     """Load a page in headless Chromium and return its DOM. Fails if the console has an error."""
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += ["--enable-logging=stderr", "--window-size=1280,900"]
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", action]
+    command += ["--enable-logging=stderr", "--window-size=1280,900", "--virtual-time-budget=3000"]
     # A second browser with the same profile would hand its page to the first.
     command += [f"--user-data-dir={path.parent / 'profile'}", f"file://{path}{fragment}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -488,7 +612,7 @@ def browse(path: Path, fragment: str = "") -> str:
 def words(dom: str) -> str:
     inside = re.search(r'<div id="words".*?>(.*?)</div>', dom, re.DOTALL)
     assert inside is not None
-    return html.unescape(re.sub(r"<[^>]+>", " ", inside[1]))
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", inside[1])).split())
 
 
 browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
@@ -553,9 +677,19 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
     found, last = json.loads(html.unescape(probe[1])), trace.num_steps
     play, moves = [1, "Pause"], found["moves"]
     assert moves[:6] == [[n, "Play"] for n in (1, 2, 3, 2, last, last)]
-    assert moves[6:] == [play, [1, "Play"], 1, 3, 5]
+    assert moves[6:11] == [play, [1, "Play"], 1, 3, 5]
+    assert moves[11].startswith(f"Request {trace._state.seqs[0].name}: "), (
+        "a tap tells what a tooltip does"
+    )
+    assert moves[12] == "Play"
+    assert moves[13] > 1
+    assert moves[14] == f"#step={moves[13]}", "the address is that of the step, also after Play"
 
-    state, size = State(), trace.options["block_size"]
+    state, size, texts = State(), trace.options["block_size"], trace.texts()
+
+    def show(token: int) -> str:
+        return texts[token].replace("\n", "⏎") if texts else f" {token}"
+
     groups = iter(trace.steps())
     for event in next(groups):
         state.apply(event)
@@ -567,20 +701,41 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
         assert seen["position"] == f"Step {number} of {last}"
         numbers = [int(n) for n in re.findall(r"\d+", seen["counts"])][:4]
         assert numbers[1:] == [shared, cached, free]
-        work = {n: (start, start + count - 1) for n, start, count in plan["chunks"]}
-        work |= {n: (state.seqs[n].computed - 1,) * 2 for n in state.decodes}
-        for n, row in zip(state.running + state.waiting, seen["rows"], strict=True):
-            seq = state.seqs[n]
+        work = {n: (start, start + count) for n, start, count in plan["chunks"]}
+        work |= {n: (state.seqs[n].computed - 1, state.seqs[n].computed) for n in state.decodes}
+        is_small = len(trace._state.seqs) <= 12
+        shown = {int(data["seq"]): (data, *rest) for data, *rest in seen["rows"]}
+        assert set(shown) >= set(range(len(state.seqs)) if is_small else state.running)
+        slots: dict[int, tuple[str, bool]] = {}  # slot -> its token, and whether it is written now
+        for n, (data, row, arithmetic) in shown.items():
+            seq, (begin, end) = state.seqs[n], work.get(n, (0, 0))
             assert row[0] == seq.name
-            assert row[1] == f"{len(seq.tokens)}, {seq.computed}"
-            assert row[2] == (" ".join(map(str, seq.table)) or "empty")
-            slots = [int(slot) for slot in re.findall(r"= (\d+)(?=slot|$)", row[4])]
-            wanted = [seq.table[p // size] * size + p % size for p in work.get(n, ())]
-            assert slots == list(dict.fromkeys(wanted))
+            assert (int(data["known"]), int(data["computed"])) == (len(seq.tokens), seq.computed)
+            assert data.get("table", "") == " ".join(map(str, seq.table))
+            glyphs = [show(token) for token in seq.tokens]
+            glyphs += ["?"] * (seq.computed - len(glyphs))  # they are not known yet
+            stored = range(min(seq.computed, len(seq.table) * size))
+            at = [seq.table[p // size] * size + p % size for p in stored]
+            for p in stored:  # of which several sequences may share a slot
+                is_now = begin <= p < end or slots.get(at[p], ("", False))[1]
+                slots[at[p]] = glyphs[p].strip() or "␣", is_now
+            written = [int(text.rpartition(" = ")[2]) for text in arithmetic]
+            assert written == (list(dict.fromkeys((at[begin], at[end - 1]))) if end else [])
+            if which != "hostile":
+                assert row[1].startswith("".join(glyphs)) or row[1].startswith("… ")
             if n in expected[number - 1]:
-                said = f"{expected[number - 1][n]}, position"
-                assert row[3].startswith(said)
-                assert any(f", {seq.name}: {said}" in title for title in seen["kinds"])
+                said = f"{expected[number - 1][n]}"
+                assert row[2].startswith(f"{said} {begin}")
+                assert any(f", {seq.name}: {said}, position" in title for title in seen["kinds"])
+        for block, classes, content in seen["blocks"]:
+            owned = {"owned"} & set(classes.split())
+            assert owned == {"owned"} & {"owned" for seq in state.seqs if int(block) in seq.table}
+            assert ("cached" in classes.split()) == (int(block) in state.cached)
+            for slot, (style, token) in enumerate(content, int(block) * size):
+                if owned and which != "hostile":
+                    assert (token, "now" in style) == slots.get(slot, ("", False))
+                elif not owned:
+                    assert ("empty" in style) == ("cached" not in classes)
         for event in group[1:]:
             state.apply(event)
             if event.get("tokens"):
@@ -591,3 +746,65 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
                 assert "reverted. ZeroDivisionError" in seen["words"]
     if which == "hostile":
         assert "</script><script>alert(1)</script>" in found["seen"][-1]["words"]
+    if which == "embedded":
+        said = [seen["words"] for seen in found["seen"] if "Sampling: request 1" in seen["words"]]
+        assert len(said) == len([e for e in trace.events if e.get("likely")]) > 3
+        told = r'gets ".+" \(\d+ %, rank 1\); the most likely others are ".+" \(.* %\)'
+        assert any(re.search(told, text) for text in said)
+        assert any("the most likely others are" in text for text in found["seen"][-4]["odds"])
+
+
+@pytest.fixture(scope="module")
+def large_trace() -> Trace:
+    """60 requests, of which 16 run at a time, in about 500 steps."""
+    config = EngineConfig.from_options(
+        {"max_num_seqs": 16, "max_num_batched_tokens": 256, "kvcache_block_size": 16}
+    )
+    runner, rng = WideRunner(), random.Random(0)
+    runner.num_blocks = 150
+    inputs = InputProcessor(None, 200_000, 4096, frozenset(), SamplingParams(), 0)
+    engine = LLMEngine(config, runner, inputs)
+    for _ in range(60):
+        prompt = [rng.randrange(1000) for _ in range(rng.randint(8, 120))]
+        engine.add_request(prompt, greedy(max_tokens=rng.randint(60, 190)))
+    with Trace(engine) as trace:
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert 400 < trace.num_steps < 700
+    return trace
+
+
+@browser
+@pytest.mark.slow
+def test_a_large_trace_fits_on_a_screen(large_trace: Trace, tmp_path: Path) -> None:
+    """Rows that only wait are one row, and the words stand beside the timeline."""
+    probe = """<script>
+    const box = id => document.querySelector(id).getBoundingClientRect();
+    go(200);
+    document.body.append(el("pre", { id: "probe" }, JSON.stringify({
+      rows: document.querySelectorAll("#timeline tbody tr").length, idle: document.querySelector("#timeline tbody tr:last-child").textContent,
+      requests: document.querySelectorAll("#requests tr[data-seq]").length, wide: document.documentElement.scrollWidth <= innerWidth,
+      words: box("#section-words").top - box("#timeline").top, bottom: box("main").bottom })));
+    </script>"""
+    page = large_trace.page().replace("</body>", probe + "</body>")
+    (tmp_path / "trace.html").write_text(page)
+    found = re.search(r'<pre id="probe">(.*?)</pre>', browse(tmp_path / "trace.html"), re.DOTALL)
+    assert found is not None
+    shown = json.loads(html.unescape(found[1]))
+    assert shown["rows"] < 40
+    assert re.match(r"\d+ waiting", shown["idle"])
+    assert shown["requests"] <= 18
+    assert shown["wide"]
+    assert abs(shown["words"]) < 100
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["embedded_run", "large_trace"])
+def test_a_step_is_printed_on_one_page(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    request.getfixturevalue(which).save(tmp_path / "trace.html")
+    browse(tmp_path / "trace.html", "#step=8", f"--print-to-pdf={tmp_path / 'trace.pdf'}")
+    pages = re.findall(rb"/Type\s*/Page\b", (tmp_path / "trace.pdf").read_bytes())
+    assert len(pages) == 1

@@ -108,7 +108,7 @@ class EngineCore:
             for seq, reason, stop_string in ended:
                 self.scheduler.finish(seq, reason, stop_string)
             self.outputs.collect_finished([*updated, *(seq for seq, *_ in ended)])
-            self.observer.committed(step, updated)
+            self.observer.committed(step, updated, output)
 
     @property
     def lock(self) -> "threading.RLock":

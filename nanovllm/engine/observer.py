@@ -2,6 +2,7 @@
 
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence
+from nanovllm.plan import StepOutput
 
 
 class Observer:
@@ -13,8 +14,8 @@ class Observer:
     def scheduled(self, step: InFlightStep | None) -> None:
         """A step is planned and about to be launched. None: nothing can be planned now."""
 
-    def committed(self, step: InFlightStep, updated: list[Sequence]) -> None:
-        """A step is committed; `updated` are the sequences that got a result."""
+    def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
+        """A step is committed; `updated` are the sequences that got a result, from `output`."""
 
     def reverted(self, error: BaseException) -> None:
         """A step failed, and all steps in flight are reverted."""

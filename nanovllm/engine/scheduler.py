@@ -23,13 +23,13 @@ from nanovllm.engine.policies import POLICIES
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import Chunk, Join, StepOutput, StepPlan, Yield
 
-# Why the first waiting sequence is not admitted.
+# Why the first waiting sequence, whose name belongs at {}, is not admitted.
 WHY_WAITING = {
     "budget": "the token budget is spent",
     "preempted": "a step that preempts admits nothing",
     "seqs": "max_num_seqs sequences run",
-    "in flight": "a token of the first is in flight",
-    "blocks": "the first needs more blocks than remain after reserving one for each running sequence",
+    "in flight": "a token of {} is in flight",
+    "blocks": "{} needs more blocks than remain after reserving one for each running sequence",
 }
 
 

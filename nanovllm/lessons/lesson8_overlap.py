@@ -81,7 +81,7 @@ class Host(Observer):
             self.events.append(f"plan {self.plans}")
             time.sleep(HOST_SECONDS)
 
-    def committed(self, step: InFlightStep, updated: list[Sequence]) -> None:
+    def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
         self.commits += 1
         self.events.append(f"commit {self.commits}")
         self.dropped += len(step.sampling_seqs) - len(updated)

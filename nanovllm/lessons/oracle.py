@@ -22,7 +22,7 @@ from nanovllm.engine.host_tier import TieredBlockManager
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import HostTier, RowSampling, StepPlan
+from nanovllm.plan import HostTier, RowSampling, StepOutput, StepPlan
 
 ALPHABET = 3  # small, so that the blocks of different sequences meet
 
@@ -298,7 +298,7 @@ class History:
             step_, tokens = self.pending.popleft()
             self.observer.begin()
             updated = self.scheduler.commit(step_, tokens)
-            self.observer.committed(step_, updated)
+            self.observer.committed(step_, updated, StepOutput(tokens))
         self.steps += 1
 
     def drain(self) -> None:
