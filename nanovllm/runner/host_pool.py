@@ -201,9 +201,8 @@ def make_host_tier(
             load /= most - 1
         least = least_load(compute, load, max(0.0, one - load))
         logger.info(
-            f"host memory holds {pool.num_blocks:,} KV blocks ({config.swap_space:g} GiB): loading "
-            f"one takes {load * 1e6:,.0f} us, computing its tokens {compute * 1e6:,.0f} us"
-            + (f"; fewer than {least} are not loaded" if (least or 0) > 1 else "")
+            f"loading a KV block from host memory takes {load * 1e6:,.0f} us, computing its tokens "
+            f"{compute * 1e6:,.0f} us"
         )
     if least is None:
         logger.warning(
@@ -211,6 +210,10 @@ def make_host_tier(
             "than loading it; swap_min_blocks=1 would use it"
         )
         return None
+    logger.info(
+        f"host memory holds {pool.num_blocks:,} KV blocks ({config.swap_space:g} GiB); at least "
+        f"{least} are loaded at a time"
+    )
     return HostTier(pool.num_blocks, least)
 
 
