@@ -70,7 +70,7 @@ class PinnedPool(HostPool):
     def __init__(
         self, num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        # Not every torch indexes fp8 on a GPU, and a copy does not depend on the dtype.
+        # index_select and index_copy_ need not know fp8, because a copy is the same for all dtypes.
         self.dtype = torch.uint8 if dtype.itemsize == 1 else dtype
         self.num_blocks = num_blocks
         block_bytes = math.prod(shape) * dtype.itemsize
