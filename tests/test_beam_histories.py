@@ -11,7 +11,7 @@ import pytest
 from xxhash import xxh64_intdigest
 
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
-from nanovllm.engine import scheduler
+from nanovllm.engine import host_tier, scheduler
 from nanovllm.engine.output_processor import Sample
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.lessons.mutants import Mutant, apply
@@ -70,8 +70,8 @@ class Request:
 
 
 class BeamHistory(History):
-    def __init__(self, seed: int, schedulers=scheduler) -> None:
-        super().__init__(seed, schedulers)
+    def __init__(self, seed: int, schedulers=scheduler, tiers=None) -> None:
+        super().__init__(seed, schedulers, tiers=tiers)
         self.searches: list[tuple[Request, BeamSearch, list[int], int]] = []
         self.of: dict[Sequence, tuple[Request, BeamSearch]] = {}
 
@@ -168,8 +168,8 @@ ACTIONS = {
 }
 
 
-def run_history(seed: int, schedulers=scheduler) -> BeamHistory:
-    history = BeamHistory(seed, schedulers)
+def run_history(seed: int, schedulers=scheduler, tiers=None) -> BeamHistory:
+    history = BeamHistory(seed, schedulers, tiers)
     try:
         for name in history.rng.choices(list(ACTIONS), list(ACTIONS.values()), k=50):
             if name == "fail":
@@ -191,6 +191,11 @@ def test_random_histories_with_beams() -> None:
         ended += len(history.searches)
     assert preemptions > 400
     assert ended > 400
+
+
+def test_random_histories_with_beams_and_a_host_tier() -> None:
+    loaded = sum(run_history(seed, tiers=host_tier).blocks.loaded_blocks for seed in range(150))
+    assert loaded > 100
 
 
 FAULTS = {

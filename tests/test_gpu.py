@@ -22,6 +22,8 @@ from nanovllm.models import sampler
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.int8 import Int8Weight, weight_only
 from nanovllm.models.layers import add_rms_norm, silu_and_mul
+from nanovllm.plan import BlockMove
+from nanovllm.runner import host_pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -408,6 +410,45 @@ def test_a_full_pool(tmp_path: Path) -> None:
         answers.append([o.outputs[0].token_ids for o in outputs])
     assert llm.stats()["preemptions"] > 0
     assert answers[1] == answers[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
+def test_copies_of_the_host_pool(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Blocks that are saved, overwritten at once, and loaded elsewhere, several times over."""
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", 3 * 3 * 2 * 2 * 16 * 64 * dtype.itemsize)
+    monkeypatch.setattr(host_pool, "CHUNK_BYTES", 7 * 3 * 2 * 2 * 16 * 64 * dtype.itemsize)
+    cache = torch.randn(3, 2, 40, 2, 16, 64, device=DEVICE).to(dtype)
+    pool = host_pool.PinnedPool(30, (3, 2, 2, 16, 64), dtype, cache.device)
+    bits = cache.view(torch.uint8)
+    with torch.inference_mode():
+        for _ in range(20):
+            before, blocks, slots = bits.clone(), torch.randperm(40), torch.randperm(30)[:20]
+            pool.save(cache, [BlockMove(*m) for m in zip(blocks.tolist(), slots.tolist())])  # noqa: B905
+            bits.fill_(255)
+            moves = zip(slots.tolist(), blocks.tolist()[20:])  # noqa: B905
+            pool.load(cache, [BlockMove(*move) for move in moves])
+            assert torch.equal(bits[:, :, blocks[20:]], before[:, :, blocks[:20]])
+            assert (bits[:, :, blocks[:20]] == 255).all()
+            bits.copy_(before)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_tokens_with_a_host_tier(tmp_path: Path, eager: bool) -> None:
+    make_checkpoint(tmp_path)
+    options = dict(dtype="float32", skip_tokenizer_init=True, max_num_seqs=4, max_model_len=300)
+    options |= dict(kvcache_block_size=16, enforce_eager=eager)
+    prompts = [[(7 * i + j) % 190 + 1 for j in range(40 + 15 * i)] for i in range(10)]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    def tokens(**more: object) -> tuple[list[list[int]], dict]:
+        llm = LLM(str(tmp_path), device=DEVICE, **options, **more)
+        rounds = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+        return [out.outputs[0].token_ids for outs in rounds for out in outs], llm.stats()
+
+    wanted, _ = tokens(num_kvcache_blocks=400)
+    found, stats = tokens(num_kvcache_blocks=24, swap_space=2**-6, swap_min_blocks=1)
+    assert found == wanted
+    assert stats["host_loads"] > 20
 
 
 def test_too_little_memory_is_a_clear_error() -> None:

@@ -6,11 +6,12 @@ import random
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.host_tier import TieredBlockManager
 from nanovllm.engine.policies import AGING
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.lessons.oracle import OracleRunner, answer, make_samples
-from nanovllm.plan import StepPlan
+from nanovllm.plan import HostTier, StepPlan
 
 
 def sequence(prompt: list[int], new: int, arrival: int = 0, seed: int = 0, n: int = 1) -> Sequence:
@@ -307,14 +308,18 @@ RESERVES = {
 }
 
 
-def half_pool(reserve: str | None = None) -> tuple[int, float]:
+def half_pool(reserve: str | None = None, host_blocks: int = 0) -> tuple[int, float]:
     """Run 256 requests on half of the blocks that they could use, with the scheduler alone.
 
-    Returns (steps, the share of the computed tokens that were computed again).
+    Returns (steps, the share of the computed tokens that were computed again). `host_blocks` are
+    those of a second tier.
     """
     rng = random.Random(0)
     lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
-    blocks = BlockManager(sum(-(-(p + o) // 16) for p, o in lengths) // 2, 16)
+    num_blocks = sum(-(-(p + o) // 16) for p, o in lengths) // 2
+    blocks = BlockManager(num_blocks, 16)
+    if host_blocks:
+        blocks = TieredBlockManager(num_blocks, 16, HostTier(host_blocks, 1))
     scheduler = Scheduler(blocks, 256, 8192)
     if reserve is not None:
         scheduler.reserve = lambda: RESERVES[reserve](scheduler)
@@ -326,6 +331,18 @@ def half_pool(reserve: str | None = None) -> tuple[int, float]:
         steps, computed = steps + 1, computed + step.plan.num_tokens
         scheduler.commit(step, [7] * len(step.sampling_seqs))
     return steps, scheduler.recomputed_tokens / computed
+
+
+@pytest.mark.slow
+def test_a_host_tier_spares_what_a_half_pool_computes_again() -> None:
+    found = {host: half_pool(host_blocks=host) for host in (0, 1000, 4000, 9000)}
+    print("\nhost blocks: steps, computed again")
+    for host, (steps, share) in found.items():
+        print(f"{host}: {steps:,}, {share:.2%}")
+    assert len({steps for steps, _ in found.values()}) == 1
+    shares = [share for _, share in found.values()]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < 0.001 < 0.05 < shares[0]
 
 
 @pytest.mark.slow

@@ -68,12 +68,12 @@ class TieredBlockManager(BlockManager):
 
     def _save(self, block: Block) -> None:
         """Give a block that is about to be evicted a host block, unless it has one or none is left."""
-        old = self.host_index.get(block.hash)
+        old = self.host_index.get(block.hash)  # its copy, or another block with an equal hash
         if old is not None and old.identity == block.identity:
             self.host_index.move_to_end(block.hash)
             return
         if old is None and not self.host_free:
-            old = next(iter(self.host_index.values()))  # else it has the same hash by chance
+            old = next(iter(self.host_index.values()))
         if old is not None and old.block_id in self._busy:
             self.lost_blocks += 1
             return
@@ -132,9 +132,8 @@ class TieredBlockManager(BlockManager):
     def share(self, seq: Sequence, matched: list[Block]) -> None:
         """As in the base class. Host blocks are loaded into blocks of the device."""
         on_host = [i for i, block in enumerate(matched) if isinstance(block, HostBlock)]
-        parent = (
-            matched[-1].identity if matched else 0
-        )  # a load may remove that block from the index
+        # A load may remove the last block from the index, which takes its identity.
+        parent = matched[-1].identity if matched else 0
         # Taking a block can evict one from either tier. None of `matched` is among them, because
         # those on the device get an owner first, and those in host memory are busy.
         super().share(seq, [block for block in matched if not isinstance(block, HostBlock)])

@@ -73,7 +73,7 @@ class PinnedPool(HostPool):
     def __init__(
         self, num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        # Not every torch indexes fp8 on a GPU, and a copy does not depend on the dtype.
+        # index_select and index_copy_ need not know fp8, because a copy is the same for all dtypes.
         self.dtype = torch.uint8 if dtype.itemsize == 1 else dtype
         self.num_blocks = num_blocks
         block_bytes = math.prod(shape) * dtype.itemsize
@@ -212,9 +212,8 @@ def make_host_tier(
             least = ranks.smallest(NEVER if least is None else least)
             least = None if least == NEVER else least
         logger.info(
-            f"host memory holds {pool.num_blocks:,} KV blocks ({config.swap_space:g} GiB): loading "
-            f"one takes {load * 1e6:,.0f} us, computing its tokens {compute * 1e6:,.0f} us"
-            + (f"; fewer than {least} are not loaded" if (least or 0) > 1 else "")
+            f"loading a KV block from host memory takes {load * 1e6:,.0f} us, computing its tokens "
+            f"{compute * 1e6:,.0f} us"
         )
     if least is None:
         logger.warning(
@@ -222,6 +221,10 @@ def make_host_tier(
             "than loading it; swap_min_blocks=1 would use it"
         )
         return None
+    logger.info(
+        f"host memory holds {pool.num_blocks:,} KV blocks ({config.swap_space:g} GiB); at least "
+        f"{least} are loaded at a time"
+    )
     return HostTier(pool.num_blocks, least)
 
 
