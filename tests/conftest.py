@@ -81,6 +81,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
                 compile_some()
 
 
+@pytest.fixture(autouse=True)
+def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lessons wrap their text to the terminal."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def make_checkpoint(
     path: Path,
     family: str = "qwen3",
