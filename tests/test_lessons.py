@@ -145,4 +145,4 @@ def test_every_lesson_has_a_picture(number: str) -> None:
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     pictures = [part for part in text.split("\n\n") if part.startswith(" ")]
     assert pictures
-    assert all(len(line) <= 100 for part in pictures for line in part.splitlines())
+    assert all(len(line) <= 80 for part in pictures for line in part.splitlines())

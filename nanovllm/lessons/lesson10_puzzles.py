@@ -4,9 +4,9 @@ A GPU kernel is a function that many programs run at the same time, each for a p
 In Triton (Tillet et al. 2019) a program works on tiles: arrays of a fixed size, which it loads from
 pointers, computes with, and stores. Masks leave out what is not there.
 
-    program      0           1           2            tl.program_id(0)
-    numbers   [ 0 1 2 3 | 4 5 6 7 | 8 9 . . ]         program * 4 + tl.arange(0, 4)
-    mask        1 1 1 1   1 1 1 1   1 1 0 0           numbers < 10
+    program      0         1         2        tl.program_id(0)
+    numbers   [ 0 1 2 3 | 4 5 6 7 | 8 9 . . ]   program * 4 + tl.arange(0, 4)
+    mask        1 1 1 1   1 1 1 1   1 1 0 0     numbers < 10
 
 Without a GPU the same code runs in Triton's interpreter, one program after the other, if the
 environment variable TRITON_INTERPRET is 1 when Triton is imported. The lessons set it themselves.

@@ -8,9 +8,9 @@ gathered through a block table, which is paged attention (Kwon et al. 2023, arXi
 several programs can share one context, which is flash decoding (Dao et al. 2023). Lesson 10
 explains what a program and a tile are.
 
-    positions   [ 0 ...... 127 | 128 ...... 255 | 256 ...... 383 | ... ]      tiles of 128 keys
-    blocks        7 3 9 1 ...    2 8 4 6 ...      of 16 slots, gathered through the block table
-    m, l, acc   ------->  rescaled  ------->  rescaled  ------->  acc / l
+    positions   [ 0 ... 127 | 128 ... 255 | 256 ... 383 | ]   tiles of 128 keys
+    blocks        7 3 9 1 .   2 8 4 6 ...   of 16 slots, through the block table
+    m, l, acc     ------> rescaled ------> rescaled ------> acc / l
 
 The score of a key is its product with the query, divided by the square root of the head size. The
 softmax turns scores into weights exp(score) / sum of all exp(score). KV heads are explained in

@@ -6,10 +6,10 @@ planned and launched before the tokens of step N are read (as in NanoFlow, Zhu e
 arXiv:2408.12757, and in vLLM). And a step is hundreds of launches: a CUDA graph records them once
 and replays them by one call. On a CPU with AMX, one call computes all layers for a similar reason.
 
-    without overlap   host    plan 1 |.........| commit 1, plan 2 |.........| commit 2, plan 3
-                      device         | step 1  |                  | step 2  |
-    with overlap      host    plan 1 | plan 2 |..| commit 1, plan 3 |..| commit 2, plan 4
-                      device         | step 1    | step 2              | step 3
+    without   host    plan 1 |........| commit 1, plan 2 |........| commit 2 ...
+              device         | step 1 |                  | step 2 |
+    with      host    plan 1 | plan 2 |..| commit 1, plan 3 |..| commit 2 ...
+    overlap   device         | step 1    | step 2              | step 3
 """
 
 import sys

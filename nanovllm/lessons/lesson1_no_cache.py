@@ -5,9 +5,9 @@ likely it is that this token comes next. To generate is to run the model, choose
 to the text, and run the model again. This lesson runs it over the whole text for each new token, as
 the transformer is defined (Vaswani et al. 2017, arXiv:1706.03762), and counts what that costs.
 
-    step 1   x x x x             the prompt has 4 tokens     x: computed in this step
-    step 2   x x x x x           the prompt and 1 output token
-    step 3   x x x x x x         and so on: 4 + 5 + 6 = 15 tokens for an output of 3
+    step 1   x x x x         the prompt has 4 tokens; x: computed in this step
+    step 2   x x x x x       the prompt and 1 output token
+    step 3   x x x x x x     in all 4 + 5 + 6 = 15 tokens for an output of 3
 
 A token is a word, a part of a word or a character; the model's vocabulary lists them all.
 """

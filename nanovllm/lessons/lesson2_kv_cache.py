@@ -5,10 +5,10 @@ keys and values (KV) of a token therefore do not change when the text grows. A K
 and each step computes the new token only (Pope et al. 2022, arXiv:2211.05102, describe what this
 costs and saves). The cache takes memory for each token, which is the reason for lessons 3 to 7.
 
-             without a cache      with a cache
-    step 1   x x x x              x x x x            x: computed in this step
-    step 2   x x x x x            . . . . x          .: its key and value are read from the cache
-    step 3   x x x x x x          . . . . . x
+             without a cache    with a cache
+    step 1   x x x x            x x x x        x: computed in this step
+    step 2   x x x x x          . . . . x      .: key and value are in the cache
+    step 3   x x x x x x        . . . . . x
 """
 
 from collections.abc import Iterator

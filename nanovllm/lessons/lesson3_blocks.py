@@ -6,10 +6,10 @@ answer. A paged cache is cut into blocks of a few slots, and a sequence takes on
 Its block table says which block holds which of its tokens. Paging is from PagedAttention (Kwon et al.
 2023, arXiv:2309.06180).
 
-    tokens        [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   logical blocks 0, 1, 2 of 4 slots
-    block table   [      1      |      3      |      5      ]   their physical blocks
+    tokens        [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   logical blocks
+    block table   [      1      |      3      |      5      ]   physical blocks
     cache         [ null | t0-t3 |  ..  | t4-t7 |  ..  | t8 t9 ]
-    block             0       1      2      3      4      5      t9 is in slot 5 * 4 + 1 = 21
+    block            0       1      2       3      4       5  t9: slot 5 * 4 + 1
 """
 
 from nanovllm import LLM, SamplingParams

@@ -7,9 +7,9 @@ of its requests has finished, and the rows of those that finished earlier are id
 batching, a waiting request takes a row as soon as it is free. The decision is made anew in every
 step, which is why the paper calls it iteration-level scheduling (Orca, Yu et al., OSDI 2022).
 
-                 static batches        continuous batching
-    row 0        A A . . C C C         A A C C C            a letter: a step of that request
-    row 1        B B B B D . .         B B B B D            .: the row is idle
+             static batches    continuous batching
+    row 0    A A . . C C C     A A C C C      a letter: a step of that request
+    row 1    B B B B D . .     B B B B D      .: the row is idle
 """
 
 from collections.abc import Sequence

@@ -4,12 +4,12 @@ A step reads weights and keys and values (bytes), and multiplies and adds (FLOPs
 operations). A processor can do both at the same time, so that a step takes at least as long as the
 slower of the two. This is its roofline (Williams et al. 2009).
 
-    FLOPs/s  |          .-----------------   the most that the processor computes: compute-bound
-             |        .'
-             |      .'    <- the most that its memory delivers: memory-bound
-             |    .'
-             +----+-----+-----------------   FLOPs for each byte that is read
-               decode   ridge    prefill
+    FLOPs/s |          .-----------------   compute-bound: all that it computes
+            |        .'
+            |      .'    memory-bound: what its memory delivers
+            |    .'
+            +----+-----+-----------------   FLOPs for each byte that is read
+              decode   ridge    prefill
 
 A decode of R rows computes 2 FLOPs for each weight and row, and reads each weight once. A prefill
 computes many tokens for each read of the weights. This is why a batch of decodes is nearly free up

@@ -7,9 +7,9 @@ contain the same blocks. The prefix cache finds such blocks by a hash. The sampl
 copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180); finding blocks by a
 hash is from vLLM.
 
-    prompt A   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]     block table  1 2 3
-    prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]     block table  1 4 5
-                 block 1: shared            blocks 4 and 5: B's own, from the first difference on
+    prompt A   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   block table  1 2 3
+    prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]   block table  1 4 5
+                 block 1: shared   blocks 4 and 5: B's own, as t6 and u6 differ
 """
 
 from nanovllm import LLM, RequestOutput, SamplingParams, Trace

@@ -7,9 +7,9 @@ of other requests (Sarathi-Serve, Agrawal et al., OSDI 2024, arXiv:2403.02310). 
 free, the sequence that was admitted last is preempted: it loses its blocks and computes its tokens
 again later, as in vLLM (Kwon et al. 2023, arXiv:2309.06180).
 
-    budget of a step    [ d d d d | c c c c c c c c c c c c ]     d: a decode of a running request
-                                    c: a chunk of the long prompt, as large as what is left
-    waiting             [ preempted and forked | by the key of the policy ]  --> running
+    budget    [ d d d d | c c c c c c c c c ]   d: decodes, c: a chunk of the
+                          prompt, as large as the decodes leave it
+    waiting   [ preempted and forked | by the key of the policy ]  --> running
 """
 
 from statistics import mean, median

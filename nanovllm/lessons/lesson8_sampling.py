@@ -5,8 +5,8 @@ exp(logit) / sum of all exp(logit). Greedy sampling takes the most likely token.
 are divided by a temperature, filters hide unlikely tokens, and one random number u in [0, 1) draws
 one of the rest:
 
-    probabilities   [ a a a a a a a | b b b b | c c c | d | e ]     side by side, from 0 to 1
-    u = 0.55        ------------------------^                       the token at u: b
+    probabilities   [ a a a a a a a | b b b b | c c c | d | e ]   from 0 to 1
+    u = 0.55        ------------------------^                     is in b's part
 
 u is a function of the request's seed and the position of the token, and of nothing else. The same
 request therefore draws the same tokens in any batch, and again after a preemption.

@@ -5,11 +5,11 @@ less likely token. A beam search keeps the `beam_width` best beginnings, its bea
 beam yields its most likely next tokens, its candidates, and the best of all candidates continue. A
 beam with two chosen candidates is forked, and one with none ends.
 
-    step 1       step 2          step 3
-    a  ------->  a b  ------->   a b c         each line is a sequence with a block table
-            `->  a d             (ends)        a fork shares the blocks of its parent, and copies
-    e  ------->  e f  ------->   e f g         the last one before it writes into it
-                        `---->   e f h
+    step 1    step 2      step 3
+    a  ---->  a b  --->   a b c     each line is a sequence with a block table
+         `->  a d         (ends)    a fork shares the blocks of its parent, and
+    e  ---->  e f  --->   e f g     copies the last one before it writes into it
+                  `--->   e f h
 
 The search is on sequences of the scheduler, so that it needs no cache of its own: forks, copies on
 write and preemption are those of lessons 6 and 7.
