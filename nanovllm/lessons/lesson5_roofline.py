@@ -117,11 +117,10 @@ def show_memory(config: ModelConfig, bandwidth: float) -> None:
         for weight, kv in ((2, 2), (1, 2), (2, 1), (1, 1)):
             cost = decode_costs(config, rows, context, weight, kv)
             names = ("int8" if weight == 1 else "bfloat16", "fp8" if kv == 1 else "bfloat16")
-            numbers = (cost["weight_bytes"] / 1e6, cost["kv_bytes"] / 1e6)
+            numbers = (f"{cost['weight_bytes'] / 1e6:,.0f}", f"{cost['kv_bytes'] / 1e6:,.1f}")
             least = 1e3 * cost["decode_bytes"] / bandwidth
-            table.append(
-                (f"{rows} x {context:,}", *names, *(f"{n:,.0f}" for n in (*numbers, least)))
-            )
+            name = f"{rows} x {context:,}"
+            table.append((name, *names, *numbers, f"{least:,.0f}"))
     head = ("weights", "cache", "MB of weights", "MB of the cache", "least ms to read")
     show_table(("rows x context", *head), table)
 
