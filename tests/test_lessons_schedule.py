@@ -157,6 +157,8 @@ def test_beams(capsys):
     answers = [question.answer for question in beams.run()]
     printed = capsys.readouterr().out
     assert answers == ["yes", "3"]
+    assert "block tables have 6 entries and 4 different blocks" in " ".join(printed.split())
+    assert row(printed, "'s own KV cache'".rjust(22))[-2:] == ["2", "6"]
     logprobs = [float(row(printed, name)[-1]) for name in ("beam 1", "beam 2", "beam 3", "greedy")]
     assert logprobs[0] >= logprobs[1] >= logprobs[2]
     assert logprobs[0] > logprobs[3]

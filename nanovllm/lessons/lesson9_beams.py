@@ -49,7 +49,7 @@ def show_steps(llm: LLM, trace: Trace) -> None:
             copied = " ".join(f"{a} to {b}" for a, b in moves if b == seq.table[-1])
             table = " ".join(map(str, seq.table))
             rows.append(("" if i else event["plan"], repr(text), table, copied))
-            tables = [seq.table for seq in seqs]
+            tables = [list(seq.table) for seq in seqs]
     show_table(("step", "output so far", "block table", "copied"), rows)
     entries, blocks = sum(map(len, tables)), len({block for table in tables for block in table})
     say(f"""In the last step the block tables have {entries} entries and {blocks} different blocks: what
