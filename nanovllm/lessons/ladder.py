@@ -134,8 +134,8 @@ class Rung(NamedTuple):
     run: Callable[[LLM, list[Request]], Run]
 
 
-PLAIN = dict(attention_backend="sdpa", enable_prefix_caching=False, max_num_seqs=ROWS)
-SHARING = PLAIN | {"enable_prefix_caching": True}
+SHARING = dict(attention_backend="sdpa", num_kvcache_blocks=256, max_num_seqs=ROWS)
+PLAIN = SHARING | {"enable_prefix_caching": False}
 CHUNKS = SHARING | {"max_num_batched_tokens": BUDGET}
 KERNELS = CHUNKS | {"attention_backend": "numba"}
 ASYNC = KERNELS | {"async_scheduling": True}
@@ -169,33 +169,33 @@ def has_numba() -> bool:
 def climb(
     rungs: list[Rung], number: int, repeats: int, warm_up: bool = True
 ) -> list[tuple[Rung, list[Run]]]:
-    """Run `number` requests on each rung `repeats` times -> each rung and its runs, the fastest first.
+    """Run `number` requests on all rungs in turns, `repeats` times -> each rung and its runs.
 
     Raises AssertionError if the tokens of a rung are not those of the first.
     """
-    results: list[tuple[Rung, list[Run]]] = []
-    for rung in tqdm(rungs, unit="rung", leave=False):
-        llm = make_llm(**rung.options)
-        requests = make_requests(llm, number)
-        if warm_up:
-            rung.run(llm, requests[:ROWS])
-        runs = sorted((rung.run(llm, requests) for _ in range(repeats)), key=lambda r: r.seconds)
-        results.append((rung, runs))
+    results: list[tuple[Rung, list[Run]]] = [(rung, []) for rung in rungs]
+    llms = [make_llm(**rung.options) for rung in rungs]
+    requests = make_requests(llms[0], number)
+    for rung, llm in zip(rungs if warm_up else (), llms, strict=False):
+        rung.run(llm, requests[:ROWS])
+    for i in tqdm(range(repeats * len(rungs)), unit="run", leave=False):
+        (rung, runs), llm = results[i % len(rungs)], llms[i % len(rungs)]
+        runs.append(rung.run(llm, requests))
         assert runs[-1].tokens == results[0][1][0].tokens, f"{rung.adds} changes the tokens"
     return results
 
 
 def median(runs: list[Run]) -> Run:
-    return runs[len(runs) // 2]
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
 
 def gain(before: list[Run], now: list[Run]) -> str:
     """How many times as many tokens per second: the median, and the lowest and the highest ratio.
 
-    It has no more digits than the spread supports.
+    The runs of a turn are compared. The result has no more digits than the spread supports.
     """
-    ratio = median(before).seconds / median(now).seconds
-    low, high = before[0].seconds / now[-1].seconds, before[-1].seconds / now[0].seconds
+    ratios = sorted(b.seconds / n.seconds for b, n in zip(before, now, strict=True))
+    low, ratio, high = ratios[0], ratios[len(ratios) // 2], ratios[-1]
     digits = min(2, max(1, -math.floor(math.log10(high - low)))) if high > low else 2
     if low <= 1 <= high:
         return f"about 1 ({low:.{digits}f} to {high:.{digits}f})"
@@ -234,8 +234,8 @@ def run() -> None:
         if the CPU's kernels have to be compiled first.
 
         gain: tokens per second divided by those of the rung before, with the lowest and the highest
-        ratio of two runs; "about 1" if these do not say whether it gains. computed: tokens that the model
-        computed, in so many steps. slots: the most slots of the KV cache that were reserved at a
+        ratio of the three turns; "about 1" if these do not say whether it gains. computed: tokens that
+        the model computed, in so many steps. slots: the most slots of the KV cache that were reserved at a
         time. first: mean time from the start until a request has its first token. step: the longest
         step, which is how long a running request may wait for a token.""")
     rungs = RUNGS
