@@ -100,6 +100,12 @@ def share_compilation() -> None:
                 kernel.compile(types)
 
 
+@pytest.fixture(autouse=True)
+def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lessons wrap their text to the terminal."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def make_checkpoint(
     path: Path,
     family: str = "qwen3",

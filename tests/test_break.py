@@ -32,6 +32,7 @@ def test_exercise_asks(
     assert "InvariantError" not in asked
     assert name not in " ".join(asked.split())
     assert max(map(len, asked.splitlines())) <= 101
+    assert "must get" in asked or "def check_" in asked
 
 
 @pytest.mark.parametrize("number", FEW)
@@ -45,7 +46,17 @@ def test_exercise_answers(
     assert name[1:] in " ".join(capsys.readouterr().out.split())
     break_it.run(str(number), ["0", mutant.function])
     said = capsys.readouterr().out
-    assert said.count("is not right") == said.count(f"{mutant.function} is right") == 1
+    assert said.count("is not right. Hint: ") == said.count(f"{mutant.function} is right") == 1
+
+
+def test_each_exercise_has_a_theme_and_a_level(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted(i for theme in break_it.THEMES for i in theme.exercises) == list(EXERCISES)
+    assert set(break_it.EASY) | set(break_it.HARD) <= set(EXERCISES)
+    assert not set(break_it.EASY) & set(break_it.HARD)
+    break_it.run(None, None)
+    listed = capsys.readouterr().out
+    assert "Prefix cache:\n" in listed
+    assert "  break  1  easy    a fault in block_manager.py\n" in listed
 
 
 def test_shorter_histories_fail_too() -> None:
@@ -73,9 +84,11 @@ def test_shorter_histories_fail_too() -> None:
         (["break", "99"], "a number from 1 to 24, not '99'"),
         (["break", "one"], "not 'one'"),
         (["break", "1", "--answers", "1"], "2 answers are needed"),
-        (["9"], "invalid choice: '9'"),
+        (["13"], "invalid choice: '13'"),
         (["3", "4"], "takes no '4'"),
         (["--answers"], "takes no --answers"),
+        (["ladder", "3"], "ladder takes no '3'"),
+        (["puzzle", "6"], "a number from 1 to 5, not '6'"),
     ],
 )
 def test_command_refuses(

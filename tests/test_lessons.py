@@ -1,6 +1,8 @@
 """What the lessons share, lesson 3, and the command."""
 
+import ast
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,17 @@ import pytest
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons import __main__ as command
 from nanovllm.lessons import lesson3_blocks
-from nanovllm.lessons.lesson import Question, link, make_llm, show_answers, show_table
+from nanovllm.lessons.lesson import make_llm
+from nanovllm.lessons.show import (
+    Question,
+    faster,
+    is_same,
+    link,
+    say,
+    show_answers,
+    show_questions,
+    show_table,
+)
 
 
 def test_links_name_the_line() -> None:
@@ -22,16 +34,52 @@ def test_links_name_the_line() -> None:
 
 
 def test_answers_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    questions = [Question("One?", "1", "Why one."), Question("Two?", "two", "Why two.")]
+    questions = [
+        Question("One?", "1", "Why one.", "Look at one."),
+        Question("Two?", "two", "Why two.", "Look at two."),
+    ]
     show_answers(questions, ["2", "TWO"])
     compared = capsys.readouterr().out
-    assert "2 is not right.\n" in compared
+    assert "2 is not right. Hint: Look at one.\n" in compared
     assert "TWO is right. Why two." in compared
     assert "Why one" not in compared
+    assert "Look at two" not in compared
     show_answers(questions, [])
     assert "1. Why one." in capsys.readouterr().out
     with pytest.raises(ValueError, match="2 answers are needed"):
         show_answers(questions, ["1"])
+
+
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [("114,688", "114688"), ("1.0", "1"), (" Share() ", "share"), ("YES", "yes"), ("256e0", "256")],
+)
+def test_answers_may_be_written_differently(given: str, answer: str) -> None:
+    assert is_same(given, answer)
+    assert not is_same(given + "1", answer)
+
+
+def test_a_ratio_of_noise_is_no_gain() -> None:
+    assert faster(2.0, 1.0) == "2.0 times as fast"
+    assert faster(1.0, 2.5) == "2.5 times as slow"
+    assert faster(1.0, 0.95) == faster(0.95, 1.0) == "about as fast"
+
+
+@pytest.mark.parametrize("columns", [44, 80, 100, 200])
+def test_nothing_is_wider_than_the_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Text wraps, a table becomes a list, and a picture stays as it is."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    words = "many words in one paragraph " * 20
+    say(f"{words}\n\n    a  picture\n    |\n\n{words}")
+    show_table(("name", "first number", "second number"), [("a", "1 " * 22, "2 " * 20)])
+    show_questions([Question(words, "1", words, words)] * 2, "command")
+    show_answers([Question(words, "1", words, words)] * 2, ["1", "2"])
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= min(columns, 100)
+    assert "\n    a  picture\n    |\n" in printed
+    assert ("second number: 2 2" in " ".join(printed.split())) == (columns < 100)
 
 
 def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +97,7 @@ def test_lesson_3(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = lesson3_blocks.run()
     printed = capsys.readouterr().out
     assert (first.answer, second.answer) == ("29", "2")
+    assert "With 4 large blocks 2 requests run at once" in printed
     rows = [line.split() for line in printed.splitlines() if " blocks of " in line]
     (_, _, _, _, few, slow), (_, _, _, _, many, fast) = (row for row in rows if row[0].isdigit())
     assert int(few) == 2
@@ -67,6 +116,7 @@ def test_command(
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Lesson 3: blocks, block tables, slots.")
+    assert "    block table   [      1      |" in done.stdout  # the picture
     assert "python -m nanovllm.lessons 3 --answers ... ..." in done.stdout
     assert "block_table =" in done.stdout
     # The command sets the level of the log; pytest restores it.
@@ -83,3 +133,16 @@ def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
     for number in command.NUMBERS:
         assert command.title(number).startswith(f"Lesson {number}: ")
         assert f"lessons/{command.LESSONS[int(number) - 1]}.py" in docs
+    glossary = docs[docs.index("## Glossary") :]
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([\d, ]+) \|$", glossary, re.MULTILINE)
+    assert len(rows) > 30
+    assert {n for _, numbers in rows for n in numbers.split(", ")} == set(command.NUMBERS)
+
+
+@pytest.mark.parametrize("number", command.NUMBERS)
+def test_every_lesson_has_a_picture(number: str) -> None:
+    path = Path(command.__file__).with_name(f"{command.LESSONS[int(number) - 1]}.py")
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    pictures = [part for part in text.split("\n\n") if part.startswith(" ")]
+    assert pictures
+    assert all(len(line) <= 80 for part in pictures for line in part.splitlines())

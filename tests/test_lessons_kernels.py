@@ -1,12 +1,13 @@
-"""Lessons 7 and 8: what they show is computed by their functions, and holds for other numbers too."""
+"""Lessons 10 to 12: what they show is computed by their functions, and holds for other numbers too."""
 
 import pytest
 import torch
 
 from nanovllm import SamplingParams
 from nanovllm.config import EMBEDDED
-from nanovllm.lessons import lesson7_paged_attention as paged
-from nanovllm.lessons import lesson8_overlap as overlap
+from nanovllm.lessons import lesson10_puzzles as puzzles
+from nanovllm.lessons import lesson11_paged_attention as paged
+from nanovllm.lessons import lesson12_overlap as overlap
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
@@ -16,6 +17,57 @@ def table(printed: str, head: str) -> list[list[str]]:
     """The cells of the printed table whose first line begins with `head`."""
     lines = printed[printed.index(f"\n{head}  ") + 1 :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
+
+
+RIGHT = (
+    "tl.store(out + program * SIZE + tl.arange(0, SIZE), b + a, i < n)",
+    "weights = tl.exp(scores) / tl.exp(tl.max(scores, 0)) if False else tl.exp(scores - 99 - tl.max(scores - 99, 0))",
+    "b = tl.load(y + (k * columns)[:, None] + j)",
+    "factor = 1 / tl.exp(new_m - m)",
+    "slot = position % BLOCK + BLOCK * tl.load(table + start // BLOCK)",
+)
+WRONG = (
+    ("tl.store(out + i, a + b)", "2 of 21 numbers are wrong. The first is at [19]: "),
+    ("weights = tl.exp(scores)", "The first is at [0, 0]: nan came out"),
+    ("b = tl.load(y + k[None, :] * columns + j[:, None])", "numbers are wrong"),
+    ("factor = 1.0", "numbers are wrong"),
+    ("slot = tl.load(table) * BLOCK + position", "nan came out"),
+)
+
+
+@pytest.mark.parametrize("number", range(1, 6))
+def test_puzzles(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line is hidden. Its own text, another right one, a wrong one and nonsense are told apart."""
+    pytest.importorskip("triton")
+
+    def answer(*lines: str) -> str:
+        puzzles.run_puzzle(str(number), list(lines))
+        return " ".join(capsys.readouterr().out.split())
+
+    line = answer()
+    puzzles.run_puzzle(str(number), None)
+    shown = capsys.readouterr().out
+    assert line not in shown
+    assert "...  # the missing line" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    for right in (line, RIGHT[number - 1]):
+        assert answer(right) == "That is right: the kernel computes what torch does."
+    wrong, message = WRONG[number - 1]
+    said = answer(wrong)
+    assert message in said
+    assert f"Hint: {puzzles.PUZZLES[number - 1].hint}" in said
+    assert "It raises NameError" in answer("out = nonsense")
+
+
+def test_lesson_10(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    questions = puzzles.run()
+    printed = capsys.readouterr().out
+    assert "   0  0  0  0  1  1  1  1  2  2 -1 -1 -1 -1\n" in printed
+    assert "   16  17  18  19 [20][21][22][23]\n" in printed
+    assert [float(row[1]) < 1e-3 for row in table(printed, "puzzle")] == [True] * 5
+    assert [question.answer for question in questions] == ["8", "24"]
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 @pytest.mark.parametrize("context", [1, 128, 129, 400, 513])
@@ -50,7 +102,7 @@ def test_tiles_pages_splits_and_the_kernel_agree(context: int) -> None:
 
 
 def test_lesson_7(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("numba")
+    pytest.importorskip("triton")
     questions = paged.run()
     printed = capsys.readouterr().out
     tiles = [[float(cell) for cell in row] for row in table(printed, "keys")]
@@ -66,7 +118,7 @@ def test_lesson_7(capsys: pytest.CaptureFixture[str]) -> None:
         "256 to 511",
         "512 to 599",
     ]
-    assert [row[0] for row in table(printed, "class")] == ["PlainAttention", "NumbaAttention"]
+    assert "    correction = tl.exp2(row_max - new_max)\n" in printed  # the kernel's own line
     assert "1,024 MiB" in " ".join(printed.split())
     assert [question.answer for question in questions] == ["1", "4"]
     assert max(map(len, printed.splitlines())) <= 100

@@ -59,9 +59,10 @@ def test_lesson_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     monkeypatch.setattr(lesson2_kv_cache, "LENGTHS", lesson2_kv_cache.LENGTHS[:-1])
     questions = lesson2_kv_cache.run()
     printed = capsys.readouterr().out
-    rows = numbers(printed, "output tokens")
-    assert [row[:3] for row in rows] == [[40, 1180, 49], [80, 3960, 89]]
-    assert rows[-1][-1] > 1  # faster
+    rows = re.findall(
+        r"^ *(\d+) +([\d,]+) +(\d+) .* times as (?:fast|slow)$", printed, re.MULTILINE
+    )
+    assert rows == [("40", "1,180", "49"), ("80", "3,960", "89")]
     keys = numbers(printed, "tokens read")
     assert len(keys) == 3
     for row in keys[1:]:
@@ -82,7 +83,7 @@ def test_ladder(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
         rungs = [rung._replace(options=rung.options | plain) for rung in rungs]
     results = ladder.climb(rungs, number, repeats=1, warm_up=False)
     ladder.show(results)
-    runs = {rung.adds: run for rung, run in results}
+    runs = {rung.adds: ladder.median(runs) for rung, runs in results}
     requests = ladder.make_requests(embedded, number)
     lengths = [r.num_output for r in requests]
     prompts = [len(r.prompt) for r in requests]
@@ -133,3 +134,14 @@ def test_a_rung_that_changes_tokens_is_refused() -> None:
     wrong = first._replace(run=lambda llm, requests: first.run(llm, requests[::-1]))
     with pytest.raises(AssertionError, match="no cache changes the tokens"):
         ladder.climb([first, wrong], number=2, repeats=1, warm_up=False)
+
+
+def test_a_gain_has_the_digits_that_its_spread_supports() -> None:
+    def runs(*seconds: float) -> list[ladder.Run]:
+        return [ladder.Run([], 0, 0, 0, 0.0, 0.0, s) for s in seconds]
+
+    assert ladder.gain(runs(7, 6, 6.6), runs(2, 2.2, 2.1)) == "3.1 (2.7 to 3.5)"
+    assert ladder.gain(runs(6, 6.01), runs(2, 2)) == "3.00 (3.00 to 3.00)"
+    assert ladder.gain(runs(2, 4, 8), runs(1, 2, 4)) == "2.00 (2.00 to 2.00)"  # a busier machine
+    assert ladder.gain(runs(5, 6), runs(5.5, 5.8)) == "about 1 (0.9 to 1.0)"
+    assert ladder.median(runs(5, 1, 3)).seconds == 3

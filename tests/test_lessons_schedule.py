@@ -1,12 +1,17 @@
-"""Lessons 4 to 6: what they print is what they are meant to show."""
+"""Lessons 4 to 9: what they print is what they are meant to show."""
 
+import math
 import os
+import re
 
 import pytest
 
 from nanovllm.lessons import lesson4_batching as batching
-from nanovllm.lessons import lesson5_prefix_sharing as sharing
-from nanovllm.lessons import lesson6_scheduling as scheduling
+from nanovllm.lessons import lesson5_roofline as roofline
+from nanovllm.lessons import lesson6_prefix_sharing as sharing
+from nanovllm.lessons import lesson7_scheduling as scheduling
+from nanovllm.lessons import lesson8_sampling as sampling
+from nanovllm.lessons import lesson9_beams as beams
 from nanovllm.lessons.lesson import make_llm
 
 
@@ -98,3 +103,65 @@ def test_scheduling(capsys):
         ["8", "True", "11", "4"],
         ["8", "False", "11", "16"],
     ]
+
+
+def test_roofline_costs():
+    """By hand: 28 layers of q, k, v, o and gate, up, down, and the head."""
+    config = roofline.qwen3_config(28, 151_936)
+    layer = 1024 * (16 + 8 + 8 + 16) * 128 + 3 * 1024 * 3072
+    weights = 28 * layer + 151_936 * 1024
+    cost = roofline.decode_costs(config, 4, 100)
+    assert cost["weight_bytes"] == 2 * weights
+    assert cost["kv_bytes"] == 4 * 100 * 114_688
+    assert cost["decode_bytes"] == cost["weight_bytes"] + cost["kv_bytes"]
+    assert cost["decode_flops"] == 4 * (2 * weights + 100 * 4 * 28 * 16 * 128)
+    small = roofline.decode_costs(config, 4, 100, 1, 1)
+    assert (small["weight_bytes"], small["kv_bytes"]) == (weights, cost["kv_bytes"] // 2)
+
+
+def test_roofline(capsys, monkeypatch):
+    """With one layer, and a machine whose peaks are given."""
+    peak = {"bandwidth": 20e9, "flops": 200e9}
+    monkeypatch.setattr(roofline.roofline, "measure_peak", lambda *_: peak)
+    for name, value in dict(LAYERS=1, VOCAB=512, ROWS=(1, 8), PROMPT=64).items():
+        monkeypatch.setattr(roofline, name, value)
+    answers = [question.answer for question in roofline.run()]
+    printed = capsys.readouterr().out
+    assert answers == ["250", "10"]
+    assert printed.count("The ridge is therefore at 10.0 FLOPs") == 2
+    lines = [line.split() for line in printed.splitlines() if re.match(r"decode of 8 .*%$", line)]
+    assert len(lines) == 2
+    for _, _, _, gflops, read, ratio, limit, least, measured, share in lines:
+        assert float(ratio) == pytest.approx(1e3 * float(gflops) / float(read), rel=0.2)
+        assert limit == "memory-bound"
+        assert float(least) == pytest.approx(float(read) / 20, rel=0.05)
+        assert float(measured) > 0
+        assert share.endswith("%")
+    long = next(line for line in printed.splitlines() if line.startswith("16 x 4,000 "))
+    assert long.split()[3:] == ["bfloat16", "bfloat16", "1,192", "7,340.0", "427"]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_sampling(capsys):
+    answers = [question.answer for question in sampling.run()]
+    printed = capsys.readouterr().out
+    assert answers == ["2", "3"]
+    *_, left = (line.split() for line in printed.splitlines() if line.startswith("tokens left"))
+    assert left[3] == "3"
+    assert int(left[2]) > 50
+    assert "sequences are preempted" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_beams(capsys):
+    answers = [question.answer for question in beams.run()]
+    printed = capsys.readouterr().out
+    assert answers == ["yes", "3"]
+    assert "block tables have 6 entries and 4 different blocks" in " ".join(printed.split())
+    assert row(printed, "'s own KV cache'".rjust(22))[-2:] == ["2", "6"]
+    logprobs = [float(row(printed, name)[-1]) for name in ("beam 1", "beam 2", "beam 3", "greedy")]
+    assert logprobs[0] >= logprobs[1] >= logprobs[2]
+    assert logprobs[0] > logprobs[3]
+    factor = math.exp(logprobs[0] - logprobs[3])
+    assert f"{factor:.1f}" in " ".join(printed.split()).partition("The best beam is ")[2][:5]
+    assert max(map(len, printed.splitlines())) <= 101

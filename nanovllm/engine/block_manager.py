@@ -19,7 +19,14 @@ A block is in one of three states, which partition the pool. Block 0, the null b
 A full block is cached in the prefix index under hash = xxh64(hash of the block before it, its token
 ids), so that equal hashes mean equal prefixes. A hash is only a hint: a match also compares the
 token ids and the identity of the parent block, a number that is never reused. The prefix index is
-therefore correct with any hash function.
+therefore correct with any hash function. Two prompts with a common beginning, as chains:
+
+    block 3 [ a b ] identity 1, parent 0  <--+-- block 5 [ c d ] identity 2, parent 1
+                                             +-- block 8 [ x y ] identity 3, parent 1
+
+After block 3 was evicted, 5 and 8 are still cached, but a match cannot reach them. If [ a b ] is
+computed again, its block has the identity 4, and blocks 5 and 8 still do not match: their parent is 1.
+They are evicted in their turn, or replaced when [ c d ] or [ x y ] is cached again.
 """
 
 from array import array

@@ -11,6 +11,13 @@ those of waiting ones. This rule covers iteration-level batching (Orca, OSDI 202
     add -> WAITING --admit--> RUNNING --commit: stop or length--> FINISHED
               ^                  |
               +---- preempt -----+      out of blocks: the most recently admitted is preempted
+
+One step, with a budget of 8 tokens and blocks of 4:
+
+    running  A  10 known,  9 computed   decodes its last token, in a block that it has   7 are left
+             B   9 known,  8 computed   decodes, in a block that is new                  6 are left
+    waiting  C  12 known,  4 cached     is admitted and computes 6 of 8 tokens: a chunk  0 are left
+             D   3 known,  0 cached     waits: the token budget is spent
 """
 
 from bisect import insort

@@ -1,12 +1,13 @@
 """Lessons and exercises about how an LLM engine works, run on the engine itself.
 
-python -m nanovllm.lessons                   lists the lessons and runs the ladder: one rung a lesson
+python -m nanovllm.lessons                   lists the lessons
 python -m nanovllm.lessons 3                 runs lesson 3
-python -m nanovllm.lessons 3 --answers       shows the answers to its questions
-python -m nanovllm.lessons 3 --answers 8 1   compares yours with them
-python -m nanovllm.lessons break             lists the faults of scheduler and block manager
-python -m nanovllm.lessons break 7           shows what one does: which invariant broke?
-python -m nanovllm.lessons build policy      writes a task and a stub; also: eviction, filter
+python -m nanovllm.lessons 3 --answers 8 1   compares your answers to its questions
+python -m nanovllm.lessons 3 --answers       shows the answers
+python -m nanovllm.lessons ladder            runs the same requests with one idea after another
+python -m nanovllm.lessons puzzle            lists Triton kernels with one line to fill in
+python -m nanovllm.lessons break             lists faults of scheduler and block manager to find
+python -m nanovllm.lessons build             lists parts of the engine to write yourself
 """
 
 import argparse
@@ -18,20 +19,25 @@ import logging
 from pathlib import Path
 from types import ModuleType
 
-from nanovllm.lessons import break_it, build_it, ladder
-from nanovllm.lessons.lesson import show_answers, show_questions
+from nanovllm.lessons import break_it, build_it, ladder, lesson10_puzzles
+from nanovllm.lessons.show import fill, say, show_answers, show_questions
 
 LESSONS = (
     "lesson1_no_cache",
     "lesson2_kv_cache",
     "lesson3_blocks",
     "lesson4_batching",
-    "lesson5_prefix_sharing",
-    "lesson6_scheduling",
-    "lesson7_paged_attention",
-    "lesson8_overlap",
+    "lesson5_roofline",
+    "lesson6_prefix_sharing",
+    "lesson7_scheduling",
+    "lesson8_sampling",
+    "lesson9_beams",
+    "lesson10_puzzles",
+    "lesson11_paged_attention",
+    "lesson12_overlap",
 )
 NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
+EXERCISES = {"puzzle": lesson10_puzzles.run_puzzle, "break": break_it.run}
 
 
 def load(number: str) -> ModuleType:
@@ -48,7 +54,7 @@ def run_lesson(number: str, answers: list[str] | None) -> None:
     """Run a lesson. With `answers` only its questions are printed, and compared with these."""
     lesson, command = load(number), f"python -m nanovllm.lessons {number} --answers"
     if answers is None:
-        print(f"{lesson.__doc__}")
+        say(str(lesson.__doc__))
         show_questions(lesson.run(), command)
         return
     with contextlib.redirect_stdout(io.StringIO()):
@@ -62,9 +68,12 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_argument("what", nargs="?", choices=[*NUMBERS, "break", "build"])
-    what.metavar = "1 to 8, break or build"
-    parser.add_argument("which", nargs="?", help="the number of a fault, or the name of a task")
+    choices = [*NUMBERS, "ladder", *EXERCISES, "build"]
+    what = parser.add_argument("what", nargs="?", choices=choices)
+    what.metavar = f"1 to {NUMBERS[-1]}, {', '.join(choices[len(NUMBERS) :])}"
+    parser.add_argument(
+        "which", nargs="?", help="the number of a puzzle or a fault, or the name of a task"
+    )
     parser.add_argument(
         "--answers", nargs="*", metavar="YOURS", help="show the answers, or compare yours with them"
     )
@@ -73,17 +82,19 @@ def main() -> None:
     try:
         if args.what in NUMBERS and args.which is None:
             run_lesson(args.what, args.answers)
-        elif args.what == "break":
-            break_it.run(args.which, args.answers)
+        elif args.what in EXERCISES:
+            EXERCISES[args.what](args.which, args.answers)
         elif args.what == "build" and args.answers is None:
             build_it.write(args.which)
+        elif args.what == "ladder" and args.which is None and args.answers is None:
+            ladder.run()
         elif args.what is None and args.answers is None:
             for number in NUMBERS:
-                print(title(number))
-            ladder.run()
+                print(fill(title(number), rest="  "))
+            print(f"\n{str(__doc__).partition(chr(10) * 2)[2].strip()}")
         else:
             extra = "--answers" if args.which is None else repr(args.which)
-            raise ValueError(f"{args.what or 'the ladder'} takes no {extra}")
+            raise ValueError(f"{args.what or 'the list'} takes no {extra}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

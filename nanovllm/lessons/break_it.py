@@ -9,38 +9,47 @@ import contextlib
 import inspect
 import io
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm.engine import block_manager
 from nanovllm.engine.policies import shortest_job_first
-from nanovllm.lessons.lesson import (
-    WIDTH,
-    Question,
-    say,
-    show_answers,
-    show_questions,
-    show_table,
-)
 from nanovllm.lessons.mutants import MUTANTS, Mutant, apply, describe
 from nanovllm.lessons.oracle import (
     INVARIANTS,
     Action,
     History,
     InvariantError,
+    answer,
     check_cached_tail,
     check_late_copy,
     random_actions,
     replay,
 )
-from nanovllm.trace import Trace
+from nanovllm.lessons.show import Question, fill, say, show_answers, show_questions, show_table
+from nanovllm.trace import Trace, name_of
 
 SEEDS = 300  # histories to try
 FAILURES = 3  # that many of those that fail are made shorter, and the shortest is shown
 NAMES = list(MUTANTS)
+
+
+class Theme(NamedTuple):
+    name: str
+    exercises: tuple[int, ...]
+    invariants: tuple[str, ...]  # those that its faults violate first; a reader chooses among them
+
+
+SHARING = ("slots", "owners", "partition", "index", "cached", "progress")
+THEMES = (
+    Theme("sharing and copies", (1, 2, 9, 10, 13, 14, 15), SHARING),
+    Theme("prefix cache", (3, 4, 5, 6, 7, 8, 22), ("context", "cached", "progress", "no error")),
+    Theme("scheduling", (11, 12, 16, 17, 18, 24), ("budget", "oldest", "progress", "no error")),
+    Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
+)
+EASY, HARD = (1, 9, 13, 16, 19, 21, 23), (3, 4, 5, 8, 10, 14, 20, 22)
 
 
 @dataclass(frozen=True)
@@ -111,14 +120,17 @@ def shortest_failure(mutant: Mutant) -> Attempt | None:
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def show_requests(history: History) -> None:
+def show_sequences(history: History) -> None:
+    """Print the requests, what the model's definition gives, and what they have at the end."""
     rows = []
     for seq in history.seqs:
-        if seq.parent is None:
-            samples = sum(other.arrival == seq.arrival for other in history.seqs)
-            prompt = " ".join(map(str, seq.token_ids[: seq.num_prompt]))
-            rows.append((seq.request_id, seq.max_length - seq.num_prompt, samples, prompt))
-    show_table(("request", "output tokens at most", "samples", "prompt"), rows)
+        prompt = seq.token_ids[: seq.num_prompt]
+        want = answer(prompt, seq.max_length, seq.stop_token_ids, seq.sampling.seed)
+        texts = (" ".join(map(str, ids)) for ids in (prompt, want, seq.output_ids))
+        rows.append((name_of(seq), *texts, seq.status.name.lower()))
+    say("""The sequences, 0.1 being the second sample of request 0. What each must get until it ends is
+        computed from its prompt, without an engine:""")
+    show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
 
 
 def show_blocks(history: History) -> None:
@@ -143,7 +155,9 @@ def show_failure(mutant: Mutant) -> InvariantError:
         say("""Random requests run on a model whose next token depends on every slot that it reads.
             This is the shortest history that was found in which something goes wrong, up to the
             step that does. Tokens are 0, 1 and 2.""")
-        show_requests(history)
+        show_sequences(history)
+        if history.size == 1:
+            say("Blocks have one slot each: the slot of position p is block_table[p].")
         print(trace, end="\n\n")
         show_blocks(history)
         return error
@@ -162,42 +176,44 @@ def show_failure(mutant: Mutant) -> InvariantError:
 def run(which: str | None, answers: list[str] | None) -> None:
     """The N-th exercise. Without a number all are listed; with `answers` it is solved."""
     if which is None:
-        for i, mutant in enumerate(MUTANTS.values(), 1):
-            print(f"break {i:2}  a fault in {file_of(mutant)}")
+        for theme in THEMES:
+            print(f"{theme.name[0].upper()}{theme.name[1:]}:")
+            for i in theme.exercises:
+                level = "easy" if i in EASY else "hard" if i in HARD else "medium"
+                print(f"  break {i:2}  {level:6}  a fault in {file_of(MUTANTS[NAMES[i - 1]])}")
         return
     if which not in map(str, range(1, len(NAMES) + 1)):
         raise ValueError(f"break takes a number from 1 to {len(NAMES)}, not {which!r}")
     name = NAMES[int(which) - 1]
+    theme = next(theme for theme in THEMES if int(which) in theme.exercises)
     mutant, file = MUTANTS[name], file_of(MUTANTS[name])
     with contextlib.redirect_stdout(io.StringIO() if answers is not None else sys.stdout):
         print(f"A line of {file} is changed, in memory only.\n")
         error = show_failure(mutant)
         print("This must hold after every step:\n")
-        for i, text in enumerate(INVARIANTS.values(), 1):
-            print(textwrap.fill(f"{i:2}. {text}", WIDTH, subsequent_indent="    "))
+        for i, invariant in enumerate(theme.invariants, 1):
+            print(fill(INVARIANTS[invariant], f"{i:2}. ", "    "))
         print()
     functions = {m.function: None for m in MUTANTS.values() if m.module is mutant.module}
     questions = [
         Question(
-            "Which of these is the first that was found not to hold? (3, 8 and 9 are checked while a "
-            "step runs, the others after it.)",
-            number_of(error.name),
+            "Which of these is the first that was found not to hold?",
+            str(theme.invariants.index(error.name) + 1),
             f"{error}.",
+            f"Look at the last step of the trace and at the state after it. The theme is {theme.name}.",
         ),
         Question(
             f"Which function of {file} has the fault: {', '.join(sorted(functions))}?",
             mutant.function,
             f"{name[0].upper()}{name[1:]}. {describe(mutant)}.",
+            "Find the first line of the trace or of the tables that should be different. Which of the "
+            "functions decides that?",
         ),
     ]
     if answers is None:
         show_questions(questions, f"python -m nanovllm.lessons break {which} --answers")
     else:
         show_answers(questions, answers)
-
-
-def number_of(invariant: str) -> str:
-    return str(list(INVARIANTS).index(invariant) + 1)
 
 
 def file_of(mutant: Mutant) -> str:

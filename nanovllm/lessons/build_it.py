@@ -1,10 +1,14 @@
-"""Build it: three small tasks with checks. `build NAME` copies a stub, which says what to do."""
+"""Build it: small parts of an engine, with checks. `build NAME` copies a stub, which says what to do."""
 
 import ast
 from pathlib import Path
 
+from nanovllm.lessons.show import fill
+
 STUBS = Path(__file__).with_name("tasks")
-TASKS = ("policy", "eviction", "filter")
+# The first three tasks come with lessons 2, 3 and 6; the last three change the engine.
+TASKS = ("cache", "slots", "prefix", "step", "softmax", "policy", "eviction", "filter")
+CHECK = "SOLUTION={} python -m pytest -x --tb=short tests/exercises/build_{}.py"
 
 
 def write(which: str | None) -> None:
@@ -15,7 +19,7 @@ def write(which: str | None) -> None:
     if which is None:
         for name in TASKS:
             text = ast.get_docstring(ast.parse((STUBS / f"{name}.py").read_text())) or ""
-            print(f"{name.ljust(10)}{text.splitlines()[0]}")
+            print(fill(text.splitlines()[0], name.ljust(10), " " * 10))
         print(
             "\n`python -m nanovllm.lessons build NAME` writes NAME.py into the current directory."
         )
@@ -23,13 +27,17 @@ def write(which: str | None) -> None:
     if which not in TASKS:
         raise ValueError(f"unknown task {which!r}; the tasks are {', '.join(TASKS)}")
     target = Path(f"{which}.py").resolve()
+    stub = (STUBS / target.name).read_text()
+    # The end of the docstring.
+    check = f"In a clone of the repository:\n  {CHECK.format(target.name, which)}"
+    stub = stub.replace('\n"""\n', f'\n\n{check}\n"""\n', 1)
     try:
         with target.open("x") as file:
-            file.write((STUBS / target.name).read_text())
+            file.write(stub)
     except FileExistsError:
         raise FileExistsError(
             f"{target} exists and is not overwritten; rename it, or work in another directory"
         ) from None
     print(f"{target} is written. The text at its top is the task. To check your solution, run")
-    print(f"  SOLUTION={target} python -m pytest -x --tb=short tests/exercises/build_{which}.py")
+    print(f"  {CHECK.format(target, which)}")
     print("in a clone of the repository. It stops at the first check that fails, and says why.")

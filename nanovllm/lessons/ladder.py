@@ -3,6 +3,7 @@
 Each rung adds one idea, and `climb` checks that it gives the same tokens as the rung before.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -17,13 +18,14 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.lessons import lesson1_no_cache, lesson2_kv_cache
-from nanovllm.lessons.lesson import make_llm, say, show_table
+from nanovllm.lessons.lesson import make_llm, optional
 from nanovllm.lessons.lesson1_no_cache import Way
+from nanovllm.lessons.show import say, show_table
 from nanovllm.outputs import RequestOutput
 
 NUM_REQUESTS = 16
-ROWS = 8  # requests that run at once on rungs 4 to 8
-BUDGET = 32  # tokens of a step on rungs 6 to 8
+ROWS = 8  # requests that run at once, from static batches to async scheduling
+BUDGET = 32  # tokens of a step, from there on to async scheduling
 LENGTHS = (4, 8, 12, 36)  # output tokens; a static batch waits for its longest
 # Every request begins with this conversation.
 BEGINNING = [
@@ -132,8 +134,8 @@ class Rung(NamedTuple):
     run: Callable[[LLM, list[Request]], Run]
 
 
-PLAIN = dict(attention_backend="sdpa", enable_prefix_caching=False, max_num_seqs=ROWS)
-SHARING = PLAIN | {"enable_prefix_caching": True}
+SHARING = dict(attention_backend="sdpa", num_kvcache_blocks=256, max_num_seqs=ROWS)
+PLAIN = SHARING | {"enable_prefix_caching": False}
 CHUNKS = SHARING | {"max_num_batched_tokens": BUDGET}
 KERNELS = CHUNKS | {"attention_backend": "numba"}
 ASYNC = KERNELS | {"async_scheduling": True}
@@ -149,53 +151,68 @@ RUNGS = [
     Rung(3, "blocks", PLAIN, one_by_one),
     Rung(4, f"static batches of {ROWS}", PLAIN, static),
     Rung(4, "continuous batching", PLAIN, continuous),
-    Rung(5, "prefix sharing", SHARING, continuous),
-    Rung(6, f"a token budget of {BUDGET}", CHUNKS, continuous),
-    Rung(7, "kernels (Numba)", KERNELS, continuous),
-    Rung(8, "async scheduling", ASYNC, continuous),
-    Rung(8, "the defaults of LLM()", {}, continuous),
+    Rung(6, "prefix sharing", SHARING, continuous),
+    Rung(7, f"a token budget of {BUDGET}", CHUNKS, continuous),
+    Rung(11, "kernels (Numba)", KERNELS, continuous),
+    Rung(12, "async scheduling", ASYNC, continuous),
+    Rung(12, "the defaults of LLM()", {}, continuous),
 ]
 
 
 def has_numba() -> bool:
     """Whether the CPU's kernels can run. They are compiled on the first call, in 20 to 40 s."""
-    try:
-        from nanovllm.cpu.compile import compile_now
-    except ImportError:
-        return False
-    compile_now(torch.float32)
-    return True
+    if (compile_ := optional("nanovllm.cpu.compile")) is not None:
+        compile_.compile_now(torch.float32)
+    return compile_ is not None
 
 
 def climb(
     rungs: list[Rung], number: int, repeats: int, warm_up: bool = True
-) -> list[tuple[Rung, Run]]:
-    """Run `number` requests on each rung `repeats` times -> each rung and its median run.
+) -> list[tuple[Rung, list[Run]]]:
+    """Run `number` requests on all rungs in turns, `repeats` times -> each rung and its runs.
 
     Raises AssertionError if the tokens of a rung are not those of the first.
     """
-    results: list[tuple[Rung, Run]] = []
-    for rung in tqdm(rungs, unit="rung", leave=False):
-        llm = make_llm(**rung.options)
-        requests = make_requests(llm, number)
-        if warm_up:
-            rung.run(llm, requests[:ROWS])
-        runs = sorted((rung.run(llm, requests) for _ in range(repeats)), key=lambda r: r.seconds)
-        results.append((rung, runs[repeats // 2]))
-        assert runs[-1].tokens == results[0][1].tokens, f"{rung.adds} changes the tokens"
+    results: list[tuple[Rung, list[Run]]] = [(rung, []) for rung in rungs]
+    llms = [make_llm(**rung.options) for rung in rungs]
+    requests = make_requests(llms[0], number)
+    for rung, llm in zip(rungs if warm_up else (), llms, strict=False):
+        rung.run(llm, requests[:ROWS])
+    for i in tqdm(range(repeats * len(rungs)), unit="run", leave=False):
+        (rung, runs), llm = results[i % len(rungs)], llms[i % len(rungs)]
+        runs.append(rung.run(llm, requests))
+        assert runs[-1].tokens == results[0][1][0].tokens, f"{rung.adds} changes the tokens"
     return results
 
 
-def show(results: list[tuple[Rung, Run]]) -> None:
+def median(runs: list[Run]) -> Run:
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+
+
+def gain(before: list[Run], now: list[Run]) -> str:
+    """How many times as many tokens per second: the median, and the lowest and the highest ratio.
+
+    The runs of a turn are compared. The result has no more digits than the spread supports.
+    """
+    ratios = sorted(b.seconds / n.seconds for b, n in zip(before, now, strict=True))
+    low, ratio, high = ratios[0], ratios[len(ratios) // 2], ratios[-1]
+    digits = min(2, max(1, -math.floor(math.log10(high - low)))) if high > low else 2
+    if low <= 1 <= high:
+        return f"about 1 ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{ratio:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def show(results: list[tuple[Rung, list[Run]]]) -> None:
     """Print the table. The gain is that over the rung before."""
-    rows, before = [], 0.0
-    for rung, run in results:
-        rate = sum(map(len, run.tokens)) / run.seconds
+    rows: list[tuple[object, ...]] = []
+    before: list[Run] = []
+    for rung, runs in results:
+        run = median(runs)
         rows.append(
             (
                 f"{rung.lesson} {rung.adds}",
-                f"{rate:,.0f}",
-                f"{rate / before:.2f}" if before else "",
+                f"{sum(map(len, run.tokens)) / run.seconds:,.0f}",
+                gain(before, runs) if before else "",
                 run.steps,
                 f"{run.computed:,}",
                 f"{run.slots:,}",
@@ -203,8 +220,8 @@ def show(results: list[tuple[Rung, Run]]) -> None:
                 f"{1e3 * run.longest_step:,.0f}",
             )
         )
-        before = rate
-    names = ("lesson", "tokens/s", "gain", "steps", "computed", "slots", "first (ms)", "step (ms)")
+        before = runs
+    names = ("lesson", "tokens/s", "gain", "steps", "computed", "slots", "first ms", "step ms")
     show_table(names, rows)
 
 
@@ -216,22 +233,25 @@ def run() -> None:
         median of 3 runs after a short one to warm up. It takes about a minute, and 20 to 40 s more
         if the CPU's kernels have to be compiled first.
 
-        gain: tokens per second divided by those of the rung before. computed: tokens that the model
-        computed, in so many steps. slots: the most slots of the KV cache that were reserved at a
+        gain: tokens per second divided by those of the rung before, with the lowest and the highest
+        ratio of the three turns; "about 1" if these do not say whether it gains. computed: tokens that
+        the model computed, in so many steps. slots: the most slots of the KV cache that were reserved at a
         time. first: mean time from the start until a request has its first token. step: the longest
         step, which is how long a running request may wait for a token.""")
     rungs = RUNGS
     if not has_numba():
-        say("Numba is missing, so rung 7 is left out and rung 8 runs in plain torch.")
+        say(
+            "Numba is missing, so the rung of its kernels is left out and those after it run in plain torch."
+        )
         plain = {"attention_backend": "sdpa"}
-        rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 7]
+        rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 11]
     results = climb(rungs, NUM_REQUESTS, repeats=3)
     show(results)
-    by_name = {rung.adds: run for rung, run in results}
+    by_name = {rung.adds: median(runs) for rung, runs in results}
     cache, blocks = by_name["a KV cache"], by_name["blocks"]
     shared, chunks = by_name["prefix sharing"], by_name[f"a token budget of {BUDGET}"]
     say(f"""
-        Lessons 2, 4, 5 and 7 are about speed: fewer tokens are computed, more tokens are computed
+        Lessons 2, 4, 6 and 11 are about speed: fewer tokens are computed, more tokens are computed
         for each read of the weights, or the same is computed in fewer operations. Blocks are about
         memory: one request reserves {blocks.slots:,} slots at most, not {cache.slots:,}, so more
         requests fit. A small token budget is about waiting: a step with many prompt tokens is cut
@@ -239,8 +259,8 @@ def run() -> None:
         longest step took {1e3 * shared.longest_step:.0f} ms without it and
         {1e3 * chunks.longest_step:.0f} ms with it.
 
-        Async scheduling gains nothing on a CPU, which does not compute while the host plans; on a GPU
-        it hides the host's work. The layers in one call need a CPU with AMX and bfloat16, so they are
-        not in this table: in bfloat16 rungs may differ in near-ties. Lesson 8 measures both. The
+        Async scheduling is for a GPU, where it hides the host's work; a CPU does not compute while the
+        host plans. The layers in one call need a CPU with AMX or AVX512-BF16 and bfloat16, so they are
+        not in this table: in bfloat16 rungs may differ in near-ties. Lesson 12 measures both. The
         defaults run all {NUM_REQUESTS} requests at once, with a budget of 8,192 tokens. Gains depend on
         the machine and on what else it does; a gain of less than 1 is a loss.""")

@@ -1,59 +1,24 @@
-"""What the lessons share: printing, links to the engine's source, timing, and questions."""
+"""What the lessons run: the embedded model, runners, plans that are written by hand, and timing."""
 
-import inspect
+import importlib
 import os
 import statistics
-import textwrap
 import time
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
 
 from nanovllm import LLM
+from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.models.checkpoint import config_file, find_checkpoint
+from nanovllm.models.config import ModelConfig
+from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
+from nanovllm.runner import start
+from nanovllm.runner.model_runner import ModelRunner
 
 T = TypeVar("T")
-WIDTH = 100
-
-
-class Question(NamedTuple):
-    """A question at the end of a lesson. The lesson computes its answer with the engine."""
-
-    text: str
-    answer: str  # one short word or number, so that a reader's answer can be compared with it
-    why: str
-
-
-def say(text: str) -> None:
-    """Print paragraphs, which blank lines separate, wrapped."""
-    for paragraph in textwrap.dedent(text).strip().split("\n\n"):
-        print(textwrap.fill(" ".join(paragraph.split()), WIDTH), end="\n\n")
-
-
-def show_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print aligned columns: the first to the left, the others to the right."""
-    cells = [head, *[[str(cell) for cell in row] for row in rows]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for first, *rest in cells:
-        columns = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        print("  ".join([first.ljust(widths[0]), *columns]).rstrip())
-    print()
-
-
-def link(function: Any, text: str = "") -> str:
-    """Where the engine does it: the file, the line of `function` that contains `text`, its name.
-
-    Raises ValueError if no line contains it, so that links do not outlive what they point to.
-    """
-    lines, start = inspect.getsourcelines(function)
-    at = next((i for i, line in enumerate(lines) if text in line), None)
-    if at is None:
-        raise ValueError(f"no line of {function.__qualname__} contains {text!r}")
-    path = os.path.relpath(inspect.getsourcefile(function) or "", Path(__file__).parents[2])
-    return f"{path}:{start + at}  {function.__qualname__}"
-
-
-def show_source(*links: str) -> None:
-    print("In the engine, the line and the function that it is in:", *links, sep="\n  ", end="\n\n")
+GREEDY = RowSampling(temperature=0, seed=0)  # always the most likely token
 
 
 def timed(function: Callable[[], T], repeats: int = 3) -> tuple[T, float]:
@@ -71,28 +36,51 @@ def make_llm(**options: Any) -> LLM:
     return LLM(**({"dtype": "float32", "device": "cpu"} | options))
 
 
-def show_questions(questions: list[Question], command: str) -> None:
-    """Print questions without their answers. `command` shows these."""
-    print("Questions:\n")
-    for i, question in enumerate(questions, 1):
-        print(textwrap.fill(f"{i}. {question.text}", WIDTH, subsequent_indent="   "))
-    yours = " ".join("..." for _ in questions)
-    print(f"\nCompare your answers, or see them without yours:\n  {command} {yours}")
+def runner_of(llm: LLM) -> ModelRunner:
+    runner = llm.engine.runner
+    assert isinstance(runner, ModelRunner)
+    return runner
 
 
-def show_answers(questions: list[Question], answers: list[str]) -> None:
-    """Print questions with their answers, or whether each of `answers` is right.
+def embedded_config() -> ModelConfig:
+    return ModelConfig.from_file(config_file(find_checkpoint(EMBEDDED)))
 
-    Raises ValueError for a wrong number of answers.
+
+def make_runner(
+    model: ModelConfig | None, max_model_len: int, capture: Any = None, **options: Any
+) -> ModelRunner:
+    """A ModelRunner without an engine: of the embedded model, or with load_format="dummy" of another."""
+    config, directory = EngineConfig(device="cpu", **options), find_checkpoint(EMBEDDED)
+    return start.make_runner(config, model or embedded_config(), directory, max_model_len, capture)
+
+
+def prompt_plan(prompts: Sequence[list[int]], tables: Sequence[list[int]]) -> StepPlan:
+    """The plan of a step that computes whole prompts, each in the blocks of its table.
+
+    Prompt i takes row i and samples greedily.
     """
-    if answers and len(answers) != len(questions):
-        raise ValueError(f"{len(questions)} answers are needed, one a question, not {len(answers)}")
-    for i, question in enumerate(questions):
-        print(textwrap.fill(f"{i + 1}. {question.text}", WIDTH, subsequent_indent="   "))
-        if not answers:
-            line = f"{question.answer}. {question.why}"
-        elif answers[i].strip().removesuffix("()").lower() == question.answer.lower():
-            line = f"{answers[i]} is right. {question.why}"
-        else:
-            line = f"{answers[i]} is not right."
-        print(textwrap.fill(line, WIDTH, initial_indent="   ", subsequent_indent="   "), end="\n\n")
+    rows = range(len(prompts))
+    return StepPlan(
+        joins=[Join(row, tables[row], GREEDY) for row in rows],
+        chunks=[Chunk(row, 0, prompts[row], Yield.TOKEN) for row in rows],
+        num_tokens=sum(map(len, prompts)),
+    )
+
+
+def decode_plan(num_rows: int) -> StepPlan:
+    """The plan of a step that computes the next token of the rows 0, 1, ..."""
+    return StepPlan(decode_rows=list(range(num_rows)), num_tokens=num_rows)
+
+
+def optional(module: str) -> Any:
+    """Import a module; None if the package that it needs, Triton or Numba, is not installed.
+
+    Without a GPU, Triton's kernels run in its interpreter. Triton reads TRITON_INTERPRET when it is
+    imported and when a kernel is defined, so it is set before both.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None

@@ -4,6 +4,12 @@ A language model reads a text and computes one probability for each token of its
 likely it is that this token comes next. To generate is to run the model, choose a token, append it
 to the text, and run the model again. This lesson runs it over the whole text for each new token, as
 the transformer is defined (Vaswani et al. 2017, arXiv:1706.03762), and counts what that costs.
+
+    step 1   x x x x         the prompt has 4 tokens; x: computed in this step
+    step 2   x x x x x       the prompt and 1 output token
+    step 3   x x x x x x     in all 4 + 5 + 6 = 15 tokens for an output of 3
+
+A token is a word, a part of a word or a character; the model's vocabulary lists them all.
 """
 
 import math
@@ -11,16 +17,16 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table, timed
+from nanovllm.lessons.lesson import GREEDY, make_llm, timed
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.sampler import sample
-from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
+from nanovllm.plan import Chunk, Join, StepPlan, Yield
 from nanovllm.runner.model_runner import ModelRunner
 
 # A way to generate: (llm, prompt, number of output tokens) -> each token, and how many tokens the
 # model computed for it.
 Way: TypeAlias = Callable[[LLM, list[int], int], Iterator[tuple[int, int]]]
-GREEDY = RowSampling(temperature=0, seed=0)  # always the most likely token
 PROMPT = "What is 12 + 30?\n"
 LENGTHS = (20, 40, 80, 160)
 
@@ -91,15 +97,18 @@ def run() -> list[Question]:
     say(f"""A prompt of p = {len(prompt)} tokens and an output of n tokens compute
         p + (p + 1) + ... + (p + n - 1) = n * p + n * (n - 1) / 2 tokens. That grows with the square
         of n. Measured:""")
-    table, counts = [], []
+    table, counts, per_token = [], [], []
     for n in LENGTHS:
         _, computed, seconds = measure(generate, llm, prompt, n)
         assert computed == n * len(prompt) + n * (n - 1) // 2
         table.append((n, f"{computed:,}", f"{seconds:.2f}", f"{1e3 * seconds / n:.1f}"))
         counts.append(computed)
+        per_token.append(1e3 * seconds / n)
     show_table(("output tokens", "tokens computed", "seconds", "ms per output token"), table)
-    say("""A step has a fixed cost, whatever it computes, so that short texts hide the growth. The last
-        column shows it: each token of a longer output takes more time. Lesson 2 computes each token
+    say(f"""From {LENGTHS[0]} to {LENGTHS[-1]} output tokens, {LENGTHS[-1] / LENGTHS[0]:.0f} times as
+        many, the model computes {counts[-1] / counts[0]:.0f} times as many tokens. An output token
+        takes {per_token[-1] / per_token[0]:.1f} times as long. A step also has a fixed cost,
+        whatever it computes, so that short texts hide the growth. Lesson 2 computes each token
         once.""")
     show_source(link(ModelRunner.run), link(Qwen3.forward), link(Qwen3.logits), link(sample))
 
@@ -113,6 +122,7 @@ def run() -> list[Question]:
             "The number grows with the square of the length. From "
             f"{LENGTHS[-2]} to {LENGTHS[-1]} output tokens it is {ratio:.2f} times as many; the "
             "rest is due to the prompt.",
+            "Compare two rows of the last table: one has twice as many output tokens as the other.",
         ),
         Question(
             f"The prompt has {len(prompt)} tokens and the output 100. How many tokens does the last "
@@ -120,5 +130,6 @@ def run() -> list[Question]:
             str(last),
             "The prompt and the 99 output tokens that were known. The token that the last step "
             "samples is never computed.",
+            "Step 1 computes the prompt. Each later step computes one token more than the one before.",
         ),
     ]

@@ -3,7 +3,12 @@
 Attention lets a token read the keys and values of the tokens before it, and of no later ones. The
 keys and values (KV) of a token therefore do not change when the text grows. A KV cache stores them,
 and each step computes the new token only (Pope et al. 2022, arXiv:2211.05102, describe what this
-costs and saves). The cache takes memory for each token, which is the reason for lessons 3 to 6.
+costs and saves). The cache takes memory for each token, which is the reason for lessons 3 to 7.
+
+             without a cache    with a cache
+    step 1   x x x x            x x x x        x: computed in this step
+    step 2   x x x x x          . . . . x      .: key and value are in the cache
+    step 3   x x x x x x        . . . . . x
 """
 
 from collections.abc import Iterator
@@ -13,12 +18,12 @@ import torch
 from nanovllm import LLM
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons import lesson1_no_cache
-from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
-from nanovllm.lessons.lesson1_no_cache import GREEDY, LENGTHS, PROMPT, block_table, measure
+from nanovllm.lessons.lesson import GREEDY, decode_plan, make_llm, runner_of
+from nanovllm.lessons.lesson1_no_cache import LENGTHS, PROMPT, block_table, measure
+from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.plan import Chunk, Join, StepPlan, Yield
-from nanovllm.runner.model_runner import ModelRunner
 
 
 def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
@@ -35,14 +40,12 @@ def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int
     for _ in range(num_output):
         [token] = llm.engine.runner.run(plan)().token_ids
         yield token, plan.num_tokens
-        plan = StepPlan(decode_rows=[0], num_tokens=1)
+        plan = decode_plan(1)
 
 
 def key_in_texts(llm: LLM, ids: list[int], position: int, lengths: list[int]) -> torch.Tensor:
     """The key at `position` in the last layer, first head, after each length of text [N, D]."""
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
-    attention, size = runner.attention, llm.engine.scheduler.blocks.block_size
+    attention, size = runner_of(llm).attention, llm.engine.scheduler.blocks.block_size
     assert isinstance(attention, PlainAttention)
     block, offset = block_table(llm)[position // size], position % size
     keys = []
@@ -59,10 +62,8 @@ def compare(llm: LLM, prompt: list[int], lengths: tuple[int, ...]) -> None:
         want, without, slow = measure(lesson1_no_cache.generate, llm, prompt, n)
         tokens, computed, fast = measure(generate, llm, prompt, n)
         assert tokens == want
-        rows.append(
-            (n, f"{without:,}", computed, f"{slow:.2f}", f"{fast:.2f}", f"{slow / fast:.1f}")
-        )
-    head = ("output tokens", "computed without", "with", "seconds without", "with", "times faster")
+        rows.append((n, f"{without:,}", computed, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
+    head = ("output tokens", "computed without", "with", "seconds without", "with", "it is")
     show_table(head, rows)
 
 
@@ -73,8 +74,6 @@ def qwen3_bytes(kv_heads: int) -> int:
 
 def run() -> list[Question]:
     llm = make_llm(attention_backend="sdpa")
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
     prompt = llm.get_tokenizer().encode(PROMPT)
 
     say("""The key of the third token in the last layer, its first 4 numbers, when the model reads the
@@ -93,7 +92,7 @@ def run() -> list[Question]:
 
     say("""The price is memory, a key and a value for each layer and KV head:
         2 * layers * KV heads * head size * bytes of a number.""")
-    c = runner.model.config
+    c = runner_of(llm).model.config
     shapes = [
         ("embedded model, float32", f"2 * {c.num_layers} * {c.num_kv_heads} * {c.head_dim} * 4"),
         ("Qwen3-0.6B, bfloat16", "2 * 28 * 8 * 128 * 2"),
@@ -127,6 +126,8 @@ def run() -> list[Question]:
             str(computed),
             f"{len(prompt)} of the prompt and {length - 1} of the output: nothing reads the KV of "
             "the last token, so it is not computed.",
+            "The first step computes the prompt. How many steps follow, and how many tokens does each "
+            "compute?",
         ),
         Question(
             "Qwen3-0.6B has 16 query heads, and two of them share a KV head. How many bytes would a "
@@ -134,5 +135,6 @@ def run() -> list[Question]:
             str(qwen3_bytes(16)),
             "Twice as many. Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) shares "
             "KV heads to make the cache smaller.",
+            "Put the number of query heads in place of the KV heads in the arithmetic of the table.",
         ),
     ]

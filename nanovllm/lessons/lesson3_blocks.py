@@ -5,17 +5,21 @@ answer will be, so a contiguous piece of the cache for each request must be as l
 answer. A paged cache is cut into blocks of a few slots, and a sequence takes one when it needs it.
 Its block table says which block holds which of its tokens. Paging is from PagedAttention (Kwon et al.
 2023, arXiv:2309.06180).
+
+    tokens        [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   logical blocks
+    block table   [      1      |      3      |      5      ]   physical blocks
+    cache         [ null | t0-t3 |  ..  | t4-t7 |  ..  | t8 t9 ]
+    block            0       1      2       3      4       5  t9: slot 5 * 4 + 1
 """
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
-from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
+from nanovllm.lessons.lesson import GREEDY, decode_plan, make_llm, prompt_plan
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.runner.rows import Rows
 
-GREEDY = RowSampling(temperature=0, seed=0)
 PROMPT = "What is 12 + 30?\n"
 
 
@@ -46,15 +50,10 @@ def slots_of_a_sequence(llm: LLM) -> list[int]:
 def answer_with(llm: LLM, block_table: list[int], num_tokens: int) -> str:
     """Run the model on plans that are written by hand, as the scheduler would write them."""
     ids = llm.get_tokenizer().encode(PROMPT)
-    runner, row = llm.engine.runner, 0
-    first = StepPlan(
-        joins=[Join(row, block_table, GREEDY)],
-        chunks=[Chunk(row, 0, ids, Yield.TOKEN)],
-        num_tokens=len(ids),
-    )
-    output = runner.run(first)().token_ids
+    runner = llm.engine.runner
+    output = runner.run(prompt_plan([ids], [block_table]))().token_ids
     for _ in range(num_tokens - 1):
-        output += runner.run(StepPlan(decode_rows=[row], num_tokens=1))().token_ids
+        output += runner.run(decode_plan(1))().token_ids
     return str(llm.get_tokenizer().decode(output))
 
 
@@ -88,15 +87,16 @@ def run() -> list[Question]:
     say("""What is gained is memory. Without paging each request would get contiguous memory for 256
         tokens, the most that it may need here. That is the same as one block of 256 slots for each.
         With small blocks it takes what it needs. 24 requests of about 20 tokens, and 1,024 slots:""")
-    rows = []
+    rows, mosts = [], []
     for size in (256, 16):
         options = dict(num_kvcache_blocks=1024 // size, max_model_len=256)
         small = make_llm(kvcache_block_size=size, enable_prefix_caching=False, **options)
         most, steps = most_running(small, 24)
         rows.append((f"{1024 // size} blocks of {size}", most, steps))
+        mosts.append(most)
     show_table(("cache", "requests at once", "steps"), rows)
-    say("""Of 4 large blocks 2 are used, because admission leaves one block available for each running
-        sequence, so that it can go on (Scheduler.reserve).""")
+    say(f"""With 4 large blocks {mosts[0]} requests run at once, because admission leaves one block
+        available for each running sequence, so that it can go on (Scheduler.reserve).""")
     show_source(
         link(BlockManager.append_block),
         link(Rows.forward_batch, "slot_mapping"),
@@ -110,11 +110,13 @@ def run() -> list[Question]:
             str(tables[1][9 // 4] * 4 + 9 % 4),
             "Position 9 is in logical block 9 // 4 = 2, which is physical block 7, at offset "
             "9 % 4 = 1: slot 7 * 4 + 1.",
+            "Divide 9 by 4. The quotient is the index in the block table, the remainder the offset.",
         ),
         Question(
             f"The prompt above has {len(slots)} tokens. How many slots of its blocks are unused?",
             str(-len(slots) % 4),
             "A sequence wastes less than one block, whatever its length: that is the reason for "
             "small blocks. Large ones make block tables short and reads contiguous.",
+            "Blocks of 4 slots: how many does the prompt need, and how many slots do these have?",
         ),
     ]

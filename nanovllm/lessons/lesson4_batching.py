@@ -2,10 +2,14 @@
 
 A decode step has a fixed cost: it reads all weights, whether it computes one token or many. An
 engine therefore computes the next token of several requests, its batch, in one step. Each request
-of the batch has a row, and max_num_seqs is the number of rows. A static batch runs until the last of its requests has finished, and the rows of those that finished earlier
-are idle. With continuous batching, a waiting request takes a row as soon as it is free. The
-decision is made anew in every step, which is why the paper calls it iteration-level scheduling
-(Orca, Yu et al., OSDI 2022).
+of the batch has a row, and max_num_seqs is the number of rows. A static batch runs until the last
+of its requests has finished, and the rows of those that finished earlier are idle. With continuous
+batching, a waiting request takes a row as soon as it is free. The decision is made anew in every
+step, which is why the paper calls it iteration-level scheduling (Orca, Yu et al., OSDI 2022).
+
+             static batches    continuous batching
+    row 0    A A . . C C C     A A C C C      a letter: a step of that request
+    row 1    B B B B D . .     B B B B D      .: the row is idle
 """
 
 from collections.abc import Sequence
@@ -13,12 +17,11 @@ from functools import partial
 
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table, timed
-from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
+from nanovllm.lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of, timed
+from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.trace import State
 
-GREEDY = RowSampling(temperature=0, seed=0)
 ROWS = 4  # max_num_seqs
 # Plain torch, so that the figures do not depend on whether kernels are compiled.
 OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64, enable_prefix_caching=False)
@@ -28,14 +31,9 @@ LENGTHS = (2, 9, 3, 2, 8, 2, 3, 3)  # output tokens of the requests
 def decode_seconds(llm: LLM, num_rows: int) -> float:
     """Return how long a decode step of `num_rows` rows takes. The plans are written by hand."""
     runner, ids = llm.engine.runner, llm.get_tokenizer().encode("What is 12 + 30?\n")
-    rows = range(num_rows)
-    prompts = StepPlan(
-        joins=[Join(row, [4 * row + i for i in range(1, 5)], GREEDY) for row in rows],
-        chunks=[Chunk(row, 0, ids, Yield.TOKEN) for row in rows],
-        num_tokens=num_rows * len(ids),
-    )
-    runner.run(prompts)()
-    decode = StepPlan(decode_rows=list(rows), num_tokens=num_rows)
+    tables = [[4 * row + i for i in range(1, 5)] for row in range(num_rows)]
+    runner.run(prompt_plan([ids] * num_rows, tables))()
+    decode = decode_plan(num_rows)
     runner.run(decode)()  # the first decode prepares buffers
     return timed(lambda: runner.run(decode)(), repeats=21)[1]
 
@@ -86,13 +84,12 @@ def show_timeline(name: str, lines: list[str]) -> None:
 
 def run() -> list[Question]:
     llm = make_llm(**OPTIONS, max_num_seqs=16)
-    runner = llm.engine.runner
-    assert isinstance(runner, ModelRunner)
+    runner = runner_of(llm)
     weights = runner.model.config.num_weights * runner.dtype.itemsize / 2**20
     say(f"""Why a batch helps: a decode step reads {weights:.0f} MiB of weights and makes the same
         calls to torch's operators for the linear layers, whether it computes 1 row or 16. Only
-        attention works on each row separately. With so few weights the calls take more time than
-        reading the weights; with billions of weights it is the other way round.""")
+        attention works on each row separately. Lesson 5 compares the time of a step with that of
+        reading the weights.""")
     times = {num_rows: decode_seconds(llm, num_rows) for num_rows in (1, 4, 16)}
     show_table(
         ("rows", "ms a step", "ms a token", "tokens/s", "gain"),
@@ -112,18 +109,17 @@ def run() -> list[Question]:
         first token, D is a decode, and n output tokens take n steps.""")
     llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
     ways = (("static batches", ROWS), ("continuous batching", len(LENGTHS)))
-    rows, tokens = [], []
+    rows, runs = [], []
     for name, group_size in ways:
         lines = timeline(llm, LENGTHS, group_size)
         show_timeline(name, lines)
-        output, seconds = timed(partial(generate, llm, LENGTHS, group_size))
-        tokens.append(output)
-        rows.append((name, *count(lines), f"{sum(LENGTHS) / seconds:.0f}"))
-    assert tokens[0] == tokens[1]
-    say("""Both compute the same tokens. A static batch takes as many steps as its longest request.
+        runs.append(timed(partial(generate, llm, LENGTHS, group_size)))
+        rows.append((name, *count(lines), f"{sum(LENGTHS) / runs[-1][1]:.0f}"))
+    assert runs[0][0] == runs[1][0]
+    say(f"""Both compute the same tokens. A static batch takes as many steps as its longest request.
         With continuous batching request 4 computes its prompt in the step after requests 0 and 3
-        end. Tokens per second rise less than the steps fall, because a step with more rows takes
-        longer in this small model, as the first table shows.""")
+        end. {rows[0][1]} steps become {rows[1][1]}, and the whole is {faster(runs[0][1], runs[1][1])}. The two
+        ratios differ, because the time of a step depends on its rows, as the first table shows.""")
     show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
     show_source(
         link(Scheduler._admit, "self.max_num_seqs"),
@@ -141,12 +137,16 @@ def run() -> list[Question]:
             str(saved),
             "All rows of a group become free in the same step, so no row is ever idle. Continuous "
             "batching gains where output lengths differ, as those of real requests do.",
+            f"With static batches, two groups of {ROWS} take 5 steps each. When is a row free with "
+            "continuous batching?",
         ),
         Question(
-            "A ninth request with one output token is added behind the eight. In which step of "
-            "continuous batching is it computed? (The first step is 1.)",
+            "A ninth request with one output token is added behind the eight requests of the "
+            f"timelines above, whose outputs have {', '.join(map(str, LENGTHS))} tokens. In which "
+            "step of continuous batching is it computed? (The first step is 1.)",
             str(ninth.index("P") + 1),
             "Four requests wait before it, and take the first four rows that become free. The fifth "
             "row to become free is that of request 6. The total number of steps does not change.",
+            "In the timeline of continuous batching, find the step after which the fifth request ends.",
         ),
     ]

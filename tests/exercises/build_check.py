@@ -13,8 +13,9 @@ __all__ = ["OracleRunner", "answer", "check_history", "expect", "load", "make_sa
 
 
 def load(file: str, name: str) -> Any:
-    """Return `name` from the file in $SOLUTION, or from `file` in the current directory."""
-    path, task = Path(os.environ.get("SOLUTION", file)).resolve(), file.removesuffix(".py")
+    """Return `name` from the file in $SOLUTION, or from `file` in that or the current directory."""
+    path, task = Path(os.environ.get("SOLUTION", ".")).resolve(), file.removesuffix(".py")
+    path = path / file if path.is_dir() else path
     if not path.is_file():
         # pytest shows the text of a CollectError without a traceback.
         raise pytest.Collector.CollectError(

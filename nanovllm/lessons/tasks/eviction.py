@@ -21,9 +21,6 @@ Where it goes. BlockManager.choose_victim in nanovllm/engine/block_manager.py is
 where the victim is chosen. Your class overrides it, and whatever else it needs to count hits. For
 good, both would be edits of that file.
 
-How to check it, in a clone of the repository (-x stops at the first check that fails):
-  SOLUTION=eviction.py python -m pytest -x --tb=short tests/exercises/build_eviction.py
-
 Hints: self.evictable iterates over block indices, the least recently used first, and min() returns
 the first of equal ones. Block.identity is a new number each time a block is cached, and is never
 used again. This search costs O(evictable blocks) for each eviction, which is enough for the task,

@@ -21,9 +21,6 @@ keep_top_p is similar, and FILTERS in nanovllm/plan.py. docs/contributing.md say
 added for good. The check below does the same for the time of one test: it generates with
 SamplingParams(typical_p=...).
 
-How to check it, in a clone of the repository (-x stops at the first check that fails):
-  SOLUTION=filter.py python -m pytest -x --tb=short tests/exercises/build_filter.py
-
 Hints: 0 * log 0 is NaN in torch, and one NaN makes the entropy NaN; Tensor.nansum leaves NaN out.
 Work in the sorted order to find the distance of the last token that is kept, and compare all
 distances with it. A token is kept if the sum of all tokens before it is less than p.

@@ -23,9 +23,6 @@ Where it goes. A policy is a key: the scheduler admits the waiting sequence with
 See PolicyKey and POLICIES in nanovllm/engine/policies.py, and the two policies there.
 docs/contributing.md says how one is added for good.
 
-How to check it, in a clone of the repository (-x stops at the first check that fails):
-  SOLUTION=policy.py python -m pytest -x --tb=short tests/exercises/build_policy.py
-
 Hints: nanovllm/engine/sequence.py has the fields of a sequence. The largest number of output
 tokens is not one of them, but it follows from two. "Longest first" and "smallest key first" have
 opposite signs. The key of one request cannot look at another request, so aging must be a term

@@ -1,39 +1,38 @@
-"""Lesson 7: paged attention, tile by tile.
+"""Lesson 11: paged attention, tile by tile.
 
 Attention needs the scores of all keys before it can divide by the sum of the softmax. An online
 softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) needs only a tile of keys at a time. It has
 a running maximum m, a sum l and a weighted sum of values, and rescales both sums when m rises.
 FlashAttention (Dao et al. 2022, arXiv:2205.14135) therefore never stores all scores. A tile can be
 gathered through a block table, which is paged attention (Kwon et al. 2023, arXiv:2309.06180), and
-several programs can share one context, which is flash decoding (Dao et al. 2023).
+several programs can share one context, which is flash decoding (Dao et al. 2023). Lesson 10
+explains what a program and a tile are.
+
+    positions   [ 0 ... 127 | 128 ... 255 | 256 ... 383 | ]   tiles of 128 keys
+    blocks        7 3 9 1 .   2 8 4 6 ...   of 16 slots, through the block table
+    m, l, acc     ------> rescaled ------> rescaled ------> acc / l
+
+The score of a key is its product with the query, divided by the square root of the head size. The
+softmax turns scores into weights exp(score) / sum of all exp(score). KV heads are explained in
+lesson 2.
 """
 
-import importlib
-import os
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.batch import ForwardBatch
-from nanovllm.config import EMBEDDED
 from nanovllm.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
-from nanovllm.lessons.lesson import Question, link, say, show_source, show_table, timed
+from nanovllm.lessons.lesson import decode_plan, embedded_config, optional, prompt_plan
+from nanovllm.lessons.show import Question, link, say, show_lines, show_source, show_table
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.backend import Attention
-from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
-from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
-from nanovllm.runner.backends import pick_backend
 from nanovllm.runner.rows import Rows
-from nanovllm.runner.threads import ThreadLimit
 
-if not torch.cuda.is_available():  # Triton reads this when the kernels are imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
-CPU, GREEDY = torch.device("cpu"), RowSampling(temperature=0, seed=0)
+KERNELS = "nanovllm.gpu.kernels.attention"
+CPU = torch.device("cpu")
 BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
 SPLIT = 256  # keys of a split here; the engine's kernel splits into 64 and more
 CONTEXT = 600  # tokens of the sequence that is attended to tile by tile
@@ -93,21 +92,12 @@ def make_steps(contexts: list[int]) -> tuple[ForwardBatch, ForwardBatch]:
     counts = [-(-context // BLOCK) for context in contexts]
     tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
     rows = Rows(len(contexts), max(counts), BLOCK, 1, CPU)
-    joins = [Join(i, table.tolist(), GREEDY) for i, table in enumerate(tables)]
-    prompts = [Chunk(i, 0, [0] * (context - 1), Yield.TOKEN) for i, context in enumerate(contexts)]
+    prompts = [[0] * (context - 1) for context in contexts]
     batches = []
-    for plan in (StepPlan(joins, chunks=prompts), StepPlan(decode_rows=list(range(len(joins))))):
+    for plan in (prompt_plan(prompts, [t.tolist() for t in tables]), decode_plan(len(contexts))):
         rows.apply(plan)
         batches.append(rows.build(plan).forward_batch)
     return batches[0], batches[1]
-
-
-def triton_kernels() -> Any:
-    """The module of the engine's attention kernels, or None without Triton."""
-    try:
-        return importlib.import_module("nanovllm.gpu.kernels.attention")
-    except ImportError:
-        return None
 
 
 def attend_by_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, most_splits: int) -> Tensor:
@@ -117,34 +107,8 @@ def attend_by_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, most_splits: int
     tensors = [x.to(device) for x in (q, *kv, order, step.context_lens, step.block_tables)]
     out = torch.empty_like(tensors[0])
     tile = Tile(num_rows=16, num_keys=TILE, num_warps=4, num_stages=1)
-    triton_kernels().attend_decode(*tensors, tile, most_splits, out)
+    optional(KERNELS).attend_decode(*tensors, tile, most_splits, out)
     return out.cpu()
-
-
-def time_decode(config: ModelConfig) -> list[tuple[str, ...]]:
-    """Time a decode step's attention, in all layers: in plain torch and in the CPU's kernels."""
-    _, step = make_steps(CONTEXTS)
-    heads, layers, num, guard = config.num_heads, config.num_layers, len(CONTEXTS), ThreadLimit()
-    qkv = torch.randn(num, heads + 2 * config.num_kv_heads, config.head_dim)
-    fastest: Any = pick_backend("auto", CPU, torch.float32, config.num_weights).attention
-
-    def attend(attention: Attention, x: Tensor) -> Tensor:
-        with torch.inference_mode(), guard():
-            attention.prepare(step)
-            return torch.stack([attention.attend(layer, x, step) for layer in range(layers)])
-
-    rows: list[tuple[str, ...]] = []
-    outputs = []
-    for make in dict.fromkeys((PlainAttention, fastest)):
-        attention = make(config, int(step.block_tables.max()) + 1, BLOCK, torch.float32, CPU)
-        attention.cache.copy_(torch.arange(attention.cache.numel()).sin().view_as(attention.cache))
-        # NumbaAttention takes q, k and v side by side, as its fused kernel leaves them.
-        x = qkv[:, :heads] if make is PlainAttention else qkv
-        output, seconds = timed(partial(attend, attention, x), 10)
-        outputs.append(output)
-        rows.append((make.__name__, f"{seconds * 1e3:.2f}", f"{num / seconds:,.0f}"))
-    torch.testing.assert_close(outputs[-1], outputs[0])
-    return rows
 
 
 def show_splits(q: Tensor, kv: Tensor, table: Tensor, wanted: Tensor) -> None:
@@ -163,7 +127,7 @@ def show_splits(q: Tensor, kv: Tensor, table: Tensor, wanted: Tensor) -> None:
 
 def show_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, expected: Tensor) -> list[str]:
     """Compare the engine's kernel with `expected` [1, H, D]. Returns links to its source."""
-    kernels = triton_kernels()
+    kernels = optional(KERNELS)
     if kernels is None:
         say("Triton is not installed (it exists for Linux only), so its kernel does not run.")
         return []
@@ -175,6 +139,10 @@ def show_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, expected: Tensor) -> 
         torch.testing.assert_close(out, expected)
         rows.append((most_splits, f"{(out - expected).abs().max():.0e}"))
     show_table(("splits, at most", "largest difference"), rows)
+    say("""The lines of that kernel which do what the first table above shows: row_max is m, row_sum is
+        l, correction is the factor. Its scores are multiplied by log2(e), so that exp2, one
+        instruction, takes the place of exp:""")
+    show_lines(kernels._attend_tile.fn, "scores = tl.dot", "return acc")
     return [
         link(kernels._attend_tile.fn, "correction ="),
         link(kernels._load_blocks.fn, "tl.load"),
@@ -192,12 +160,7 @@ def show_memory(config: ModelConfig) -> None:
     read, padded = sum(CONTEXTS), max(CONTEXTS) * len(CONTEXTS)
     say(f"""Contexts are not padded to the longest, either. A decode of sequences of {CONTEXTS}
         tokens must read {read * token_bytes / 2**20:.1f} MiB of keys and values. Padded to the
-        longest it would read {padded * token_bytes / 2**20:.1f} MiB. The attention of this step, in
-        all layers of the embedded model on this CPU:""")
-    times = time_decode(config)
-    show_table(("class", "ms a step", "tokens/s"), times)
-    if len(times) == 1:
-        say("The CPU's kernels are missing: Numba is not installed, or is compiling them now.")
+        longest it would read {padded * token_bytes / 2**20:.1f} MiB.""")
 
 
 def score_bytes(num_tokens: int) -> int:
@@ -206,7 +169,7 @@ def score_bytes(num_tokens: int) -> int:
 
 
 def run() -> list[Question]:
-    config = ModelConfig.from_file(config_file(find_checkpoint(EMBEDDED)))
+    config = embedded_config()
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     prefill, step = make_steps([CONTEXT])
     q, k, v = (torch.randn(n, h, dim) for n, h in ((1, heads), *[(CONTEXT, kv_heads)] * 2))
@@ -253,11 +216,14 @@ def run() -> list[Question]:
             "tile rescale l and acc?",
             f"{float(attend_tiles(first_q, lower)[1][1][3]):g}",
             "m does not change, so the factor is exp(m - m) = 1: the tile only adds to both sums.",
+            "The factor is exp(old m - new m). What is the new m of this tile?",
         ),
         Question(
             "How many GiB do all scores of a prompt of 8,192 tokens and 16 heads take?",
             f"{score_bytes(8192) / 2**30:g}",
             "Twice as many queries times twice as many keys: four times as much as for 4,096 "
             "tokens. The tile of a program has the same size for both.",
+            "The lesson says how many MiB those of 4,096 tokens take. There is a score for each pair "
+            "of a query and a key.",
         ),
     ]

@@ -1,4 +1,4 @@
-"""Lesson 6: scheduling: FCFS, SJF, chunked prompts, preemption.
+"""Lesson 7: scheduling: FCFS, SJF, chunked prompts, preemption.
 
 The scheduler decides in every step which sequences compute which tokens. A policy orders the
 requests that wait: first come first served (FCFS), or the shortest prompt first (SJF). A token
@@ -6,6 +6,10 @@ budget limits the tokens of a step, so that a long prompt is computed in chunks 
 of other requests (Sarathi-Serve, Agrawal et al., OSDI 2024, arXiv:2403.02310). If no block is
 free, the sequence that was admitted last is preempted: it loses its blocks and computes its tokens
 again later, as in vLLM (Kwon et al. 2023, arXiv:2309.06180).
+
+    budget    [ d d d d | c c c c c c c c c ]   d: decodes, c: a chunk of the
+                          prompt, as large as the decodes leave it
+    waiting   [ preempted and forked | by the key of the policy ]  --> running
 """
 
 from statistics import mean, median
@@ -13,7 +17,8 @@ from statistics import mean, median
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.policies import AGING, shortest_job_first
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table
+from nanovllm.lessons.lesson import make_llm
+from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.trace import State
 
 # Plain torch, so that the figures do not depend on whether kernels are compiled.
@@ -105,7 +110,7 @@ def show_policies() -> None:
 
 
 def show_chunks() -> None:
-    rows = []
+    rows, measured = [], []
     for budget in (1024, 64):
         llm = make_llm(**OPTIONS, max_num_batched_tokens=budget)
         runs = [chunk_steps(llm) for _ in range(4)][1:]  # the first prepares buffers
@@ -113,18 +118,23 @@ def show_chunks() -> None:
         total = median(sum(ms for _, ms in steps) for steps in runs)
         tokens = " ".join(str(tokens) for tokens, _ in runs[0])
         rows.append((budget, tokens, f"{longest:.1f}", f"{total:.0f}"))
+        measured.append((longest, total))
     show_table(("budget", "tokens of each step", "longest step, ms", "first token, ms"), rows)
+    (long_step, long_first), (short_step, short_first) = measured
+    say(f"""With the small budget the longest step is {faster(long_step, short_step)}, and the long
+        prompt, up to its first token, is {faster(long_first, short_first)}.""")
 
 
 def show_preemption() -> None:
     pools = ((32, True), (8, True), (8, False))
     runs = [preempt(*pool) for pool in pools]
     trace = runs[1][0]
-    step = next(event["plan"] for event in trace.events if "preempted" in event)
-    say(f"""Preemption: two requests in a pool of 8 blocks. In step {step} request 0 needs another
-        block and none is free. Request 1 was admitted last, so it loses its blocks and returns to
-        the head of the queue with its tokens. It resumes when request 0 has finished. (Requests go on
-        after <|endoftext|>, because ignore_eos is set.)""")
+    event = next(event for event in trace.events if "preempted" in event)
+    step, (lost,) = event["plan"], event["preempted"]
+    say(f"""Preemption: two requests in a pool of 8 blocks. In step {step} request {1 - lost} needs
+        another block and none is free. Request {lost} loses its blocks and returns to the head of
+        the queue with its tokens: the scheduler preempts the request that was admitted last. (Requests
+        go on after <|endoftext|>, because ignore_eos is set.)""")
     print(trace, end="\n\n")
     say("""The tokens are the same as in a large pool. With prefix caching, the blocks that request
         1 lost stay in the cache until they are evicted, so that fewer tokens are computed again.
@@ -145,8 +155,8 @@ def run() -> list[Question]:
     say(f"""Chunked prompts: {DECODING} requests decode, and a prompt of {LONG} tokens arrives.
         Running sequences get their tokens first, and the prompt takes what the budget leaves. With
         a large budget it is computed in one step, and the other requests wait for their next token
-        as long as this step takes. With a small one the longest step is short, but the long prompt
-        itself waits longer for its first token:""")
+        as long as this step takes. With a small one it takes more steps, each of which is
+        shorter:""")
     show_chunks()
     show_preemption()
     show_source(
@@ -163,6 +173,8 @@ def run() -> list[Question]:
             "tokens (requests 1 to 10). How many of these are admitted before it?",
             str(list(admitted).index(0)),
             f"Request i has the key 9 + {AGING} * i, which is less than 100 up to i = 5.",
+            f"The key of request 0 is 100. That of request 1 is 9 + {AGING}, that of request 2 is 9 + "
+            f"{2 * AGING}, and so on.",
         ),
         Question(
             f"{DECODING} requests decode, the token budget is {BUDGET}, and a prompt of {LONG} "
@@ -170,5 +182,6 @@ def run() -> list[Question]:
             str(len(chunk_steps(llm))),
             f"Each step first computes {DECODING} decodes, which leaves {BUDGET - DECODING} tokens "
             f"for the prompt: {LONG} / {BUDGET - DECODING}, rounded up.",
+            "The decodes take their tokens first. How many tokens of a step are left for the prompt?",
         ),
     ]

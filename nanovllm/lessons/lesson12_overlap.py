@@ -1,13 +1,17 @@
-"""Lesson 8: overlap and graphs.
+"""Lesson 12: overlap and graphs.
 
 A GPU works on its own, and the host only launches what it does. Two things can make the GPU wait.
 The host reads the tokens of a step before it plans the next one: with async scheduling, step N+1 is
 planned and launched before the tokens of step N are read (as in NanoFlow, Zhu et al. 2024,
 arXiv:2408.12757, and in vLLM). And a step is hundreds of launches: a CUDA graph records them once
 and replays them by one call. On a CPU with AMX, one call computes all layers for a similar reason.
+
+    without   host    plan 1 |........| commit 1, plan 2 |........| commit 2 ...
+              device         | step 1 |                  | step 2 |
+    with      host    plan 1 | plan 2 |..| commit 1, plan 3 |..| commit 2 ...
+    overlap   device         | step 1    | step 2              | step 3
 """
 
-import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import SamplingParams
-from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.config import EngineConfig
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
@@ -27,14 +31,13 @@ from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.gpu.graphs import DecodeGraphs
-from nanovllm.lessons.lesson import Question, link, say, show_source, show_table, timed
-from nanovllm.models.checkpoint import config_file, find_checkpoint
-from nanovllm.models.config import ModelConfig
-from nanovllm.plan import Chunk, HostTier, Join, RowSampling, StepOutput, StepPlan, Yield
-from nanovllm.runner import start
+from nanovllm.lessons.lesson import decode_plan, make_runner, optional, prompt_plan, timed
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.plan import HostTier, StepOutput, StepPlan
 from nanovllm.runner.model_runner import ModelRunner
 
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
+LAYERS = "nanovllm.cpu.layers"  # needs Numba
 
 
 class Device:
@@ -150,22 +153,18 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return operators, min(calls), replays  # At times a step also reads the load of the cores.
 
 
-def make_runner(backend: str, dtype: str = "float32", capture: Any = None) -> ModelRunner:
+def embedded_runner(backend: str, dtype: str = "float32", capture: Any = None) -> ModelRunner:
     """A ModelRunner with the embedded model and 8 rows."""
-    directory, options = find_checkpoint(EMBEDDED), dict(max_num_seqs=8, num_kvcache_blocks=64)
-    config = EngineConfig(device="cpu", dtype=dtype, attention_backend=backend, **options)  # type: ignore
-    model_config = ModelConfig.from_file(config_file(directory))
-    return start.make_runner(config, model_config, directory, 128, capture)
+    options = dict(max_num_seqs=8, num_kvcache_blocks=64, attention_backend=backend)
+    return make_runner(None, 128, capture, dtype=dtype, **options)
 
 
 def decoding(runner: ModelRunner, num: int) -> Callable[[], list[int]]:
     """Compute the prompts of `num` sequences. Returns a function that runs a decode step."""
-    plan, greedy = StepPlan(), RowSampling(temperature=0, seed=0)
-    for row in range(num):
-        plan.joins.append(Join(row, list(range(8 * row + 1, 8 * row + 9)), greedy))
-        plan.chunks.append(Chunk(row, 0, list(range(97, 113 + row)), Yield.TOKEN))
-    runner.run(plan)()
-    step = StepPlan(decode_rows=list(range(num)), num_tokens=num)
+    prompts = [list(range(97, 113 + row)) for row in range(num)]
+    tables = [list(range(8 * row + 1, 8 * row + 9)) for row in range(num)]
+    runner.run(prompt_plan(prompts, tables))()
+    step = decode_plan(num)
     runner.run(step)()  # The first one sends the list of rows to the device.
     return lambda: runner.run(step)().token_ids
 
@@ -175,26 +174,29 @@ def show_overlap(params: list[SamplingParams]) -> None:
         {DEVICE_SECONDS * 1e3:g} ms for a step, while an observer makes the host take
         {HOST_SECONDS * 1e3:g} ms for each plan. One request ends at a stop token, the other at
         max_tokens.""")
-    rows = []
+    rows, steps = [], []
     for overlap in (False, True):
         host, sampled, seconds = serve(overlap, params)
         print(f"async_scheduling={overlap}: {', '.join(host.events[:7])} ...")
         assert sampled == host.returned + host.dropped
         times = (f"{seconds * 1e3:.1f}", f"{1 / seconds:.0f}")
         rows.append((overlap, *times, sampled, host.returned, host.dropped))
+        steps.append(seconds * 1e3)
     print()
     head = ("ms a step", "steps/s", "tokens sampled", "returned", "dropped")
     show_table(("async_scheduling", *head), rows)
-    say("""With overlap a step takes as long as the device, or the host if that is slower, and not
-        both in turn. The price: step N+1 is planned when the tokens of step N are counted but not
-        known. The scheduler knows then whether a sequence reaches max_tokens, but not that it
+    device, both = DEVICE_SECONDS * 1e3, (DEVICE_SECONDS + HOST_SECONDS) * 1e3
+    say(f"""A step takes {steps[0]:.1f} ms without overlap, when the device and the host work in turn
+        ({both:g} ms at least), and {steps[1]:.1f} ms with it, when the slower of the two decides
+        ({device:g} ms at least). The price: step N+1 is planned when the tokens of step N are counted
+        but not known. The scheduler knows then whether a sequence reaches max_tokens, but not that it
         sampled a stop token. That sequence is computed once more, and the token is dropped.""")
 
 
 def show_graphs() -> ModelRunner:
     """Count what the host does for a decode step with and without graphs."""
     counter = Counter()
-    runner = make_runner("sdpa", capture=counter.capture_decode)
+    runner = embedded_runner("sdpa", capture=counter.capture_decode)
     tokens, rows = [], []
     for graphs in (None, runner.graphs):
         runner.graphs = graphs  # None is what enforce_eager=True means.
@@ -224,12 +226,12 @@ def show_layers() -> None:
         _, seconds = timed(step, 15)
         rows.append((name, f"{seconds * 1e3:.2f}", f"{8 / seconds:,.0f}", operators, calls))
 
-    measure("plain torch, float32", make_runner("sdpa"))
-    runner, layers = make_runner("auto"), cpu_layers()
+    measure("plain torch, float32", embedded_runner("sdpa"))
+    runner, layers = embedded_runner("auto"), optional(LAYERS)
     if type(runner.attention).__name__ != "PlainAttention":
         measure("Numba kernels, float32", runner)
     if layers is not None and (layers.amx.has_amx() or layers.avx512.has_avx512_bf16()):
-        runner = make_runner("auto", "bfloat16")
+        runner = embedded_runner("auto", "bfloat16")
         one_call, runner.compiled_model = runner.compiled_model, runner.model
         if one_call is not runner.model:
             measure("Numba kernels, bfloat16", runner)
@@ -245,14 +247,6 @@ def show_layers() -> None:
             the kernels for bfloat16 are not compiled yet, so that call is not timed.""")
 
 
-def cpu_layers() -> Any:
-    """The module of the CPU's one-call layers, or None without Numba."""
-    try:
-        return importlib.import_module("nanovllm.cpu.layers")
-    except ImportError:
-        return None
-
-
 def run() -> list[Question]:
     by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
     show_overlap([by_token, by_length])
@@ -263,7 +257,7 @@ def run() -> list[Question]:
         link(Scheduler.commit, "Status.FINISHED"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
     ]
-    if (layers := cpu_layers()) is not None:
+    if (layers := optional(LAYERS)) is not None:
         links.append(link(layers.CompiledLayers.forward, "decode_layers"))
     show_source(*links)
     decoding(runner, 5)
@@ -274,11 +268,13 @@ def run() -> list[Question]:
             str(serve(True, [by_token] * 5 + [by_length] * 3)[0].dropped),
             "One for each sequence whose end is found when its next step is in flight. The end at "
             "max_tokens is known when the step is planned.",
+            "The table above has one request of each kind. Which of the two had a token dropped?",
         ),
         Question(
             "A step decodes 5 sequences, and there are the graphs that are named above. How many "
             "rows does the GPU compute?",
             str(runner.graphs.size),
             "The batch is padded to the next captured size. Padding rows use the null block.",
+            "A graph has a fixed number of rows. Which of the captured numbers is the next after 5?",
         ),
     ]

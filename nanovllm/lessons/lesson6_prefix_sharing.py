@@ -1,4 +1,4 @@
-"""Lesson 5: prefix sharing, copy-on-write and eviction.
+"""Lesson 6: prefix sharing, copy-on-write and eviction.
 
 The keys and values of a token depend on this token and those before it, and on nothing after it.
 Two prompts that begin with the same tokens have the same KV there, so both block tables can
@@ -6,14 +6,18 @@ contain the same blocks. The prefix cache finds such blocks by a hash. The sampl
 (n=2) share blocks too, and one that writes into a shared block copies it first. Sharing and
 copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180); finding blocks by a
 hash is from vLLM.
+
+    prompt A   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   block table  1 2 3
+    prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]   block table  1 4 5
+                 block 1: shared   blocks 4 and 5: B's own, as t6 and u6 differ
 """
 
 from nanovllm import LLM, RequestOutput, SamplingParams, Trace
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.lesson import Question, link, make_llm, say, show_source, show_table, timed
-from nanovllm.plan import RowSampling
+from nanovllm.lessons.lesson import GREEDY, make_llm, timed
+from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 
 A, B, C, D = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n", "Spell garden\n"
 PROMPTS = {"A": A, "B": B, "C": C, "D": D}
@@ -21,7 +25,7 @@ EXAMPLES = "".join(f"{a} + 30 = {a + 30}\n" for a in range(10, 50))  # more than
 
 
 def new_sequence(ids: list[int]) -> Sequence:
-    return Sequence("", 0, ids, len(ids), 1024, frozenset(), RowSampling(temperature=0, seed=0))
+    return Sequence("", 0, ids, len(ids), 1024, frozenset(), GREEDY)
 
 
 def run_prompts(llm: LLM, prompts: list[list[int]]) -> list[int]:
@@ -137,7 +141,9 @@ def run() -> list[Question]:
         cache. One of them computes the beginning, the others share it in the same step. They may,
         because each layer stores the keys and values of the whole step before any query attends.""")
     head = ("prefix caching", "tokens computed", "mean ms to the first token", "ms in all")
-    show_table(head, [(on, n, f"{first:.0f}", f"{ms:.0f}") for on, n, first, ms in compare()])
+    both = compare()
+    show_table(head, [(on, n, f"{first:.0f}", f"{ms:.0f}") for on, n, first, ms in both])
+    say(f"With prefix caching the eight requests together are {faster(both[0][3], both[1][3])}.")
 
     say("""Two samples of A, at a high temperature. They are sequences 0.0 and 0.1 of request 0.
         Sequence 0.1 is forked when 0.0 has its first token, and shares the blocks of the prompt. It
@@ -168,11 +174,14 @@ def run() -> list[Question]:
             str(run_prompts(default, [first, second])[1]),
             "Blocks 0 to 5 end at position 95. Block 6 contains the token that differs, and the "
             "hash of every later block depends on it, although their tokens are equal.",
+            "Only full blocks before the difference match. Where does the block with position 100 "
+            "begin?",
         ),
         Question(
             "Prompt A is sampled with n=4 instead of n=2. How many blocks are copied?",
             str(trace_samples(llm, 4)[1]),
             "Four samples share the block that is not full. Each writes into it and needs its own. "
             "One of them keeps the original.",
+            "With n=2 one block was copied, for two samples that write into it.",
         ),
     ]

@@ -1,0 +1,189 @@
+"""Lesson 10: how a Triton kernel is written.
+
+A GPU kernel is a function that many programs run at the same time, each for a part of the result.
+In Triton (Tillet et al. 2019) a program works on tiles: arrays of a fixed size, which it loads from
+pointers, computes with, and stores. Masks leave out what is not there.
+
+    program      0         1         2        tl.program_id(0)
+    numbers   [ 0 1 2 3 | 4 5 6 7 | 8 9 . . ]   program * 4 + tl.arange(0, 4)
+    mask        1 1 1 1   1 1 1 1   1 1 0 0     numbers < 10
+
+Without a GPU the same code runs in Triton's interpreter, one program after the other, if the
+environment variable TRITON_INTERPRET is 1 when Triton is imported. The lessons set it themselves.
+"""
+
+import inspect
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.lessons.lesson import optional
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
+
+COMMAND = "python -m nanovllm.lessons puzzle"
+SIZE, N, PLACES = 4, 10, 14  # of the first example
+
+
+class Puzzle(NamedTuple):
+    kernel: str  # a function of puzzles.py; its check is `check_` and this name
+    title: str
+    task: str
+    hint: str
+
+
+PUZZLES = (
+    Puzzle(
+        "add",
+        "vector add: out = x + y",
+        "The line stores the sums. 19 numbers are added by 3 programs of 8, and what lies behind the "
+        "19 in memory must stay as it is.",
+        "tl.store(pointers, values, mask=...): the pointers are those of the loads, from `out`.",
+    ),
+    Puzzle(
+        "softmax",
+        "softmax of each row of a matrix",
+        "The line computes `weights`, which the next line divides by their sum. The numbers are near "
+        "100, and exp(100) is infinite in float32.",
+        "exp(score - c) has the same softmax for every c. With which c is the largest exp 1?",
+    ),
+    Puzzle(
+        "product",
+        "product of two matrices, tile by tile",
+        "The line loads `b`, the tile of y with the rows k and the columns j.",
+        "The number in row r and column c of a matrix is at r * (numbers in a row) + c. The line "
+        "before loads the rows i and the columns k of x, which has `inner` numbers in a row.",
+    ),
+    Puzzle(
+        "online_softmax",
+        "online softmax: the scores arrive a tile at a time",
+        "The line computes `factor`, by which the sums so far are multiplied when m becomes new_m.",
+        "The sums contain exp(score - m), and should contain exp(score - new_m). Divide the second by "
+        "the first.",
+    ),
+    Puzzle(
+        "paged",
+        "attention of one query over a block table",
+        "The line computes `slot`, the slots of the positions, through the block table. Slots of other "
+        "sequences contain NaN.",
+        "tl.load(table + ...) loads physical blocks. Which logical block has a position? Lesson 3 has "
+        "the formula of a slot.",
+    ),
+)
+
+
+def hidden_line(kernels: ModuleType, puzzle: Puzzle) -> tuple[list[str], int, str]:
+    """The lines of a kernel, the index of the one that is hidden, and its indentation."""
+    lines = inspect.getsource(getattr(kernels, puzzle.kernel).fn).splitlines()
+    (at,) = (i for i, line in enumerate(lines) if line.endswith("# puzzle"))
+    return lines, at, lines[at][: -len(lines[at].lstrip())]
+
+
+def check(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
+    """Run the kernel with a reader's line. Returns "" if it computes what torch does, or what is wrong.
+
+    The module is written to a file with that line, because Triton reads the source of a kernel.
+    """
+    lines, at, indent = hidden_line(kernels, puzzle)
+    text = Path(str(kernels.__file__)).read_text()
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(text := text.replace(lines[at], indent + line.strip()))
+        file.flush()
+        module = ModuleType(puzzle.kernel)
+        try:
+            exec(compile(text, file.name, "exec"), module.__dict__)
+            got, want = module.__dict__[f"check_{puzzle.kernel}"](module)
+        except Exception as error:  # whatever a reader's line can raise
+            cause = error.__cause__ or error
+            return f"It raises {type(cause).__name__}: {(str(cause).splitlines() or [''])[-1].strip()}."
+    wrong = ~torch.isclose(got, want, rtol=1e-3, atol=1e-4)
+    if not wrong.any():
+        return ""
+    place = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} numbers are wrong. The first is at {list(place)}: "
+        f"{got[place]:.4f} came out, and torch computes {want[place]:.4f}."
+    )
+
+
+def run_puzzle(which: str | None, answers: list[str] | None) -> None:
+    """List the puzzles, show one, or check a line for it. Without a line the answer is shown."""
+    kernels = optional("nanovllm.lessons.puzzles")
+    if kernels is None:
+        raise ValueError("the puzzles need Triton, which exists for Linux only: pip install triton")
+    numbers = [str(i) for i in range(1, len(PUZZLES) + 1)]
+    if which is None and answers is None:
+        print(*(f"puzzle {i}  {p.title}" for i, p in zip(numbers, PUZZLES, strict=True)), sep="\n")
+        return
+    if which not in numbers:
+        raise ValueError(f"puzzle takes a number from 1 to {len(PUZZLES)}, not {which!r}")
+    puzzle = PUZZLES[int(which) - 1]
+    lines, at, indent = hidden_line(kernels, puzzle)
+    if answers is None:
+        say(f"Puzzle {which}: {puzzle.title}. {puzzle.task}")
+        lines[at] = f"{indent}...  # the missing line"
+        print("\n".join(lines), end="\n\n")
+        print(f"Check a line, in quotes:\n  {COMMAND} {which} --answers '...'")
+    elif not answers:
+        print(lines[at].strip().removesuffix("# puzzle").rstrip())
+    elif wrong := check(kernels, puzzle, " ".join(answers)):
+        say(f"That is not right. {wrong} Hint: {puzzle.hint}")
+    else:
+        say("That is right: the kernel computes what torch does.")
+
+
+def show_tile() -> None:
+    """Print the offsets of one tile of a matrix, as in puzzle 3."""
+    columns, i, j = 8, torch.arange(2, 4), torch.arange(4, 8)
+    offsets = i[:, None] * columns + j[None, :]
+    matrix = torch.arange(4 * columns).view(4, columns)
+    assert torch.equal(matrix.flatten()[offsets], matrix[2:4, 4:8])
+    say(f"""A tile of a matrix has two dimensions. The matrix below has 4 rows of {columns} numbers, and
+        each number is its own offset in memory. With i = [2, 3] and j = [4, 5, 6, 7] the expression
+        i[:, None] * {columns} + j[None, :] gives the offsets of the tile in brackets:""")
+    for row, line in enumerate(matrix.tolist()):
+        cells = [f"[{n:2}]" if row in i and n % columns in j else f" {n:2} " for n in line]
+        print("  " + "".join(cells))
+    print()
+
+
+def run() -> list[Question]:
+    kernels = optional("nanovllm.lessons.puzzles")
+    show_tile()
+    if kernels is None:
+        say("Triton is not installed (it exists for Linux only), so no kernel runs here.")
+        return []
+    owners = kernels.owners(N, SIZE, PLACES)
+    say(f"""The kernel `owner` runs with {max(owners) + 1} programs of {SIZE} numbers. Each writes its
+        number to its places of an array with {PLACES} places, all of which contain -1 before. The mask
+        keeps the last program from writing behind the {N} numbers:""")
+    print(" ", " ".join(f"{value:2}" for value in owners), end="\n\n")
+    rows = []
+    for puzzle in PUZZLES:
+        got, want = getattr(kernels, f"check_{puzzle.kernel}")(kernels)
+        rows.append((puzzle.title, f"{(got - want).abs().max():.0e}"))
+    say(f"""Five kernels lead from a sum to the attention of lesson 11. Each has about 20 lines, and the
+        puzzles leave out one of them: `{COMMAND} 1` shows the first. Complete, they compute
+        what torch does:""")
+    show_table(("puzzle", "largest difference"), rows)
+    engine = optional("nanovllm.gpu.kernels.attention")
+    show_source(
+        link(engine._load_blocks.fn, "tl.load"), link(engine._attend_tile.fn, "correction =")
+    )
+    owners = kernels.owners(1000, 128, 1024)
+    return [
+        Question(
+            "A kernel adds 1,000 numbers, 128 in each program. How many programs run?",
+            str(max(owners) + 1),
+            "1,000 / 128, rounded up: triton.cdiv(1000, 128).",
+            "Seven programs compute 7 * 128 = 896 numbers.",
+        ),
+        Question(
+            "For how many numbers of the last of these programs is the mask 0?",
+            str(owners.count(-1)),
+            "8 programs have 1,024 numbers, and the last 24 do not exist.",
+            "How many numbers do all the programs have together, and how many of them exist?",
+        ),
+    ]

@@ -1,0 +1,154 @@
+"""Lesson 8: sampling: from logits to a token.
+
+The model gives a logit for each token of the vocabulary. The softmax makes probabilities of them:
+exp(logit) / sum of all exp(logit). Greedy sampling takes the most likely token. Otherwise the logits
+are divided by a temperature, filters hide unlikely tokens, and one random number u in [0, 1) draws
+one of the rest:
+
+    probabilities   [ a a a a a a a | b b b b | c c c | d | e ]   from 0 to 1
+    u = 0.55        ------------------------^                     is in b's part
+
+u is a function of the request's seed and the position of the token, and of nothing else. The same
+request therefore draws the same tokens in any batch, and again after a preemption.
+"""
+
+import torch
+from torch import Tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import SamplingBatch
+from nanovllm.lessons.lesson import make_llm
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.models import sampler
+
+PROMPT = "What is "  # many tokens can follow
+SHOWN = 8  # of the most likely tokens
+TEMPERATURES = (0.5, 1.0, 2.0)
+SETTINGS: dict[str, float] = {"top_k": 3, "top_p": 0.8, "min_p": 0.1}
+DRAWS = 2000
+
+
+def logits_after(llm: LLM, prompt: str) -> Tensor:
+    """The log-probabilities of the token after the prompt [V]: logits, less a constant."""
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+    output = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert output.logprobs is not None
+    logits = torch.full((llm.engine.inputs.vocab_size,), -torch.inf)
+    for token, entry in output.logprobs[0].items():
+        logits[token] = entry.logprob
+    return logits
+
+
+def batch_of(seeds: list[int], position: int, temperature: float, **values: float) -> SamplingBatch:
+    """Rows that sample with these seeds, all with the same settings."""
+
+    def rows(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((len(seeds),), value, dtype=dtype)
+
+    filters = {
+        n: rows(v, torch.int64 if n == "top_k" else torch.float32) for n, v in values.items()
+    }
+    positions = rows(position, torch.int64)
+    return SamplingBatch(rows(temperature), torch.tensor(seeds), positions, filters)
+
+
+def probabilities(logits: Tensor, temperature: float = 1.0, **values: float) -> Tensor:
+    """What the sampler draws from, [V]."""
+    batch = batch_of([0], 0, temperature, **values)
+    return sampler.filtered_logits(logits[None], batch, sampler.FILTER_FUNCTIONS)[0].softmax(-1)
+
+
+def show_bars(llm: LLM, best: list[int], columns: dict[str, Tensor]) -> None:
+    """Print the probabilities of the tokens `best` in columns [V]."""
+    rows = []
+    for token in best:
+        cells = [float(column[token]) for column in columns.values()]
+        name = repr(llm.get_tokenizer().decode([token]))
+        rows.append(
+            (name, *(f"{('#' * round(10 * p)):.<10} {p:5.1%}" if p else "hidden" for p in cells))
+        )
+    rows.append(("tokens left", *(str(int((p > 0).sum())) for p in columns.values())))
+    show_table(("token", *columns), rows)
+
+
+def show_draws(llm: LLM, logits: Tensor) -> None:
+    """Draw by hand and in the engine, and count many draws."""
+    tokenizer, rows = llm.get_tokenizer(), []
+    position = len(tokenizer.encode(PROMPT))
+    for seed in range(1, 6):
+        u = sampler.uniform(torch.tensor([seed]), torch.tensor([position]))
+        token = int(sampler.draw(logits[None], u))
+        params = SamplingParams(temperature=1, seed=seed, max_tokens=1)
+        (engine,) = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
+        assert engine == token
+        end, p = (float(x[token]) for x in (probabilities(logits).cumsum(0), probabilities(logits)))
+        text = repr(tokenizer.decode([token]))
+        rows.append((seed, f"{float(u):.4f}", f"{end - p:.4f} to {end:.4f}", text))
+    show_table(("seed", "u", "the token's part of [0, 1)", "token, here and in the engine"), rows)
+
+    tokens = sampler.sample(logits.expand(DRAWS, -1), batch_of(list(range(DRAWS)), position, 1.0))
+    share = tokens.bincount(minlength=len(logits)) / DRAWS
+    far = float((share - probabilities(logits)).abs().max())
+    say(f"""{DRAWS:,} seeds draw each token about as often as its probability says. The largest
+        difference is {far:.1%}.""")
+
+
+def show_preemption() -> None:
+    """Run three seeded requests in a large and in a small pool."""
+    tokens, preemptions = [], []
+    for num_blocks in (64, 10):
+        llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=num_blocks)
+        settings = dict(temperature=1, ignore_eos=True, max_tokens=20)
+        params = [SamplingParams(seed=seed, **settings) for seed in range(3)]  # type: ignore[arg-type]
+        outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False)
+        tokens.append([token for output in outputs for token in output.outputs[0].token_ids])
+        preemptions.append(llm.stats()["preemptions"])
+    assert tokens[0] == tokens[1]
+    assert preemptions[0] < preemptions[1]
+    say(f"""Three seeded requests run in a pool of 64 blocks, and again in one of 10, where sequences are
+        preempted {preemptions[1]} times ({preemptions[0]} in the large pool). All of their
+        {len(tokens[0])} tokens are the same: there is no generator whose state a preemption could
+        lose.""")
+
+
+def run() -> list[Question]:
+    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    logits = logits_after(llm, PROMPT)
+    best = logits.topk(SHOWN).indices.tolist()
+    say(f"""What may follow {PROMPT!r}: the {SHOWN} most likely of {len(logits):,} tokens. A temperature
+        below 1 makes likely tokens more likely, one above 1 less likely:""")
+    show_bars(llm, best, {f"temperature {t:g}": probabilities(logits, t) for t in TEMPERATURES})
+    say("""Filters hide tokens, and the probabilities of the rest are divided by their sum. top_k keeps
+        the k most likely tokens. top_p keeps the fewest most likely tokens whose sum reaches p. min_p
+        keeps those that are at least p times as likely as the most likely one:""")
+    filters = {f"{name}={value:g}": {name: value} for name, value in SETTINGS.items()}
+    columns = {name: probabilities(logits, **setting) for name, setting in filters.items()}
+    show_bars(llm, best, {"no filter": probabilities(logits), **columns})
+    say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order of
+        the vocabulary. u comes from the seed and position {len(llm.get_tokenizer().encode(PROMPT))}:""")
+    show_draws(llm, logits)
+    show_preemption()
+    show_source(
+        link(sampler.filtered_logits, "batch.temperature"),
+        *(link(function) for function in sampler.FILTER_FUNCTIONS.values()),
+        link(sampler.uniform),
+        link(sampler.draw, "cumulative > u"),
+    )
+    four = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    settings: tuple[dict[str, float], ...] = ({"top_p": 0.75}, {"min_p": 0.2})
+    counts = [int((probabilities(four, **setting) > 0).sum()) for setting in settings]
+    return [
+        Question(
+            "Four tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. How many does top_p=0.75 keep?",
+            str(counts[0]),
+            "The first alone reaches 0.5, the first two 0.8: the second is needed to reach 0.75.",
+            "Add them up, the most likely first, until the sum is 0.75 or more.",
+        ),
+        Question(
+            "The same four tokens: how many does min_p=0.2 keep?",
+            str(counts[1]),
+            "The threshold is 0.2 times the largest probability, 0.1. It adapts to the distribution: "
+            "where the model is sure, few tokens remain.",
+            "The threshold is relative to the most likely token, not 0.2 itself.",
+        ),
+    ]

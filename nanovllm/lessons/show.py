@@ -1,0 +1,126 @@
+"""What the lessons print: text, tables, links to the engine's source, and questions."""
+
+import inspect
+import os
+import shutil
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Question(NamedTuple):
+    """A question at the end of a lesson. The lesson computes its answer with the engine."""
+
+    text: str
+    answer: str  # one short word or number, so that a reader's answer can be compared with it
+    why: str
+    hint: str  # for whoever has answered something else
+
+
+def width() -> int:
+    """The columns of what is printed: those of the terminal, and 100 at most."""
+    return max(40, min(100, shutil.get_terminal_size((100, 24)).columns))
+
+
+def fill(text: str, first: str = "", rest: str = "") -> str:
+    """Wrap a paragraph. Its lines begin with `first` and `rest`."""
+    text = " ".join(text.split())
+    return textwrap.fill(text, width(), initial_indent=first, subsequent_indent=rest)
+
+
+def say(text: str) -> None:
+    """Print paragraphs, which blank lines separate, wrapped. An indented one is a picture."""
+    for paragraph in inspect.cleandoc(text).split("\n\n"):
+        print(paragraph if paragraph.startswith(" ") else fill(paragraph), end="\n\n")
+
+
+def show_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print aligned columns: the first to the left, the others to the right.
+
+    If they do not fit, each row becomes a list of its cells.
+    """
+    cells = [[*head], *[[str(cell) for cell in row] for row in rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if sum(widths) + 2 * len(widths) - 2 > width():
+        for first, *rest in cells[1:]:
+            print(fill(f"{head[0]} {first}".lstrip()))
+            for name, cell in zip(head[1:], rest, strict=True):
+                print(fill(f"{name}: {cell}", "  ", "    "))
+    else:
+        for first, *rest in cells:
+            columns = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+            print("  ".join([first.ljust(widths[0]), *columns]).rstrip())
+    print()
+
+
+def link(function: Any, text: str = "") -> str:
+    """Where the engine does it: the file, the line of `function` that contains `text`, its name.
+
+    Raises ValueError if no line contains it, so that links do not outlive what they point to.
+    """
+    lines, start = inspect.getsourcelines(function)
+    at = next((i for i, line in enumerate(lines) if text in line), None)
+    if at is None:
+        raise ValueError(f"no line of {function.__qualname__} contains {text!r}")
+    path = os.path.relpath(inspect.getsourcefile(function) or "", Path(__file__).parents[2])
+    return f"{path}:{start + at}  {function.__qualname__}"
+
+
+def show_source(*links: str) -> None:
+    print("In the engine, the line and the function that it is in:", *links, sep="\n  ", end="\n\n")
+
+
+def show_lines(function: Any, begin: str, end: str) -> None:
+    """Print the lines of `function` from the first that contains `begin` to that with `end`."""
+    lines, _ = inspect.getsourcelines(function)
+    first = next(i for i, line in enumerate(lines) if begin in line)
+    last = next(i for i, line in enumerate(lines) if i >= first and end in line)
+    text = textwrap.dedent("".join(lines[first : last + 1]))
+    print(link(function, begin), textwrap.indent(text, "    "), sep="\n\n")
+
+
+def faster(before: float, after: float) -> str:
+    """What became of the speed of something that took `before` seconds and now takes `after`."""
+    ratio = before / after
+    if 1 / 1.1 < ratio < 1.1:
+        return "about as fast"  # other work of the machine changes a timing as much
+    return f"{ratio:.1f} times as fast" if ratio > 1 else f"{1 / ratio:.1f} times as slow"
+
+
+def show_questions(questions: list[Question], command: str) -> None:
+    """Print questions without their answers. `command` shows these."""
+    print("Questions:\n")
+    for i, question in enumerate(questions, 1):
+        print(fill(question.text, f"{i}. ", "   "))
+    yours = " ".join("..." for _ in questions)
+    print(f"\nCompare your answers, or see these:\n{fill(f'{command} {yours}', '  ', '    ')}")
+
+
+def show_answers(questions: list[Question], answers: list[str]) -> None:
+    """Print questions with their answers, or whether each of `answers` is right.
+
+    Raises ValueError for a wrong number of answers.
+    """
+    if answers and len(answers) != len(questions):
+        raise ValueError(f"{len(questions)} answers are needed, one a question, not {len(answers)}")
+    for i, question in enumerate(questions):
+        print(fill(question.text, f"{i + 1}. ", "   "))
+        if not answers:
+            line = f"{question.answer}. {question.why}"
+        elif is_same(answers[i], question.answer):
+            line = f"{answers[i]} is right. {question.why}"
+        else:
+            line = f"{answers[i]} is not right. Hint: {question.hint}"
+        print(fill(line, "   ", "   "), end="\n\n")
+
+
+def is_same(given: str, answer: str) -> bool:
+    """Whether answers are equal but for case, "()" and the way in which a number is written."""
+    given, answer = (
+        text.strip().lower().removesuffix("()").replace(",", "") for text in (given, answer)
+    )
+    try:
+        return float(given) == float(answer)
+    except ValueError:
+        return given == answer

@@ -1,0 +1,32 @@
+"""A KV cache: attention that computes each token once.
+
+The task. Write `attend`. It stores the keys and values of n new tokens behind those that the cache
+holds, and returns the attention of the n new queries. Query i of n attends to all stored tokens, and
+to the new tokens 0 to i, but to none after it: attention is causal. The attention of a query q over
+keys K and values V is softmax(K q / sqrt(D)) V.
+
+Example: if the cache holds 3 tokens and 2 are new, query 0 attends to 4 tokens and query 1 to 5.
+
+What must stay true:
+  - Tokens computed in pieces of any size give what they give in one piece, also one by one.
+  - A group of H / K query heads shares a KV head: query head h reads KV head h // (H // K).
+
+Where it goes. PlainAttention.store and attend in nanovllm/models/attention.py, with blocks. The check
+makes an engine's model attend through your cache, and asks it a question.
+
+Hints: torch.cat grows a tensor. Tensor.repeat_interleave repeats KV heads. A score of -inf has the
+weight 0. How many tokens does query i see, if the cache held p tokens before?
+"""
+
+from torch import Tensor
+
+
+class KVCache:
+    """The keys and values of one sequence in one layer."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int) -> None:
+        raise NotImplementedError("__init__ is to be written; see the top of this file")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [n, H, D], k and v [n, K, D] of n new tokens -> [n, H, D], all float32."""
+        raise NotImplementedError("attend is to be written; see the top of this file")

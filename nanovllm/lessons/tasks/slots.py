@@ -1,0 +1,25 @@
+"""Slot arithmetic: where the tokens of a sequence are in the KV cache.
+
+The task. Block b of B slots has the slots b * B to b * B + B - 1. The block table of a sequence has
+one entry for each logical block: the physical block that holds it. Write the slots of the positions
+start, start + 1, ..., start + count - 1, and the number of blocks that must be appended first.
+
+Example: B = 4, block table [7, 2]. Positions 2 to 5 have the slots 30, 31, 8, 9. To hold positions 6
+to 8, one block must be appended, because two blocks have room for the positions 0 to 7.
+
+What must stay true: neither function changes its arguments; `count` may be 0.
+
+Where it goes. Rows.forward_batch in nanovllm/runner/rows.py computes slot_mapping for the whole
+batch, and BlockManager.num_needed the blocks. The check puts yours into the test suite's runner and
+block manager, which then serve random requests.
+
+Hints: // and % split a position. -(-a // b) is a / b, rounded up.
+"""
+
+
+def slots(block_table: list[int], block_size: int, start: int, count: int) -> list[int]:
+    raise NotImplementedError("slots is to be written; see the top of this file")
+
+
+def blocks_to_append(block_table: list[int], block_size: int, start: int, count: int) -> int:
+    raise NotImplementedError("blocks_to_append is to be written; see the top of this file")

@@ -1,0 +1,93 @@
+"""Checks `Matching.match`: SOLUTION=prefix.py python -m pytest -x tests/exercises/build_prefix.py
+
+The task: python -m nanovllm.lessons build prefix
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from build_check import check_history, expect, load, make_samples
+
+from nanovllm.engine.block_manager import BlockManager
+
+Matching = load("prefix.py", "Matching")
+
+
+def cache(blocks: BlockManager, tokens: list[int]) -> None:
+    """Run a sequence of these tokens and release its blocks."""
+    seq = make_samples(tokens, len(tokens) + 1)[0]
+    blocks.share(seq, BlockManager.match(blocks, seq))
+    for _ in range(blocks.num_needed(seq, len(tokens))):
+        blocks.append_block(seq)
+    seq.num_computed = len(tokens)
+    blocks.cache_full_blocks(seq)
+    blocks.release(seq)
+
+
+def matched(blocks: BlockManager, tokens: list[int]) -> list[list[int]]:
+    """The tokens of the blocks that match."""
+    found = blocks.match(make_samples(tokens, len(tokens) + 1)[0])
+    return [memoryview(block.token_ids).cast("I").tolist() for block in found]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "want"),
+    [
+        ([5, 6, 7, 8, 9], [[5, 6], [7, 8]]),
+        ([5, 6, 7, 8], [[5, 6]]),
+        ([5, 6, 9, 8, 7], [[5, 6]]),
+        ([7, 8, 9], []),
+        ([5, 6], []),
+        ([5], []),
+        ([9, 6, 7, 8, 1], []),
+    ],
+)
+def test_matches(tokens: list[int], want: list[list[int]]) -> None:
+    blocks = Matching(8, 2)
+    cache(blocks, [5, 6, 7, 8])
+    got = matched(blocks, tokens)
+    expect(
+        got == want,
+        f"[5, 6] and, after it, [7, 8] are cached. {tokens} should match the blocks {want}, but "
+        f"matches {got}.",
+    )
+
+
+def test_without_prefix_caching() -> None:
+    blocks = Matching(8, 2)
+    cache(blocks, [5, 6, 7, 8])
+    blocks.enable_prefix_caching = False
+    got = matched(blocks, [5, 6, 7, 8, 9])
+    expect(got == [], f"Without enable_prefix_caching nothing should match, but {got} does.")
+
+
+def test_equal_hashes_of_different_tokens() -> None:
+    blocks = Matching(8, 2)
+    blocks._hash = lambda parent, tokens: 1  # type: ignore[method-assign]
+    cache(blocks, [5, 6])
+    got = matched(blocks, [1, 2, 3])
+    expect(
+        got == [],
+        f"All hashes are equal and [5, 6] is cached. [1, 2, 3] should match nothing, not {got}.",
+    )
+
+
+def test_equal_hashes_after_different_tokens() -> None:
+    blocks = Matching(8, 2)
+    blocks._hash = lambda parent, tokens: tokens[0]  # type: ignore[method-assign]
+    cache(blocks, [5, 6, 7, 8])
+    cache(blocks, [1, 2])
+    got = matched(blocks, [1, 2, 7, 8, 9])
+    expect(
+        got == [[1, 2]],
+        "The hash of a block is its first token. [7, 8] is cached after [5, 6], and [1, 2] alone. "
+        f"[1, 2, 7, 8, 9] should match [[1, 2]], but matches {got}.",
+    )
+
+
+def test_random_requests() -> None:
+    found = 0
+    for seed in range(40):
+        history = check_history(seed, managers=SimpleNamespace(BlockManager=Matching))
+        found += history.scheduler.cached_tokens
+    expect(found > 0, "Random requests found nothing in the prefix cache.")

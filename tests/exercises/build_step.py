@@ -1,0 +1,96 @@
+"""Checks `plan_step`: SOLUTION=step.py python -m pytest -x tests/exercises/build_step.py
+
+The task: python -m nanovllm.lessons build step
+"""
+
+import random
+
+import pytest
+from build_check import expect, load, make_samples
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+
+plan_step, Seq = load("step.py", "plan_step"), load("step.py", "Seq")
+
+
+def plan(running: list[int], waiting: list[int], budget: int, most: int) -> tuple[list[int], int]:
+    """Plan sequences with so many tokens to compute -> tokens in the order of the plan, and how many
+    wait then."""
+    first, second = ([Seq(n + 3, 3) for n in tokens] for tokens in (running, waiting))
+    every = [*first, *second]
+    planned = plan_step(first, second, budget, most)
+    order = [every.index(seq) for seq, _ in planned]
+    expect(order == sorted(order), f"The plan has the sequences in the order {order}.")
+    expect(
+        [(s.known, s.computed) for s in every] == [(n + 3, 3) for n in running + waiting],
+        "A sequence has other numbers of known or computed tokens than before.",
+    )
+    return [tokens for _, tokens in planned], len(second)
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "budget", "most", "want", "left"),
+    [
+        ([1, 1], [4, 5, 2], 8, 3, [1, 1, 4], 2),
+        ([1, 1], [4, 5, 2], 8, 4, [1, 1, 4, 2], 1),
+        ([], [20], 8, 4, [8], 0),
+        ([12], [3], 8, 4, [8], 1),
+        ([12], [3], 12, 4, [12], 1),
+        ([1, 0, 1], [1], 8, 4, [1, 1, 1], 0),
+        ([1, 1, 1], [], 2, 4, [1, 1], 0),
+        ([1], [9, 1], 4, 4, [1, 3], 1),
+        ([], [], 4, 4, [], 0),
+    ],
+)
+def test_the_plan(
+    running: list[int], waiting: list[int], budget: int, most: int, want: list[int], left: int
+) -> None:
+    got = plan(running, waiting, budget, most)
+    expect(
+        got == (want, left),
+        f"A budget of {budget} and max_num_seqs={most}. Running sequences have {running} tokens to "
+        f"compute, waiting ones {waiting}. The expected plan is {want}, and {left} wait then, but it "
+        f"is {got[0]}, and {got[1]} wait.",
+    )
+
+
+def test_as_the_engine() -> None:
+    """Every step of random requests, planned by the engine's scheduler and by plan_step."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        budget, most = rng.randint(1, 20), rng.randint(1, 5)
+        scheduler = Scheduler(BlockManager(1000, 4), most, budget)
+        mine: dict[Sequence, object] = {}
+        running, waiting = [], []
+        for arrival in range(8):
+            size = rng.randint(1, 30)
+            seq = make_samples([arrival] * size, size + rng.randint(1, 6), arrival)[0]
+            scheduler.add(seq)
+            mine[seq] = Seq(size, 0)
+            waiting.append(mine[seq])
+        for number in range(200):
+            if not scheduler.has_work():
+                break
+            before = {seq: seq.num_computed for seq in mine}
+            planned = scheduler.schedule()
+            assert planned is not None
+            want = {mine[s]: s.num_computed - before[s] for s in mine if s.num_computed > before[s]}
+            got = plan_step(running, waiting, budget, most)
+            names = list(mine.values())
+            texts = [
+                {names.index(seq): tokens for seq, tokens in pairs} for pairs in (want.items(), got)
+            ]
+            expect(
+                texts[0] == texts[1],
+                f"Step {number + 1} of random requests, a budget of {budget} and max_num_seqs={most}: "
+                f"the engine plans {texts[0]} (request: tokens), and yours is {texts[1]}.",
+            )
+            updated = scheduler.commit(planned, [1] * len(planned.sampling_seqs))
+            for one, tokens in got:
+                one.computed += tokens
+            for seq in updated:
+                mine[seq].known += 1
+                if seq.finish_reason:
+                    running.remove(mine[seq])
