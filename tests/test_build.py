@@ -45,8 +45,14 @@ TIMES = max(Counter(task for task, *_ in WRONG).values())
 Check = Callable[..., tuple[int, str]]
 
 
+@pytest.fixture(scope="session")
+def imported() -> None:
+    """What the checks import from transformers takes seconds: here once, and not in each run."""
+    from transformers import TypicalLogitsWarper  # noqa: F401
+
+
 @pytest.fixture
-def check(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Check:
+def check(imported: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Run the checks of some tasks on solutions, in this process -> exit status, output.
 
     They need nothing of conftest.py. pytester forgets the modules that they import, and takes a
