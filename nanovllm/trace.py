@@ -415,35 +415,39 @@ class Trace(Observer):
         A step runs from its launch until its tokens are read. With async scheduling the next step is
         launched before that, so the odd steps and the even steps have one track each.
 
-        Process 1 has a track for each sequence: when it waits, and what each step computes for it.
+        Process 2 has a track for each sequence: when it waits, and what each step computes for it.
         Slices of a track must not overlap, so one that would begins when the one before it ends.
+        Viewers have a meaning of their own for process 0 and thread 0, which are not used.
         """
         out: list[dict[str, Any]] = []
 
-        def add(ph: str, name: str, ts: int, tid: int = 0, **fields: object) -> None:
-            out.append({"ph": ph, "name": name, "ts": ts, "pid": 0, "tid": tid, **fields})
+        def add(ph: str, name: str, ts: int, tid: int = 1, **fields: object) -> None:
+            out.append({"ph": ph, "name": name, "ts": ts, "pid": 1, "tid": tid, **fields})
+
+        def mark(ph: str, number: int, name: str, ts: int, **fields: object) -> None:
+            add(ph, name, ts, 10 + number, pid=2, **fields)
 
         def add_to(number: int, name: str, start: int, end: int, **args: object) -> None:
             start, ends[number] = max(start, ends.get(number, 0)), end
             if start < end:
-                add("X", name, start, number, pid=1, dur=end - start, args=args)
+                mark("X", number, name, start, dur=end - start, args=args)
 
         is_async, state, launches, now = self.options["async_scheduling"], State(), [0], 0
         ends, since = dict[int, int](), dict[int, int]()  # of each track; of those that wait
         work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes
         tracks = ["host", *(["odd steps run", "even steps run"] if is_async else ["steps run"])]
-        for pid, name in enumerate(("engine", "requests")):
-            add("M", "process_name", 0, pid=pid, args={"name": name})
-        for tid, name in enumerate(tracks):
+        add("M", "process_name", 0, args={"name": "engine"})
+        mark("M", 0, "process_name", 0, args={"name": "requests"})
+        for tid, name in enumerate(tracks, 1):
             add("M", "thread_name", 0, tid, args={"name": name})
         texts = self.texts()
         for event in self.events:
             first_new = len(state.seqs)
             state.apply(event)
             for number in range(first_new, len(state.seqs)):
-                args = {"name": f"request {state.seqs[number].name}"}
-                add("M", "thread_name", 0, number, pid=1, args=args)
-                add("M", "thread_sort_index", 0, number, pid=1, args={"sort_index": number})
+                name = f"request {state.seqs[number].name}"
+                mark("M", number, "thread_name", 0, args={"name": name})
+                mark("M", number, "thread_sort_index", 0, args={"sort_index": number})
             if "plan" in event:
                 (begin, end), now = event["time"][:2], event["time"][-1]
                 args = {"chunks": event["chunks"], "decodes": state.decodes}
@@ -460,7 +464,7 @@ class Trace(Observer):
                 add("C", "blocks cached", end, args={"count": cached})
             elif "commit" in event:
                 step, (read, now) = event["commit"], event["time"]
-                launch, tid = launches[step], 2 - step % 2 if is_async else 1
+                launch, tid = launches[step], 3 - step % 2 if is_async else 2
                 add("X", f"run {step}", launch, tid, dur=read - launch, args={})
                 args = {"tokens": event["tokens"], "sequences": state.of}
                 add("X", f"commit {step}", read, dur=now - read, args=args)
@@ -475,9 +479,9 @@ class Trace(Observer):
             for number in waiting - since.keys():
                 since[number] = now
             for number in event.get("preempted", ()):
-                add("i", "preempted", now, number, pid=1, s="t")
+                mark("i", number, "preempted", now, s="t")
             for number, reason, _ in event.get("finished", ()):
-                add("i", f"finished ({reason})", now, number, pid=1, s="t")
+                mark("i", number, f"finished ({reason})", now, s="t")
         return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": self.options}
 
     def __str__(self) -> str:

@@ -353,6 +353,7 @@ def check_format(events: list[dict]) -> None:
     for e in events:
         assert {"ph", "name", "ts", "pid", "tid"} <= set(e)
         assert all(isinstance(e[key], int) and e[key] >= 0 for key in ("ts", "pid", "tid"))
+        assert min(e["pid"], e["tid"]) > 0, "Linux's idle process and thread have the number 0"
         if e["ph"] == "X":
             assert isinstance(e["dur"], int)
             assert e["dur"] >= 0
@@ -382,7 +383,7 @@ def test_each_request_has_a_track(resumed_run: Trace, llm: LLM) -> None:
 
     events = resumed_run.chrome()["traceEvents"]
     check_format(events)
-    tracks = [e for e in events if e["pid"] == 1]
+    tracks = [e | {"tid": e["tid"] - 10} for e in events if e["pid"] == 2]
     names = {e["tid"]: e["args"]["name"] for e in tracks if e["name"] == "thread_name"}
     assert names == {n: f"request {n}" for n in range(4)}
     expected, state = {n: [] for n in names}, State()
