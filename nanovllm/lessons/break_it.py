@@ -29,7 +29,7 @@ from nanovllm.lessons.oracle import (
     replay,
 )
 from nanovllm.lessons.show import Question, fill, say, show_answers, show_questions, show_table
-from nanovllm.trace import Trace, name_of
+from nanovllm.trace import Trace
 
 SEEDS = 300  # histories to try
 FAILURES = 3  # that many of those that fail are made shorter, and the shortest is shown
@@ -127,7 +127,8 @@ def show_sequences(history: History) -> None:
         prompt = seq.token_ids[: seq.num_prompt]
         want = answer(prompt, seq.max_length, seq.stop_token_ids, seq.sampling.seed)
         texts = (" ".join(map(str, ids)) for ids in (prompt, want, seq.output_ids))
-        rows.append((name_of(seq), *texts, seq.status.name.lower()))
+        name = f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id
+        rows.append((name, *texts, seq.status.name.lower()))
     say("""The sequences, 0.1 being the second sample of request 0. What each must get until it ends is
         computed from its prompt, without an engine:""")
     show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
