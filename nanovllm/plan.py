@@ -5,6 +5,8 @@ are `SchedulerOutput` and `ModelRunnerOutput`. A plan is not changed once the sc
 The only other objects are a request's logits processors and grammar, and the errors that they raise.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -13,66 +15,24 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 # (token id, log-probability, rank) at one position: the token itself, then the most likely ones.
 TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
 
-# The sampler's filters in the order in which they apply, each with the value that turns it off.
-# A new one needs a field of SamplingParams, an entry here and a function in models/sampler.py; on a
-# GPU also `_threshold` and `_draw` in gpu/kernels/sampling.py.
-FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Chunks yield what they say, and every decode row yields a token."""
 
-@dataclass(slots=True, frozen=True)
-class LogitRules:
-    """Rules that change or report a row's logits, as in SamplingParams. Most rows have none."""
-
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids
-    # None of `stops` is sampled before there are `min_tokens` output tokens.
-    min_tokens: int = 0
-    stops: tuple[int, ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logits_processors: tuple[Callable[..., Any], ...] = ()
-    grammar: Any = None  # nanovllm.structured.Grammar
-
-    @property
-    def has_penalties(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
-
-
-@dataclass(slots=True, frozen=True)
-class RowSampling:
-    """How the tokens of one row are sampled: the part of SamplingParams that the runner needs."""
-
-    temperature: float  # 0 is greedy
-    seed: int  # 64 bits; the random number is a function of (seed, position) alone
-    filters: tuple[float, ...] = tuple(FILTERS.values())
-    rules: LogitRules | None = None
-
-
-class Yield(Enum):
-    """What a row returns when its last known token has been computed."""
-
-    TOKEN = 0  # the next token; a later step computes its KV
-    HIDDEN_STATE = 1  # the hidden state of the last known token, after the final norm
-    CANDIDATES = 2  # the most likely next tokens, of which the engine chooses one later
-    NOTHING = 3  # only the log-probabilities of its targets were wanted
-
-
-class BlockMove(NamedTuple):
-    """A block whose content is copied to another, as in a copy-on-write."""
-
-    source: int
-    target: int
-
-
-class HostTier(NamedTuple):
-    """Blocks in host memory, to which blocks of the device are saved when they are evicted."""
-
-    num_blocks: int
-    least_load: int  # fewer blocks are computed again and not loaded; see runner/host_pool.py
+    joins: list[Join] = field(default_factory=list)
+    # (row, index in the block table, block) for rows that joined in an earlier step.
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    # The runner makes all saves, then all block_moves, then all loads, before it computes anything.
+    # Of block_moves it reads all sources before it writes. Host blocks are numbered from 0.
+    saves: list[BlockMove] = field(default_factory=list)  # from the device to host memory
+    block_moves: list[BlockMove] = field(default_factory=list)
+    loads: list[BlockMove] = field(default_factory=list)  # from host memory to the device
+    chunks: list[Chunk] = field(default_factory=list)
+    # Rows whose input is the token that they sampled last. The engine may not know it yet, because
+    # it can be computed before it reaches the host.
+    decode_rows: list[int] = field(default_factory=list)
+    num_tokens: int = 0  # computed by this step; at most the token budget
 
 
 @dataclass(slots=True)
@@ -100,23 +60,20 @@ class Chunk:
     logprobs_from: int = 0
 
 
-@dataclass(slots=True)
-class StepPlan:
-    """One step. Chunks yield what they say, and every decode row yields a token."""
+class Yield(Enum):
+    """What a row returns when its last known token has been computed."""
 
-    joins: list[Join] = field(default_factory=list)
-    # (row, index in the block table, block) for rows that joined in an earlier step.
-    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
-    # The runner makes all saves, then all block_moves, then all loads, before it computes anything.
-    # Of block_moves it reads all sources before it writes. Host blocks are numbered from 0.
-    saves: list[BlockMove] = field(default_factory=list)  # from the device to host memory
-    block_moves: list[BlockMove] = field(default_factory=list)
-    loads: list[BlockMove] = field(default_factory=list)  # from host memory to the device
-    chunks: list[Chunk] = field(default_factory=list)
-    # Rows whose input is the token that they sampled last. The engine may not know it yet, because
-    # it can be computed before it reaches the host.
-    decode_rows: list[int] = field(default_factory=list)
-    num_tokens: int = 0  # computed by this step; at most the token budget
+    TOKEN = 0  # the next token; a later step computes its KV
+    HIDDEN_STATE = 1  # the hidden state of the last known token, after the final norm
+    CANDIDATES = 2  # the most likely next tokens, of which the engine chooses one later
+    NOTHING = 3  # only the log-probabilities of its targets were wanted
+
+
+class BlockMove(NamedTuple):
+    """A block whose content is copied to another, as in a copy-on-write."""
+
+    source: int
+    target: int
 
 
 @dataclass(slots=True)
@@ -146,3 +103,49 @@ class Runner(Protocol):
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch one step. Returns a function that waits for the device and returns the output."""
+
+
+class HostTier(NamedTuple):
+    """Blocks in host memory, to which blocks of the device are saved when they are evicted."""
+
+    num_blocks: int
+    least_load: int  # fewer blocks are computed again and not loaded; see runner/host_pool.py
+
+
+# The sampler's filters in the order in which they apply, each with the value that turns it off.
+# A new one needs a field of SamplingParams, an entry here and a function in models/sampler.py; on a
+# GPU also `_threshold` and `_draw` in gpu/kernels/sampling.py.
+FILTERS: dict[str, int | float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@dataclass(slots=True, frozen=True)
+class RowSampling:
+    """How the tokens of one row are sampled: the part of SamplingParams that the runner needs."""
+
+    temperature: float  # 0 is greedy
+    seed: int  # 64 bits; the random number is a function of (seed, position) alone
+    filters: tuple[float, ...] = tuple(FILTERS.values())
+    rules: LogitRules | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class LogitRules:
+    """Rules that change or report a row's logits, as in SamplingParams. Most rows have none."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token ids
+    # None of `stops` is sampled before there are `min_tokens` output tokens.
+    min_tokens: int = 0
+    stops: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: tuple[Callable[..., Any], ...] = ()
+    grammar: Any = None  # nanovllm.structured.Grammar
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)

@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine import host_tier
 from nanovllm.engine.host_tier import HostBlock, TieredBlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.mutants import TIER_MUTANTS, apply
+from nanovllm.lessons.mutants import Mutant, apply
 from nanovllm.lessons.oracle import History, plain_sequence, run_history
 from nanovllm.models.fp8 import FP8
 from nanovllm.plan import BlockMove, HostTier, StepPlan
@@ -51,6 +51,46 @@ def fails(tiers: object) -> bool:
         except AssertionError:
             return True
     return False
+
+
+TIER = host_tier
+TIER_MUTANTS = {
+    "a host block is found although its parent is gone": Mutant(
+        TIER, "_lookup_host", "A.parent == B and C", "C"
+    ),
+    "the tokens of a host block are not compared": Mutant(
+        TIER, "_lookup_host", "A and B.token_ids == C", "A"
+    ),
+    "a save is not planned": Mutant(TIER, "_save", "self._saves.append(A)", "pass"),
+    "a block is saved after it was overwritten": Mutant(
+        TIER,
+        "take_moves",
+        "plan.saves, plan.loads = A",
+        "plan.saves, plan.loads, self.late = [*getattr(self, 'late', [])], self._loads, self._saves",
+    ),
+    "a load is not planned": Mutant(TIER, "_load", "self._loads.append(A)", "pass"),
+    "a host block that is loaded is saved over": Mutant(TIER, "share", "A._busy.add(B)", "pass"),
+    "two blocks of a step are saved to one": Mutant(TIER, "_save", "A._busy.add(B)", "pass"),
+    "blocks for loads are not counted": Mutant(
+        TIER,
+        "_save",
+        "HostBlock(A, identity=B, parent=C, hash=D, token_ids=E)",
+        "HostBlock(A, 1, B, C, D, E)",
+    ),
+    "a block takes the identity of another": Mutant(
+        TIER, "_cache", "A and B.parent == C and D", "A and D"
+    ),
+    "a saved block is not forgotten when it is replaced": Mutant(TIER, "_drop", "del A[B]", "pass"),
+    "the parent of what follows is lost": Mutant(
+        TIER,
+        "share",
+        "A, B = len(C), parent",
+        "A, B = len(C), matched[-1].identity if matched else 0",
+    ),
+    "an abandoned step's host blocks stay cached": Mutant(
+        TIER, "reset_prefix_cache", "self._empty_host()", "pass"
+    ),
+}
 
 
 @SLOW
