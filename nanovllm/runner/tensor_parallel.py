@@ -191,7 +191,8 @@ class AgreeingRunner:
         self.last = ""  # what the last step yielded
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        self.ranks.agree("steps", f"{plan} after {self.last}")
+        last, self.last = self.last, ""  # if they differ, the next calls may agree again
+        self.ranks.agree("steps", f"{plan} after {last}")
         with self.ranks.leave_if_it_fails():
             wait = self.runner.run(plan)
 
