@@ -299,6 +299,23 @@ def a_slow_rank(path: str) -> tuple[str, float]:
     return failed, time.monotonic() - start
 
 
+def a_long_download(path: str) -> tuple[list[list[int]], float]:
+    """Longer than a rank may do nothing later."""
+    from nanovllm.runner import tensor_parallel
+
+    tensor_parallel.TIMEOUT = timedelta(seconds=3)
+    find = loading.find_files
+
+    def slow(config: Any) -> Any:
+        time.sleep(5 * (rank() == 0))
+        return find(config)
+
+    loading.find_files, start = slow, time.monotonic()
+    llm = make(path)
+    seconds = time.monotonic() - start
+    return tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False)), seconds
+
+
 def fewest_blocks(path: str) -> int:
     """Each rank finds room for another number."""
     found = memory.num_kv_blocks

@@ -267,6 +267,14 @@ def test_a_rank_that_does_nothing(ranks: Job, paths: dict[str, str]) -> None:
     assert second.startswith(LOST.replace("rank 0", "rank 1"))
 
 
+@pytest.mark.slow
+def test_a_download_that_takes_long(ranks: Job, paths: dict[str, str]) -> None:
+    """The other ranks wait longer for a download than for a step."""
+    (first, _), (second, seconds) = values(ranks("a_long_download", 2, path=paths["qwen3"]))
+    assert first == second
+    assert seconds > 5
+
+
 def test_the_fewest_blocks(ranks: Job, paths: dict[str, str]) -> None:
     [one] = values(ranks("fewest_blocks", 1, path=paths["qwen3"]))
     first, second = values(ranks("fewest_blocks", 2, path=paths["qwen3"]))
