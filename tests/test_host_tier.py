@@ -503,3 +503,14 @@ def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="beside weights and KV cache"):
         memory.num_host_blocks(small_cache, 1000, GIB // 4, cpu)
     assert memory.num_host_blocks(config, 1000, GIB // 4, cpu) == 4 * GIB // 1000
+
+
+def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the ranks takes the swap space, before they divide half of what remains."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
+    cpu = memory.Snapshot.of(torch.device("cpu"), ranks=2)
+    for size, blocks in ((1, 2048 - 1), (2, 768 - 1)):
+        config = EngineConfig(swap_space=1, tensor_parallel_size=size)
+        assert memory.num_kv_blocks(config, 10**6, 2**20, cpu, [], NotImplemented) == blocks
