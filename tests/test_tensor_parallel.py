@@ -297,6 +297,9 @@ def test_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="device='cuda:1' would be the GPU of all 2 ranks"):
         LLM(tensor_parallel_size=2, device="cuda:1")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="needs RANK, .*: torchrun --nproc-per-node 2 some_script"):
+        LLM(tensor_parallel_size=2)
 
 
 def config(heads: int, kv_heads: int, inner: int, **fields: Any) -> ModelConfig:
@@ -423,9 +426,11 @@ def test_one_rank_uses_nothing_of_it(ranks: Job, paths: dict[str, str]) -> None:
 def test_a_file_of_requests_is_for_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run_batch.main(["-i", "a", "-o", "b", "--set", "tensor_parallel_size=2"]) == 1
-    assert "tensor_parallel_size: one process writes the output; use 1" in capsys.readouterr().err
+    for started in ("1", "2"):  # without torchrun too, which would not help
+        monkeypatch.setenv("WORLD_SIZE", started)
+        assert run_batch.main(["-i", "a", "-o", "b", "--set", "tensor_parallel_size=2"]) == 1
+        error = capsys.readouterr().err
+        assert "tensor_parallel_size: one process writes the output; use 1" in error
 
 
 @pytest.mark.slow
