@@ -317,6 +317,23 @@ def test_runs_of_pinned_blocks() -> None:
     assert len(list(pool.runs((9, 10, 11, 4, 5)))) == 2
 
 
+def test_the_log_level_hides_the_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of ranks only the first shows it; the others log nothing below a warning."""
+    hidden, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, **_: empty(shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    monkeypatch.setattr(
+        host_pool, "tqdm", lambda sizes, disable=False, **_: hidden.append(disable) or sizes
+    )
+    for level in (logging.INFO, logging.WARNING):
+        caplog.set_level(level, "nanovllm")
+        host_pool.PinnedPool(2, (1, 2, 1, 4, 8), torch.float32, torch.device("cpu"))
+    assert hidden == [False, True]
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tier")
