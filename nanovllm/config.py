@@ -198,8 +198,8 @@ class EngineConfig:
             )
         if (size := self.tensor_parallel_size) > 1:
             started = os.environ.get("WORLD_SIZE", "1")
+            script = os.path.basename(sys.argv[0]) or "script.py"
             if started != str(size):
-                script = os.path.basename(sys.argv[0]) or "script.py"
                 raise ValueError(
                     f"tensor_parallel_size={size} needs {size} processes, and WORLD_SIZE is "
                     f"{started}; start them with: torchrun --nproc-per-node {size} {script}"
@@ -208,6 +208,11 @@ class EngineConfig:
                 raise ValueError(
                     f"device={self.device!r} would be the GPU of all {size} ranks; use 'cuda', and "
                     "each takes that of its LOCAL_RANK"
+                )
+            if "RANK" not in os.environ:
+                raise ValueError(
+                    f"tensor_parallel_size={size} needs RANK, which is not set although WORLD_SIZE is; "
+                    f"start the processes with: torchrun --nproc-per-node {size} {script}"
                 )
 
     @property

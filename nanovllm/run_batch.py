@@ -310,9 +310,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if "model" in options:
             raise ValueError("--set model=...: give --model instead")
-        config = EngineConfig.from_options({"model": args.model, **options})
-        if config.tensor_parallel_size > 1:
+        if options.get("tensor_parallel_size", 1) != 1:
             raise ValueError("tensor_parallel_size: one process writes the output; use 1")
+        config = EngineConfig.from_options({"model": args.model, **options})
         with BatchFiles(args.input_file, args.output_file) as files:
             num_failed = 0
             try:

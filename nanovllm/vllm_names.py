@@ -32,8 +32,8 @@ _NAMES = {
     "use stats(), and the metrics of each RequestOutput": "get_metrics",
     "use Trace for the steps and torch.profiler for the kernels": "start_profile stop_profile",
     "`del llm` frees the memory; create another LLM later": "sleep wake_up",
-    "no rank controls the others; each has llm.engine.runner and its model": "apply_model "
-    "collective_rpc get_world_size initialize_ray_cluster",
+    "no rank controls the others; each has llm.engine.runner.model, or "
+    "llm.engine.runner.runner.model with tensor_parallel_size": "apply_model collective_rpc get_world_size initialize_ray_cluster",
     "read config.json, or use get_default_sampling_params": "default_sampling_params model_config",
     "use get_tokenizer().apply_chat_template": "preprocess_chat",
     "pass tokenizer=... to LLM()": "set_tokenizer",

@@ -184,14 +184,17 @@ def other_options(path: str) -> str:
     return outcome(lambda: make(path, seed=rank()))
 
 
-def other_tokens(path: str) -> str:
+def other_tokens(path: str) -> tuple[str, list[list[int]]]:
     """Nothing but the sampled tokens differs, which a decode's plan does not contain."""
     llm = make(path)
+    backend = llm.engine.runner.runner.backend
+    sample = backend.sample
     if rank() == 1:
-        sample = llm.engine.runner.runner.backend.sample
         changed = lambda logits, batch: sample(logits.roll(1, dims=1), batch)  # noqa: E731
-        object.__setattr__(llm.engine.runner.runner.backend, "sample", changed)
-    return outcome(lambda: llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False))
+        object.__setattr__(backend, "sample", changed)
+    failed = outcome(lambda: llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False))
+    object.__setattr__(backend, "sample", sample)
+    return failed, tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False))
 
 
 def an_abort(path: str) -> str:
@@ -294,6 +297,23 @@ def a_slow_rank(path: str) -> tuple[str, float]:
     start = time.monotonic()
     failed = outcome(lambda: llm.generate([[1, 2]], GREEDY, use_tqdm=False))
     return failed, time.monotonic() - start
+
+
+def a_long_download(path: str) -> tuple[list[list[int]], float]:
+    """Longer than a rank may do nothing later."""
+    from nanovllm.runner import tensor_parallel
+
+    tensor_parallel.TIMEOUT = timedelta(seconds=3)
+    find = loading.find_files
+
+    def slow(config: Any) -> Any:
+        time.sleep(5 * (rank() == 0))
+        return find(config)
+
+    loading.find_files, start = slow, time.monotonic()
+    llm = make(path)
+    seconds = time.monotonic() - start
+    return tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False)), seconds
 
 
 def fewest_blocks(path: str) -> int:

@@ -357,6 +357,23 @@ def test_runs_of_pinned_blocks() -> None:
     assert len(list(pool.runs((9, 10, 11, 4, 5)))) == 2
 
 
+def test_the_log_level_hides_the_progress_bar(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of ranks only the first shows it; the others log nothing below a warning."""
+    hidden, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, **_: empty(shape, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    monkeypatch.setattr(
+        host_pool, "tqdm", lambda sizes, disable=False, **_: hidden.append(disable) or sizes
+    )
+    for level in (logging.INFO, logging.WARNING):
+        caplog.set_level(level, "nanovllm")
+        host_pool.PinnedPool(2, (1, 2, 1, 4, 8), torch.float32, torch.device("cpu"))
+    assert hidden == [False, True]
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tier")
@@ -543,3 +560,14 @@ def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="beside weights and KV cache"):
         memory.num_host_blocks(small_cache, 1000, GIB // 4, cpu)
     assert memory.num_host_blocks(config, 1000, GIB // 4, cpu) == 4 * GIB // 1000
+
+
+def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the ranks takes the swap space, before they divide half of what remains."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
+    cpu = memory.Snapshot.of(torch.device("cpu"), ranks=2)
+    for size, blocks in ((1, 2048 - 1), (2, 768 - 1)):
+        config = EngineConfig(swap_space=1, tensor_parallel_size=size)
+        assert memory.num_kv_blocks(config, 10**6, 2**20, cpu, [], NotImplemented) == blocks

@@ -80,9 +80,10 @@ class PinnedPool(HostPool):
         self.per_chunk = max(1, CHUNK_BYTES // block_bytes)
         starts = range(0, num_blocks, self.per_chunk)
         sizes = [min(self.per_chunk, num_blocks - start) for start in starts]
+        quiet = not logger.isEnabledFor(logging.INFO)
         self.chunks = [
             torch.empty((size, *shape), dtype=self.dtype, pin_memory=True)
-            for size in tqdm(sizes, desc="Pinning memory", unit="chunk", delay=1)
+            for size in tqdm(sizes, desc="Pinning memory", unit="chunk", delay=1, disable=quiet)
         ]
         # Graphs are captured on streams of the other priority, so that none is shared with them.
         self.stream = torch.cuda.Stream(device, priority=-1)

@@ -142,8 +142,9 @@ def num_kv_blocks(
             "raise gpu_memory_utilization"
         )
     else:
-        # The other half is for activations and for other processes.
-        swap = int(config.swap_space * 2**30)  # not written yet, and so still counted as free
+        # The other half is for activations and for other processes. The swap space of all ranks is
+        # not written yet, and so still counted as free.
+        swap = int(config.swap_space * 2**30) * config.tensor_parallel_size
         room = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
         room //= config.tensor_parallel_size
         where = f"{room / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"

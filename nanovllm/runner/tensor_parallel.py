@@ -40,6 +40,7 @@ from nanovllm.plan import Runner, StepOutput, StepPlan
 
 # A rank that does nothing for so long ends the others. One that fails or is killed does so at once.
 TIMEOUT = timedelta(minutes=5)
+DOWNLOAD_TIMEOUT = timedelta(days=1)  # of the ranks that wait while rank 0 downloads
 
 
 class Ranks:
@@ -114,13 +115,14 @@ class Ranks:
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
         """Rank 0 leaves the block before the others enter it."""
+        patient = dist.new_group(backend="gloo", timeout=DOWNLOAD_TIMEOUT)
         if self.rank > 0:
-            self.smallest(0)
+            self._call(dist.barrier, patient)
         try:
             yield
         finally:
             if self.rank == 0:
-                self.smallest(0)
+                self._call(dist.barrier, patient)
 
     @contextmanager
     def leave_if_it_fails(self) -> Iterator[None]:
@@ -191,7 +193,8 @@ class AgreeingRunner:
         self.last = ""  # what the last step yielded
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        self.ranks.agree("steps", f"{plan} after {self.last}")
+        last, self.last = self.last, ""  # if they differ, the next calls may agree again
+        self.ranks.agree("steps", f"{plan} after {last}")
         with self.ranks.leave_if_it_fails():
             wait = self.runner.run(plan)
 
