@@ -531,9 +531,16 @@ def test_the_trace_shows_the_moves(path: Path) -> None:
 
 def test_the_rule_is_measured(path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
+    times: list[float] = []
+    # What is faster here depends on what else the machine does.
+    monkeypatch.setattr(host_pool, "least_load", lambda *given: times.extend(given) or 3)
     tier = small(path, swap_min_blocks=None).engine.runner.host_tier
-    assert tier.least_load >= 1
+    assert tier.least_load == 3
+    compute, load, overhead = times
+    assert compute > 0 <= load
+    assert overhead >= 0
     assert "host memory holds " in caplog.text
+    assert "fewer than 3 are not loaded" in caplog.text
     # Where computing is faster, nothing is saved.
     monkeypatch.setattr(host_pool, "least_load", lambda *_: None)
     llm = small(path, swap_min_blocks=None)
