@@ -487,9 +487,10 @@ class Trace(Observer):
     def __str__(self) -> str:
         o, state, texts, size = self.options, State(), self.texts(), self._blocks.block_size
         lines = [
-            f"{plural(self.num_steps, 'step')} of {plural(len(self._state.seqs), 'request')}, "
+            f"{plural(self.num_steps, 'step')} of {plural(len(self._state.seqs), 'sequence')}, "
             f"{o['policy']}, {plural(self._blocks.num_blocks, 'block')} of {plural(size, 'token')}",
-            f"at most {o['max_num_batched_tokens']} tokens and {o['max_num_seqs']} sequences in a step",
+            f"at most {plural(int(o['max_num_batched_tokens']), 'token')} and "
+            f"{plural(int(o['max_num_seqs']), 'sequence')} in a step",
             f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
             *["1: 'x' in a later step is a token of step 1"] * (self._engine.max_in_flight > 0),
             "",

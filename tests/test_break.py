@@ -1,6 +1,7 @@
 """Exercises that break the engine: every fault has a short history that shows it."""
 
 import logging
+import re
 import sys
 
 import pytest
@@ -33,6 +34,9 @@ def test_exercise_asks(
     assert name not in " ".join(asked.split())
     assert max(map(len, asked.splitlines())) <= 101
     assert "must get" in asked or "def check_" in asked
+    # A sample has the name that it has in the trace: 0.0, not 0.
+    names = re.findall(r"^([\d.]+) .* (?:running|waiting|finished|new)$", asked, re.MULTILINE)
+    assert not {name.split(".")[0] for name in names if "." in name} & set(names)
 
 
 @pytest.mark.parametrize("number", FEW)

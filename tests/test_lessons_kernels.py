@@ -29,14 +29,16 @@ RIGHT = (
 WRONG = (
     ("tl.store(out + i, a + b)", "2 of 21 numbers are wrong. The first is at [19]: "),
     ("weights = tl.exp(scores)", "The first is at [0, 0]: nan came out"),
-    ("b = tl.load(y + k[None, :] * columns + j[:, None])", "numbers are wrong"),
+    ("b = tl.load(y + k[:, None] * columns * inner + j[None, :])", "nan came out"),
     ("factor = 1.0", "numbers are wrong"),
-    ("slot = tl.load(table) * BLOCK + position", "nan came out"),
+    ("slot = tl.load(table + position) * BLOCK", "nan came out"),  # reads behind the table
 )
 
 
 @pytest.mark.parametrize("number", range(1, 6))
-def test_puzzles(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_puzzles(
+    number: int, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
     """The line is hidden. Its own text, another right one, a wrong one and nonsense are told apart."""
     pytest.importorskip("triton")
 
@@ -57,6 +59,7 @@ def test_puzzles(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in said
     assert f"Hint: {puzzles.PUZZLES[number - 1].hint}" in said
     assert "It raises NameError" in answer("out = nonsense")
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]  # NumPy's, of NaN
 
 
 def test_lesson_10(capsys: pytest.CaptureFixture[str]) -> None:

@@ -158,6 +158,12 @@ def test_threads(llm: LLM) -> None:
 # ---- the table ----
 
 
+def test_the_first_line_counts_sequences(llm: LLM) -> None:
+    with CheckedTrace(llm) as trace:
+        llm.generate(PROMPTS[0], SamplingParams(n=2, max_tokens=2), use_tqdm=False)
+    assert " of 2 sequences, " in str(trace).splitlines()[0]
+
+
 def test_the_table(embedded_run: Trace) -> None:
     lines = str(embedded_run).splitlines()
     assert max(map(len, lines)) <= 100

@@ -127,7 +127,8 @@ def show_sequences(history: History) -> None:
         prompt = seq.token_ids[: seq.num_prompt]
         want = answer(prompt, seq.max_length, seq.stop_token_ids, seq.sampling.seed)
         texts = (" ".join(map(str, ids)) for ids in (prompt, want, seq.output_ids))
-        name = f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id
+        one = seq.parent is None and all(other.parent is not seq for other in history.seqs)
+        name = seq.request_id if one else f"{seq.request_id}.{seq.index}"  # as in the trace
         rows.append((name, *texts, seq.status.name.lower()))
     say("""The sequences, 0.1 being the second sample of request 0. What each must get until it ends is
         computed from its prompt, without an engine:""")

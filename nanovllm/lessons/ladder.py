@@ -159,10 +159,10 @@ RUNGS = [
 ]
 
 
-def has_numba() -> bool:
+def has_numba(dtype: torch.dtype = torch.float32) -> bool:
     """Whether the CPU's kernels can run. They are compiled on the first call, in 20 to 40 s."""
     if (compile_ := optional("nanovllm.cpu.compile")) is not None:
-        compile_.compile_now(torch.float32)
+        compile_.compile_now(dtype)
     return compile_ is not None
 
 
@@ -204,8 +204,7 @@ def gain(before: list[Run], now: list[Run]) -> str:
 
 def show(results: list[tuple[Rung, list[Run]]]) -> None:
     """Print the table. The gain is that over the rung before."""
-    rows: list[tuple[object, ...]] = []
-    before: list[Run] = []
+    rows, before = list[tuple[object, ...]](), list[Run]()
     for rung, runs in results:
         run = median(runs)
         rows.append(
@@ -240,9 +239,7 @@ def run() -> None:
         step, which is how long a running request may wait for a token.""")
     rungs = RUNGS
     if not has_numba():
-        say(
-            "Numba is missing, so the rung of its kernels is left out and those after it run in plain torch."
-        )
+        say("Without Numba, the rung of its kernels is left out; later ones run in plain torch.")
         plain = {"attention_backend": "sdpa"}
         rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 11]
     results = climb(rungs, NUM_REQUESTS, repeats=3)

@@ -14,6 +14,7 @@ environment variable TRITON_INTERPRET is 1 when Triton is imported. The lessons 
 
 import inspect
 import tempfile
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -88,7 +89,8 @@ def check(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
     """
     lines, at, indent = hidden_line(kernels, puzzle)
     text = Path(str(kernels.__file__)).read_text()
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+    quiet = warnings.catch_warnings(action="ignore")  # NumPy warns of NaN in the interpreter
+    with quiet, tempfile.NamedTemporaryFile("w", suffix=".py") as file:
         file.write(text := text.replace(lines[at], indent + line.strip()))
         file.flush()
         module = ModuleType(puzzle.kernel)
@@ -114,7 +116,7 @@ def run_puzzle(which: str | None, answers: list[str] | None) -> None:
     if kernels is None:
         raise ValueError("the puzzles need Triton, which exists for Linux only: pip install triton")
     numbers = [str(i) for i in range(1, len(PUZZLES) + 1)]
-    if which is None and answers is None:
+    if which is None:
         print(*(f"puzzle {i}  {p.title}" for i, p in zip(numbers, PUZZLES, strict=True)), sep="\n")
         return
     if which not in numbers:

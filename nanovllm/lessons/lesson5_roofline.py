@@ -22,6 +22,7 @@ import torch
 
 from nanovllm.benchmarks import roofline
 from nanovllm.benchmarks.workloads import SHAPES, Workload
+from nanovllm.lessons.ladder import has_numba
 from nanovllm.lessons.lesson import decode_plan, embedded_config, make_runner, prompt_plan, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.config import ModelConfig
@@ -126,6 +127,7 @@ def show_memory(config: ModelConfig, bandwidth: float) -> None:
 
 
 def run() -> list[Question]:
+    has_numba(torch.bfloat16)  # compiles them: the first start would run in plain torch
     whole, part = qwen3_config(28, 151_936), qwen3_config(LAYERS, VOCAB)
     show_model("The embedded model", embedded_config())
     name = f"{LAYERS} of the 28 layers of Qwen3-0.6B with random weights and {VOCAB:,} tokens"

@@ -1,9 +1,9 @@
 """A KV cache: attention that computes each token once.
 
-The task. Write `attend`. It stores the keys and values of n new tokens behind those that the cache
-holds, and returns the attention of the n new queries. Query i of n attends to all stored tokens, and
-to the new tokens 0 to i, but to none after it: attention is causal. The attention of a query q over
-keys K and values V is softmax(K q / sqrt(D)) V.
+The task. Write `KVCache`. `attend` stores the keys and values of n new tokens behind those that the
+cache holds, and returns the attention of the n new queries. Query i of n attends to all stored
+tokens, and to the new tokens 0 to i, but to none after it: attention is causal. The attention of a
+query q over keys K and values V is softmax(K q / sqrt(D)) V.
 
 Example: if the cache holds 3 tokens and 2 are new, query 0 attends to 4 tokens and query 1 to 5.
 

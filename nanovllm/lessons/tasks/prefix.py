@@ -15,9 +15,9 @@ What must stay true:
 Where it goes. BlockManager.match in nanovllm/engine/block_manager.py. The check puts your class in
 its place, and random requests run on it, half of them with hashes of 3 bits.
 
-Hints: self.hash_blocks(seq) fills seq.block_hashes. self.prefix_index maps a hash to the number of a
-block, self.blocks maps that to the Block. Block.token_ids are bytes: self._token_bytes(seq, i) is
-what those of logical block i of the sequence would be.
+Hints: self.hash_blocks(seq) fills seq.block_hashes, one for each self.block_size of seq.token_ids.
+self.prefix_index maps a hash to the number of a block, self.blocks that to the Block. Block.token_ids
+are bytes: self._token_bytes(seq, i) is what those of logical block i of the sequence would be.
 """
 
 from nanovllm.engine.block_manager import Block, BlockManager
