@@ -173,7 +173,7 @@ class GrammarCompiler:
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ImportError(
-                f"structured_outputs needs llguidance ({error}): pip install 'nanovllm[structured]'"
+                f"structured_outputs needs llguidance ({error}): pip install -e '.[structured]'"
             ) from error
         # Models may have more tokens than their tokenizer, or fewer.
         size = len(tokenizer)

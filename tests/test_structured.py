@@ -359,7 +359,7 @@ def test_refused_when_it_is_added(embedded: LLM, fields: dict, word: str) -> Non
 def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded.engine.inputs.grammars, "vocabulary", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
-    with pytest.raises(ImportError, match=r"pip install 'nanovllm\[structured\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[structured\]'"):
         embedded.generate("x", structured("date"), use_tqdm=False)
     assert embedded.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
 

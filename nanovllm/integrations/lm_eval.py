@@ -1,4 +1,4 @@
-"""A model of lm_eval, the language model evaluation harness (pip install 'nanovllm[eval]').
+"""A model of lm_eval, the language model evaluation harness (pip install -e '.[eval]').
 
     python -m nanovllm.integrations.lm_eval run --model nanovllm --model_args model=DIRECTORY \\
         --tasks hellaswag

@@ -1,4 +1,4 @@
-"""Ray Data: the class that `map_batches` takes (pip install 'nanovllm[ray]').
+"""Ray Data: the class that `map_batches` takes (pip install -e '.[ray]').
 
     data = ray.data.read_parquet("in.parquet")
     data = data.map_batches(
