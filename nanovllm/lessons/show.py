@@ -15,7 +15,7 @@ class Question(NamedTuple):
     text: str
     answer: str  # one short word or number, so that a reader's answer can be compared with it
     why: str
-    hint: str  # for whoever has answered something else
+    hint: str  # is printed after a wrong answer
 
 
 def width() -> int:
