@@ -11,51 +11,41 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from nanovllm.engine.input_processor import TextPrompt, TokensPrompt
-    from nanovllm.llm import LLM
-    from nanovllm.outputs import (
-        CompletionOutput,
-        GenerationError,
-        Logprob,
-        RequestMetrics,
-        RequestOutput,
-        StreamOutput,
-    )
-    from nanovllm.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
-    from nanovllm.sampling_params import SamplingParams
-    from nanovllm.scoring import LoglikelihoodOutput
-    from nanovllm.structured import StructuredOutputsParams
-    from nanovllm.trace import Trace
+    from nanovllm.beam_search import BeamSearchOutput as BeamSearchOutput
+    from nanovllm.beam_search import BeamSearchParams as BeamSearchParams
+    from nanovllm.beam_search import BeamSearchSequence as BeamSearchSequence
+    from nanovllm.llm import LLM as LLM
+    from nanovllm.outputs import CompletionOutput as CompletionOutput
+    from nanovllm.outputs import GenerationError as GenerationError
+    from nanovllm.outputs import Logprob as Logprob
+    from nanovllm.outputs import RequestMetrics as RequestMetrics
+    from nanovllm.outputs import RequestOutput as RequestOutput
+    from nanovllm.outputs import StreamOutput as StreamOutput
+    from nanovllm.pooling import EmbeddingOutput as EmbeddingOutput
+    from nanovllm.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from nanovllm.pooling import PoolingParams as PoolingParams
+    from nanovllm.prompts import TextPrompt as TextPrompt
+    from nanovllm.prompts import TokensPrompt as TokensPrompt
+    from nanovllm.sampling_params import SamplingParams as SamplingParams
+    from nanovllm.scoring import LoglikelihoodOutput as LoglikelihoodOutput
+    from nanovllm.structured import StructuredOutputsParams as StructuredOutputsParams
+    from nanovllm.trace import Trace as Trace
 
 __version__ = "0.1.0"
-__all__ = [
-    "LLM",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "GenerationError",
-    "LoglikelihoodOutput",
-    "Logprob",
-    "PoolingParams",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "StreamOutput",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-    "Trace",
-]
-HOMES = {"LLM": "llm", "SamplingParams": "sampling_params", "Trace": "trace"}
-HOMES["StructuredOutputsParams"] = "structured"
-HOMES |= dict.fromkeys(("TextPrompt", "TokensPrompt"), "engine.input_processor")
-HOMES |= dict.fromkeys((name for name in __all__ if name.startswith("Beam")), "beam_search")
-HOMES |= dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingParams"), "pooling")
-HOMES["LoglikelihoodOutput"] = "scoring"
+# The same names by module.
+NAMES = {
+    "beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
+    "llm": "LLM",
+    "outputs": "CompletionOutput GenerationError Logprob RequestMetrics RequestOutput StreamOutput",
+    "pooling": "EmbeddingOutput EmbeddingRequestOutput PoolingParams",
+    "prompts": "TextPrompt TokensPrompt",
+    "sampling_params": "SamplingParams",
+    "scoring": "LoglikelihoodOutput",
+    "structured": "StructuredOutputsParams",
+    "trace": "Trace",
+}
+HOMES = {name: module for module, names in NAMES.items() for name in names.split()}
+__all__ = list(HOMES)
 
 # Hidden from type checkers, which would take every name to exist.
 if not TYPE_CHECKING:
@@ -66,7 +56,7 @@ if not TYPE_CHECKING:
             error = names.missing("module 'nanovllm'", name, __all__)
             # `from nanovllm import name` would replace an AttributeError by one of its own.
             raise ImportError(error) if name in names.INSTEAD else error
-        return getattr(importlib.import_module(f"nanovllm.{HOMES.get(name, 'outputs')}"), name)
+        return getattr(importlib.import_module(f"nanovllm.{HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

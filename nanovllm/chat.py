@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
+
+from nanovllm.checks import check_scalar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,12 +30,14 @@ def as_conversations(
 
 
 def render(
-    conversation: Sequence[Message],
+    conversation: Iterable[Message],
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None,
     **variables: Any,
 ) -> str:
     """Return the text of a conversation. `variables` are passed to `apply_chat_template`."""
+    if chat_template is not None:
+        check_scalar("chat_template", chat_template, str, ())
     messages = plain_messages(conversation, tokenizer, chat_template)
     try:
         text = tokenizer.apply_chat_template(
@@ -50,7 +54,7 @@ def render(
 
 
 def plain_messages(
-    conversation: Sequence[Message], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
+    conversation: Iterable[Message], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
 ) -> list[Message]:
     """Check the messages. Join content parts, unless the chat template accepts parts."""
     messages, joins = [], None  # whether parts are joined; tested at the first message with parts

@@ -1,119 +1,23 @@
-"""EngineConfig: the options of the engine. SamplingParams uses the same checks."""
+"""EngineConfig: the options of the engine."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
-import logging
 import math
 import os
 import re
 import sys
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeVar
+from typing import Any
+
+from nanovllm.checks import Limits, check_scalars, unknown_name
+from nanovllm.log import logger
+from nanovllm.vllm_names import OTHER_NAMES, VLLM_OPTIONS, check_unused
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
-logger = logging.getLogger("nanovllm")
-KINDS = {
-    int: "an int",
-    float: "a number",
-    bool: "True or False",
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-}
-T = TypeVar("T")
-# Name -> (lowest, highest) value of a number, or the strings to choose from.
-Limits = Mapping[str, tuple[Any, ...]]
-
-
-@functools.cache
-def scalar_fields(cls: type) -> dict[str, tuple[type, bool]]:
-    """The int, float, bool and str fields of a dataclass: name -> (type, whether optional)."""
-    fields = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        is_union = isinstance(hint, types.UnionType)
-        members = typing.get_args(hint) if is_union else (hint,)
-        kinds = [kind for kind in members if kind is not type(None)]
-        if len(kinds) == 1 and kinds[0] in KINDS:
-            fields[name] = (kinds[0], len(members) > 1)
-    return fields
-
-
-def check_scalars(thing: Any, limits: Limits) -> None:
-    """Check the type of every scalar field, and its value against `limits`."""
-    cls: Any = type(thing)
-    for name, (kind, optional) in scalar_fields(cls).items():
-        value = getattr(thing, name)
-        if value is not None or not optional:
-            check_scalar(name, value, kind, limits.get(name, ()))
-
-
-def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> None:
-    """Raise TypeError or ValueError with the name, the value and what is accepted."""
-    accepted: Any = (int, float) if kind is float else kind
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{name} must be {KINDS[kind]}, not {value!r}")
-    if kind in (str, list, dict):
-        if limits and value not in limits:
-            raise ValueError(f"{name} must be one of {', '.join(limits)}, not {value!r}")
-        return
-    low, high = limits or (-math.inf, math.inf)
-    if not (low <= value <= high and abs(value) < 1e30):  # NaN fails too
-        if math.isfinite(high):
-            bound = f"between {low} and {high}"
-        else:
-            bound = f"at least {low}" if kind is int else f"{low} or more, and finite"
-        raise ValueError(f"{name} must be {bound}, not {value}")
-
-
-def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return an error message for an unknown name, with the most similar known one."""
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"unknown {kind} {name!r}; {hint}"
-
-
-def refuse_unknown_fields(
-    kind: str, elsewhere: Mapping[str, str] | None = None
-) -> Callable[[type[T]], type[T]]:
-    """A decorator of a dataclass, whose errors about unknown fields name a similar one.
-
-    kind: what the messages call a field. elsewhere: name -> what to use instead. The decorated class
-    raises TypeError for an argument, AttributeError for an attribute that is set.
-    """
-
-    def explain(cls: Any, name: str) -> str:
-        if elsewhere and name in elsewhere:
-            return f"there is no {kind} {name!r}; {elsewhere[name]}"
-        return unknown_name(kind, name, cls.__dataclass_fields__)
-
-    def decorate(cls: Any) -> Any:
-        def new(cls: Any, *args: Any, **given: Any) -> Any:
-            for name in given:
-                if name not in cls.__dataclass_fields__:
-                    raise TypeError(explain(cls, name))
-            return object.__new__(cls)
-
-        def set_field(self: Any, name: str, value: object) -> None:
-            if name not in self.__dataclass_fields__:
-                raise AttributeError(explain(self, name))
-            object.__setattr__(self, name, value)
-
-        # inspect.signature and help() follow __wrapped__ to the fields and their defaults.
-        cls.__new__ = functools.update_wrapper(new, cls.__init__, assigned=(), updated=())
-        if not cls.__dataclass_params__.frozen:
-            cls.__setattr__ = set_field
-        return cls
-
-    return decorate
 
 
 @dataclass(frozen=True)
@@ -155,29 +59,21 @@ class EngineConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
         """Check the names of the options. Options of vLLM that change nothing here are ignored."""
-        own: dict[str, Any] = {}
-        known = [f.name for f in dataclasses.fields(cls)]
-        options = dict(options)
+        known, own = [field.name for field in dataclasses.fields(cls)], dict(options)
         for other, name in OTHER_NAMES.items():
-            if (value := options.pop(other, None)) is not None:
-                given = options.setdefault(name, value)
+            if (value := own.pop(other, None)) is not None:
+                given = own.setdefault(name, value)
                 if given is not value and given != value:
                     raise ValueError(
                         f"{other}={value!r} and {name}={given!r} are two names of one option; "
                         "give one of them"
                     )
-        for name, value in options.items():
-            if name in known:
-                own[name] = value
-            elif name not in VLLM_OPTIONS:
+        for name in [name for name in own if name not in known]:
+            value = own.pop(name)
+            if name not in VLLM_OPTIONS:
                 raise TypeError(unknown_name("option", name, known))
-            else:
-                harmless, reason = VLLM_OPTIONS[name]
-                # An array has no truth value, so only plain values are compared.
-                plain = isinstance(value, bool | int | float | str | list | tuple | dict)
-                if reason and value is not None and not (plain and value in harmless):
-                    raise ValueError(f"{name}={value!r} is not supported: {reason}")
-                logger.debug(f"{name}={value!r} is an option of vLLM and changes nothing here")
+            check_unused(name, value, *VLLM_OPTIONS[name])
+            logger.debug(f"{name}={value!r} is an option of vLLM and changes nothing here")
         return cls(**own)
 
     def __post_init__(self) -> None:
@@ -196,23 +92,24 @@ class EngineConfig:
                 f"swap_space={self.swap_space} needs the prefix cache, which finds the blocks again; "
                 "set swap_space=0 or enable_prefix_caching=True"
             )
+        if self.swap_min_blocks is not None and not self.swap_space:
+            raise ValueError(
+                f"swap_min_blocks={self.swap_min_blocks} needs swap_space, the GiB of host memory "
+                "from which blocks are loaded; set both or neither"
+            )
         if (size := self.tensor_parallel_size) > 1:
-            started = os.environ.get("WORLD_SIZE", "1")
-            script = os.path.basename(sys.argv[0]) or "script.py"
-            if started != str(size):
-                raise ValueError(
-                    f"tensor_parallel_size={size} needs {size} processes, and WORLD_SIZE is "
-                    f"{started}; start them with: torchrun --nproc-per-node {size} {script}"
-                )
             if ":" in self.device:
                 raise ValueError(
                     f"device={self.device!r} would be the GPU of all {size} ranks; use 'cuda', and "
                     "each takes that of its LOCAL_RANK"
                 )
-            if "RANK" not in os.environ:
+            started = os.environ.get("WORLD_SIZE", "1")
+            if started != str(size) or "RANK" not in os.environ:
+                found = f"WORLD_SIZE is {started}" if started != str(size) else "RANK is not set"
+                script = os.path.basename(sys.argv[0]) or "script.py"
                 raise ValueError(
-                    f"tensor_parallel_size={size} needs RANK, which is not set although WORLD_SIZE is; "
-                    f"start the processes with: torchrun --nproc-per-node {size} {script}"
+                    f"tensor_parallel_size={size} needs {size} processes, and {found}; start them "
+                    f"with: torchrun --nproc-per-node {size} {script}"
                 )
 
     @property
@@ -234,75 +131,9 @@ LIMITS: Limits = {
     "max_num_seqs": (1, 2**20),
     "kvcache_block_size": (1, 2**20),
     "max_model_len": (2, math.inf),  # a prompt and an output have at least one token each
-} | dict.fromkeys(
-    (
-        "max_num_batched_tokens",
-        "kv_cache_memory_bytes",
-        "num_kvcache_blocks",
-        "swap_min_blocks",
-        "tensor_parallel_size",
-    ),
-    (1, math.inf),
-)
-
-# vLLM's names of options that have another name here, or two names there.
-OTHER_NAMES = {"block_size": "kvcache_block_size", "kv_offloading_size": "swap_space"}
-
-# Options of vLLM that do not exist here: name -> (accepted values, why other values are refused).
-# None is accepted by all of them. Options without a reason accept every value. Accepted values have
-# no effect.
-TEXT_ONLY = "nanovllm has text, embeddings and log-likelihoods, all from text"
-ONE_DEVICE = "use 1; tensor_parallel_size divides the model among several devices"
-EDIT_CONFIG = "edit config.json in a copy of the checkpoint"
-VLLM_OPTIONS: dict[str, tuple[tuple[object, ...], str]] = {
-    "code_revision": ((), "nanovllm never runs the code of a checkpoint"),
-    "config_format": (("auto", "hf"), "the configuration is read from config.json"),
-    "convert": (("auto", "none", "embed"), TEXT_ONLY),
-    "cpu_offload_gb": ((0,), "the weights stay on one device; use a smaller model or dtype"),
-    "data_parallel_size": ((1,), ONE_DEVICE),
-    "download_dir": ((), "set the environment variable HF_HOME, or pass a directory as model"),
-    "enable_lora": ((False,), "merge the adapter into the checkpoint"),
-    "enable_prompt_embeds": ((False,), TEXT_ONLY),
-    "enable_sleep_mode": ((False,), "`del llm` frees the memory"),
-    "generation_config": (("auto",), "pass a SamplingParams to use other values than the file's"),
-    "hf_overrides": (({},), EDIT_CONFIG),
-    "hf_token": ((), "set the environment variable HF_TOKEN"),
-    "kv_offloading_backend": (("native",), "engine/host_tier.py is the only one"),
-    "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
-    "logprobs_mode": (("raw_logprobs",), "log-probabilities are computed before all rules"),
-    "model_impl": (("auto", "vllm"), "the models are those of nanovllm/models"),
-    "num_gpu_blocks_override": ((), "use num_kvcache_blocks"),
-    "override_generation_config": (({},), "pass a SamplingParams"),
-    "pipeline_parallel_size": ((1,), ONE_DEVICE),
-    "rope_scaling": (({},), EDIT_CONFIG),
-    "rope_theta": ((), EDIT_CONFIG),
-    "runner": (("auto", "generate", "pooling"), TEXT_ONLY),
-    "speculative_config": (({},), "there is no speculative decoding yet"),
-    "task": (("auto", "generate", "embed"), TEXT_ONLY),
-    "tokenizer_mode": (("auto", "hf"), "transformers' AutoTokenizer reads the tokenizer"),
-    "tokenizer_revision": ((), "download that revision and pass its directory as tokenizer"),
-    "trust_remote_code": ((False,), "nanovllm never runs the code of a checkpoint"),
-} | dict.fromkeys(
-    (
-        "compilation_config",
-        "cudagraph_capture_sizes",
-        "disable_async_output_proc",
-        "disable_cascade_attn",
-        "disable_custom_all_reduce",
-        "disable_log_requests",
-        "disable_log_stats",
-        "distributed_executor_backend",
-        "enable_chunked_prefill",
-        "limit_mm_per_prompt",
-        "max_cudagraph_capture_size",
-        "max_logprobs",
-        "max_parallel_loading_workers",
-        "max_seq_len_to_capture",
-        "optimization_level",
-        "prefix_caching_hash_algo",
-        "safetensors_load_strategy",
-        "served_model_name",
-        "use_tqdm_on_load",
-    ),
-    ((), ""),
-)
+    "max_num_batched_tokens": (1, math.inf),
+    "kv_cache_memory_bytes": (1, math.inf),
+    "num_kvcache_blocks": (1, math.inf),
+    "swap_min_blocks": (1, math.inf),
+    "tensor_parallel_size": (1, math.inf),
+}

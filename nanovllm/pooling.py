@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from nanovllm.config import Limits, check_scalars, refuse_unknown_fields
+from nanovllm.checks import Limits, check_scalars, refuse_unknown_fields
 from nanovllm.outputs import RequestMetrics
 
 LIMITS: Limits = {"dimensions": (1, math.inf)}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from nanovllm.config import Limits, check_scalar, check_scalars, refuse_unknown_fields
+from nanovllm.checks import Limits, check_scalar, check_scalars, refuse_unknown_fields
 from nanovllm.structured import StructuredOutputsParams
 
 # (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits). Called on the

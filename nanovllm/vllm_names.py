@@ -1,6 +1,6 @@
 """Names of vLLM and nano-vllm that do not exist here, and what to use instead.
 
-The options of `LLM()` are in config.py, and the fields of SamplingParams in sampling_params.py.
+The fields of SamplingParams are in sampling_params.py.
 """
 
 import difflib
@@ -8,10 +8,57 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
-from nanovllm.config import unknown_name
+from nanovllm.checks import unknown_name
+
+# Options of `LLM()` that have another name here, or two names there.
+OTHER_NAMES = {"block_size": "kvcache_block_size", "kv_offloading_size": "swap_space"}
+
+# What is accepted of an argument beside None, without an effect, and why other values are refused.
+Unused = tuple[tuple[object, ...], str]
+# Options of `LLM()`. Those without a reason accept every value.
+GENERATES_TEXT = "nanovllm has text, embeddings and log-likelihoods, all from text"
+ONE_DEVICE = "use 1; tensor_parallel_size divides the model among several devices"
+EDIT_CONFIG = "edit config.json in a copy of the checkpoint"
+ADAPTER = "merge the adapter into the checkpoint"
+VLLM_OPTIONS: dict[str, Unused] = {
+    "code_revision": ((), "nanovllm never runs the code of a checkpoint"),
+    "config_format": (("auto", "hf"), "the configuration is read from config.json"),
+    "convert": (("auto", "none", "embed"), GENERATES_TEXT),
+    "cpu_offload_gb": ((0, 0.0), "the weights stay on one device; use a smaller model or dtype"),
+    "data_parallel_size": ((1,), ONE_DEVICE),
+    "download_dir": ((), "set the environment variable HF_HOME, or pass a directory as model"),
+    "enable_lora": ((False,), ADAPTER),
+    "enable_prompt_embeds": ((False,), GENERATES_TEXT),
+    "enable_sleep_mode": ((False,), "`del llm` frees the memory"),
+    "generation_config": (("auto",), "pass a SamplingParams to use other values than the file's"),
+    "hf_overrides": (({},), EDIT_CONFIG),
+    "hf_token": ((), "set the environment variable HF_TOKEN"),
+    "kv_offloading_backend": (("native",), "engine/host_tier.py is the only one"),
+    "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
+    "logprobs_mode": (("raw_logprobs",), "log-probabilities are computed before all rules"),
+    "model_impl": (("auto", "vllm"), "the models are those of nanovllm/models"),
+    "num_gpu_blocks_override": ((), "use num_kvcache_blocks"),
+    "override_generation_config": (({},), "pass a SamplingParams"),
+    "pipeline_parallel_size": ((1,), ONE_DEVICE),
+    "rope_scaling": (({},), EDIT_CONFIG),
+    "rope_theta": ((), EDIT_CONFIG),
+    "runner": (("auto", "generate", "pooling"), GENERATES_TEXT),
+    "speculative_config": (({},), "there is no speculative decoding yet"),
+    "task": (("auto", "generate", "embed"), GENERATES_TEXT),
+    "tokenizer_mode": (("auto", "hf"), "transformers' AutoTokenizer reads the tokenizer"),
+    "tokenizer_revision": ((), "download that revision and pass its directory as tokenizer"),
+    "trust_remote_code": ((False,), "nanovllm never runs the code of a checkpoint"),
+}
+NO_EFFECT = (
+    "compilation_config cudagraph_capture_sizes disable_async_output_proc disable_cascade_attn "
+    "disable_custom_all_reduce disable_log_requests disable_log_stats distributed_executor_backend "
+    "enable_chunked_prefill limit_mm_per_prompt max_cudagraph_capture_size max_logprobs "
+    "max_parallel_loading_workers max_seq_len_to_capture optimization_level "
+    "prefix_caching_hash_algo safetensors_load_strategy served_model_name use_tqdm_on_load"
+)
+VLLM_OPTIONS |= dict.fromkeys(NO_EFFECT.split(), ((), ""))
 
 TEXT_ONLY = "nanovllm takes text and has no classification heads; use transformers"
-ADAPTER = "merge the adapter into the checkpoint"
 
 # Attributes of LLM, and names that are imported from vllm.
 _NAMES = {
@@ -61,8 +108,7 @@ class CallArguments(TypedDict, total=False):
     tokenization_kwargs: dict[str, Any] | None
 
 
-# Name -> (accepted values in addition to None, why other values are refused).
-CALL_ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
+CALL_ARGUMENTS: dict[str, Unused] = {
     "chat_template_content_format": (("auto",), "it is derived from the chat template"),
     "lora_request": ((), ADAPTER),
     "mm_processor_kwargs": (({},), TEXT_ONLY),
@@ -78,6 +124,12 @@ def check_call(call: Callable[..., Any], arguments: Mapping[str, object]) -> Non
         if name not in CALL_ARGUMENTS:
             own = list(inspect.signature(call).parameters)[:-1]  # without `**arguments`
             raise TypeError(unknown_name(f"argument of {call.__name__}", name, own))
-        harmless, reason = CALL_ARGUMENTS[name]
-        if value is not None and not any(type(value) is type(h) and value == h for h in harmless):
-            raise ValueError(f"{name}={value!r:.80} is not supported: {reason}")
+        check_unused(name, value, *CALL_ARGUMENTS[name])
+
+
+def check_unused(name: str, value: object, accepted: tuple[object, ...], reason: str) -> None:
+    """Raise ValueError with the reason, if there is one, for a value that is not accepted."""
+    # Types are compared first, because the comparison of an array has no truth value.
+    known = value is None or any(type(value) is type(x) and value == x for x in accepted)
+    if reason and not known:
+        raise ValueError(f"{name}={value!r:.80} is not supported: {reason}")

@@ -27,10 +27,11 @@ from nanovllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from nanovllm.config import VLLM_OPTIONS, EngineConfig
+from nanovllm.config import EngineConfig
 from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
 from nanovllm.runner import memory, start
+from nanovllm.vllm_names import VLLM_OPTIONS
 
 NAN, INF = float("nan"), float("inf")
 
@@ -348,6 +349,7 @@ OPTIONS = [
     ({"kv_offloading_size": True}, TypeError, "swap_space must be a number, not True"),
     ({"kv_offloading_backend": "lmcache"}, ValueError, "kv_offloading_backend='lmcache' is not"),
     ({"swap_space": 1, "swap_min_blocks": 0}, ValueError, "swap_min_blocks must be at least 1"),
+    ({"swap_min_blocks": 4}, ValueError, "swap_min_blocks=4 needs swap_space, .*set both or"),
     ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": "all"}, TypeError, "gpu_memory_utilization"),

@@ -18,7 +18,8 @@ from nanovllm import (
     pooling,
     scoring,
 )
-from nanovllm.config import VLLM_OPTIONS, EngineConfig
+from nanovllm.config import EngineConfig
+from nanovllm.vllm_names import VLLM_OPTIONS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

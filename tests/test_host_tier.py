@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from test_control_plane import MACHINE, BlockManagerMachine
 
-from nanovllm import LLM, SamplingParams, Trace
+from nanovllm import LLM, SamplingParams, Trace, log
 from nanovllm.config import EngineConfig
 from nanovllm.engine import host_tier
 from nanovllm.engine.host_tier import HostBlock, TieredBlockManager
@@ -366,7 +366,7 @@ def test_the_log_level_hides_the_progress_bar(
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     monkeypatch.setattr(
-        host_pool, "tqdm", lambda sizes, disable=False, **_: hidden.append(disable) or sizes
+        log, "tqdm", lambda sizes, disable=False, **_: hidden.append(disable) or sizes
     )
     for level in (logging.INFO, logging.WARNING):
         caplog.set_level(level, "nanovllm")

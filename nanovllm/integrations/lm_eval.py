@@ -9,7 +9,6 @@ windows and truncation are those of its own model "hf".
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +28,11 @@ except ImportError as error:
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EMBEDDED
+from nanovllm.log import logger
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-logger = logging.getLogger("nanovllm")
 Pair = tuple[Any, list[int], list[int]]  # key of the cache, tokens before, tokens to score
 
 

@@ -22,8 +22,9 @@ from typing import Any
 import pyarrow as pa
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import EMBEDDED, check_scalar
-from nanovllm.engine.output_processor import Request
+from nanovllm.checks import check_scalar
+from nanovllm.config import EMBEDDED
+from nanovllm.engine.request import Request
 from nanovllm.openai_format import chat_prompt, check_end
 
 # The names of input columns, of which a dataset has one.
@@ -112,8 +113,6 @@ def as_row(result: Request | Exception) -> dict[str, Any]:
     try:
         if isinstance(result, Exception):
             raise result
-        if result.error is not None:
-            raise result.error
         check_end(result)
     except Exception as error:
         return {"error": str(error)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm.config import EMBEDDED
-from nanovllm.models.config import check_field, read_fields, read_json
+from nanovllm.models.config import check_field, check_fields, read_json
 from nanovllm.plan import FILTERS
 from nanovllm.sampling_params import SamplingParams
 
@@ -148,7 +148,7 @@ class GenerationDefaults:
     def from_directory(cls, directory: Path) -> GenerationDefaults:
         path = directory / "generation_config.json"
         has_file = path.is_file()
-        raw = read_fields(path) if has_file else {}
+        raw = check_fields(read_json(path), path) if has_file else {}
         eos, source = raw.get("eos_token_id"), path
         if eos is None:
             source = directory / "config.json"

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import DTYPES, KINDS, check_scalar
+from nanovllm.checks import KINDS, check_scalar
+from nanovllm.config import DTYPES
 
 SIZE = (1, 2**31 - 1)
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
 # The fields of config.json and generation_config.json that are read: type, and range or choices.
 # SamplingParams checks its own fields.
-FIELDS: dict[str, tuple[type, tuple[Any, ...]]] = {
+Fields = dict[str, tuple[type, tuple[Any, ...]]]
+FIELDS: Fields = {
     "architectures": (list, ()),
     "attention_bias": (bool, ()),
     "do_sample": (bool, ()),
@@ -73,7 +75,7 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: Path) -> ModelConfig:
         """Read config.json. Raises ValueError for missing or unsupported fields."""
-        raw = read_fields(path)
+        raw = check_fields(read_json(path), path)
         architectures = raw.get("architectures") or []
         known = [name for name in ARCHITECTURES if name in architectures]
         if not known:
@@ -88,11 +90,10 @@ class ModelConfig:
                 raise ValueError(f"{path} has no {name!r}")
             return raw[name]
 
-        quantized = raw.get("quantization_config") or {}
+        quantized = raw.get("quantization_config", {})
         # With a scheme for the KV cache alone the weights are not quantized; see models/fp8.py.
-        kv_only = isinstance(quantized, dict) and quantized.get("kv_cache_scheme")
-        if quantized and (not kv_only or quantized.get("config_groups")):
-            method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        if quantized and (not quantized.get("kv_cache_scheme") or quantized.get("config_groups")):
+            method = quantized.get("quant_method")
             raise ValueError(
                 f"{path}: the checkpoint is quantized already ({method!r}), which is not supported; "
                 "use the one in bfloat16, and quantization='int8' to quantize it while it is loaded"
@@ -197,16 +198,11 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
     return raw.get("sliding_window", 4096) if slides else None
 
 
-def read_fields(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, with the fields that are read checked."""
-    return check_fields(read_json(path), path)
-
-
-def check_fields(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+def check_fields(raw: dict[str, Any], path: Path, fields: Fields = FIELDS) -> dict[str, Any]:
     """Return `raw` without its nulls. Raises ValueError for a field of a wrong type or value."""
     raw = {name: value for name, value in raw.items() if value is not None}
-    for name in raw.keys() & FIELDS.keys():
-        check_field(path, name, raw[name], *FIELDS[name])
+    for name in raw.keys() & fields.keys():
+        check_field(path, name, raw[name], *fields[name])
     return raw
 
 

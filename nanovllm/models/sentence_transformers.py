@@ -5,13 +5,12 @@ What would give other embeddings than this engine's is refused by name, when one
 
 import math
 from pathlib import Path
-from typing import Any
 
-from nanovllm.models.config import check_field, read_json
+from nanovllm.models.config import Fields, check_field, check_fields, read_json
 from nanovllm.pooling import PoolingSettings
 
 OLD = "pooling_mode_"
-FIELDS: dict[str, tuple[type, tuple[Any, ...]]] = {
+FIELDS: Fields = {
     "prompts": (dict, ()),
     "default_prompt_name": (str, ()),
     "truncate_dim": (int, (1, math.inf)),
@@ -24,9 +23,7 @@ def read_pooling_settings(directory: Path, size: int) -> PoolingSettings:
     Without modules.json they are those of PoolingSettings. Raises ValueError for a broken file.
     """
     path = directory / "config_sentence_transformers.json"
-    raw = {n: v for n, v in (read_json(path) if path.is_file() else {}).items() if v is not None}
-    for name in raw.keys() & FIELDS.keys():
-        check_field(path, name, raw[name], *FIELDS[name])
+    raw = check_fields(read_json(path), path, FIELDS) if path.is_file() else {}
     prompts, name = raw.get("prompts", {}), raw.get("default_prompt_name")
     for text in prompts.values():
         check_field(path, "a prompt", text, str, ())

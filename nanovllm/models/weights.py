@@ -4,7 +4,6 @@ All headers are checked first. The files are memory-mapped, so loading holds the
 the pages of one tensor.
 """
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from tqdm import tqdm
 
+from nanovllm.log import progress_bar
 from nanovllm.models.config import unreadable
 from nanovllm.models.fp8 import KV_SCALE
 
-logger = logging.getLogger("nanovllm")
 HEAD = "lm_head.weight"
 # Names that are skipped: tables that are computed from the config, and a tied head.
 IGNORED = ("rotary_emb.inv_freq", HEAD)
@@ -50,10 +48,7 @@ def load_weights(parts: Iterable[Part], files: list[Path]) -> None:
         parts = [replace(part, name=part.name.removeprefix(PREFIX)) for part in parts]
     known = {part.name: part for part in parts}
     check_headers(known, files)
-    quiet = not logger.isEnabledFor(logging.INFO)
-    with tqdm(
-        total=len(known), desc="Loading weights", unit="tensor", delay=1, disable=quiet
-    ) as bar:
+    with progress_bar("Loading weights", "tensor", total=len(known)) as bar:
         for path in files:
             with open_file(path) as file:
                 for name in filter(known.get, file.keys()):

@@ -10,15 +10,13 @@ The folders gpu/ and cpu/ are imported here, by name, when they are selected.
 """
 
 import importlib
-import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
+from nanovllm.log import logger
 from nanovllm.models.backend import PLAIN, Backend
-
-logger = logging.getLogger("nanovllm")
 
 FOLDERS = {"triton": "gpu", "numba": "cpu"}
 # A model with fewer weights answers in plain torch before the CPU's kernels would be compiled.

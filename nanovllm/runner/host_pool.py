@@ -20,7 +20,6 @@ before it wrote. Each buffer has an event that follows its last use, for which i
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -30,10 +29,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from nanovllm.batch import to_device
 from nanovllm.config import EngineConfig
+from nanovllm.log import logger, progress_bar
 from nanovllm.plan import BlockMove, Chunk, HostTier, Join, RowSampling, StepPlan, Yield
 
 if TYPE_CHECKING:
@@ -44,8 +43,6 @@ CHUNK_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a p
 STAGING_BYTES = 64 << 20  # of each of the two buffers on a GPU
 
 NEVER = 2**31  # stands for None between ranks
-
-logger = logging.getLogger("nanovllm")
 
 
 class HostPool:
@@ -80,10 +77,9 @@ class PinnedPool(HostPool):
         self.per_chunk = max(1, CHUNK_BYTES // block_bytes)
         starts = range(0, num_blocks, self.per_chunk)
         sizes = [min(self.per_chunk, num_blocks - start) for start in starts]
-        quiet = not logger.isEnabledFor(logging.INFO)
         self.chunks = [
             torch.empty((size, *shape), dtype=self.dtype, pin_memory=True)
-            for size in tqdm(sizes, desc="Pinning memory", unit="chunk", delay=1, disable=quiet)
+            for size in progress_bar("Pinning memory", "chunk", sizes)
         ]
         # Graphs are captured on streams of the other priority, so that none is shared with them.
         self.stream = torch.cuda.Stream(device, priority=-1)
@@ -98,8 +94,7 @@ class PinnedPool(HostPool):
     def save(self, cache: Tensor, moves: list[BlockMove]) -> None:
         blocks = cache.view(self.dtype).movedim(2, 0)
         with synchronized_on_error():
-            for part, buffer, used in self.parts(moves):
-                sources, targets = zip(*part, strict=True)
+            for sources, targets, buffer, used in self.parts(moves):
                 used.wait()
                 index = to_device(np.array(sources), cache.device)
                 torch.index_select(blocks, 0, index, out=buffer)
@@ -113,8 +108,7 @@ class PinnedPool(HostPool):
     def load(self, cache: Tensor, moves: list[BlockMove]) -> None:
         blocks = cache.view(self.dtype).movedim(2, 0)
         with synchronized_on_error():
-            for part, buffer, used in self.parts(moves):
-                sources, targets = zip(*part, strict=True)
+            for sources, targets, buffer, used in self.parts(moves):
                 with torch.cuda.stream(self.stream):
                     used.wait()
                     for where, run in self.runs(sources):
@@ -127,26 +121,22 @@ class PinnedPool(HostPool):
 
     def parts(
         self, moves: list[BlockMove]
-    ) -> Iterator[tuple[list[BlockMove], Tensor, torch.cuda.Event]]:
-        """Yield as many moves as a buffer holds, their place in it, and the event of its last use."""
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor, torch.cuda.Event]]:
+        """Yield sources and targets of as many moves as a buffer holds, it, and its last use."""
         most = len(self.staging[0][0])
         for start in range(0, len(moves), most):
-            part, (buffer, used) = moves[start : start + most], next(self.turns)
-            yield part, buffer[: len(part)], used
+            sources, targets = zip(*moves[start : start + most], strict=True)
+            buffer, used = next(self.turns)
+            yield sources, targets, buffer[: len(sources)], used
 
     def runs(self, host_blocks: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
         """Yield runs of consecutive blocks: where they are in the list, and their memory."""
-        start, size = 0, self.per_chunk
-        for i in range(1, len(host_blocks) + 1):
-            if (
-                i < len(host_blocks)
-                and host_blocks[i] == host_blocks[i - 1] + 1
-                and host_blocks[i] % size != 0
-            ):
-                continue
-            chunk, first = divmod(host_blocks[start], size)
-            yield slice(start, i), self.chunks[chunk][first : first + i - start]
-            start = i
+        size = self.per_chunk
+        placed = itertools.groupby(enumerate(host_blocks), lambda x: (x[1] - x[0], x[1] // size))
+        for _, group in placed:
+            [(start, block), *rest] = group
+            first, num = block % size, 1 + len(rest)
+            yield slice(start, start + num), self.chunks[block // size][first : first + num]
 
 
 @contextmanager

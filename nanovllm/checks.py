@@ -1,0 +1,117 @@
+"""Checks of fields and of their names, with errors that say what is accepted."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+KINDS = {
+    int: "an int",
+    float: "a number",
+    bool: "True or False",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+T = TypeVar("T")
+# Name -> (lowest, highest) value of a number, or the strings to choose from.
+Limits = Mapping[str, tuple[Any, ...]]
+
+
+@functools.cache
+def scalar_fields(cls: type) -> dict[str, tuple[type, bool]]:
+    """The int, float, bool and str fields of a dataclass: name -> (type, whether optional)."""
+    fields = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        is_union = isinstance(hint, types.UnionType)
+        members = typing.get_args(hint) if is_union else (hint,)
+        kinds = [kind for kind in members if kind is not type(None)]
+        if len(kinds) == 1 and kinds[0] in KINDS:
+            fields[name] = (kinds[0], len(members) > 1)
+    return fields
+
+
+def check_scalars(thing: Any, limits: Limits) -> None:
+    """Check the type of every scalar field, and its value against `limits`."""
+    cls: Any = type(thing)
+    for name, (kind, optional) in scalar_fields(cls).items():
+        value = getattr(thing, name)
+        if value is not None or not optional:
+            check_scalar(name, value, kind, limits.get(name, ()))
+
+
+def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> None:
+    """Raise TypeError or ValueError with the name, the value and what is accepted."""
+    accepted: Any = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{name} must be {KINDS[kind]}, not {value!r}")
+    if kind in (str, list, dict):
+        if limits and value not in limits:
+            raise ValueError(f"{name} must be one of {', '.join(limits)}, not {value!r}")
+        return
+    low, high = limits or (-math.inf, math.inf)
+    if not (low <= value <= high and abs(value) < 1e30):  # NaN fails too
+        if math.isfinite(high):
+            bound = f"between {low} and {high}"
+        else:
+            bound = f"at least {low}" if kind is int else f"{low} or more, and finite"
+        raise ValueError(f"{name} must be {bound}, not {value}")
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return an error message for an unknown name, with the most similar known one."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return f"unknown {kind} {name!r}; {hint}"
+
+
+def refuse_unknown_fields(
+    kind: str, elsewhere: Mapping[str, str] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """A decorator of a dataclass, whose errors about unknown fields name a similar one.
+
+    kind: what the messages call a field. elsewhere: name -> what to use instead. The decorated class
+    raises TypeError for an argument, AttributeError for an attribute that is set.
+    """
+
+    def explain(cls: Any, name: str) -> str:
+        if elsewhere and name in elsewhere:
+            return f"there is no {kind} {name!r}; {elsewhere[name]}"
+        return unknown_name(kind, name, cls.__dataclass_fields__)
+
+    def decorate(cls: Any) -> Any:
+        def new(cls: Any, *args: Any, **given: Any) -> Any:
+            for name in given:
+                if name not in cls.__dataclass_fields__:
+                    raise TypeError(explain(cls, name))
+            return object.__new__(cls)
+
+        def set_field(self: Any, name: str, value: object) -> None:
+            if name not in self.__dataclass_fields__:
+                raise AttributeError(explain(self, name))
+            object.__setattr__(self, name, value)
+
+        # inspect.signature and help() follow __wrapped__ to the fields and their defaults.
+        cls.__new__ = functools.update_wrapper(new, cls.__init__, assigned=(), updated=())
+        if not cls.__dataclass_params__.frozen:
+            cls.__setattr__ = set_field
+        return cls
+
+    return decorate
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put `where` before the message of a TypeError or ValueError of the block."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{where}{error}") from error

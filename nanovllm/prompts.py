@@ -1,0 +1,130 @@
+"""Prompts: the forms in which a caller may give them, and what they are as plain lists."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TypeAlias, TypedDict
+
+
+class Array(Protocol):
+    """A NumPy array or a torch tensor."""
+
+    def tolist(self) -> Any: ...
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    prompt_token_ids: list[int]
+    prompt: str  # returned with the result, otherwise unused
+
+
+# A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: a text and its ids.
+# A tokenizer's BatchEncoding, with "input_ids", is a Mapping too.
+Prompt: TypeAlias = "str | list[int] | Array | Mapping[str, Any]"
+ENCODING_KEYS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
+
+
+def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[Prompt]:
+    """Return a list of prompts. Token ids are one prompt, or one for each row."""
+    items = plain_ids(prompts)
+    if isinstance(items, str | Mapping):
+        return [items]
+    if not isinstance(items, list | tuple):
+        raise TypeError(
+            f"{name} must be a string, token ids, a dict, or a list of these, not {prompts!r}"
+        )
+    # An empty array is an empty prompt, but an empty list has no prompts. A number, which may be of
+    # the wrong type, is no prompt but a part of one.
+    is_number = (isinstance(i, int | float) or getattr(i, "shape", None) == () for i in items)
+    return [list(items)] if (items or items is not prompts) and all(is_number) else list(items)
+
+
+def pair_up(
+    prompts: Prompt | Iterable[Prompt], params: Any, kind: type, name: str
+) -> tuple[list[Prompt], list[Any]]:
+    """Return as many parameters of a `kind`, or None, as prompts; a single object is repeated."""
+    items = as_list(prompts)
+    each = list(params) if isinstance(params, list | tuple) else [params] * len(items)
+    if len(each) != len(items):
+        raise ValueError(f"{len(items)} prompts but {len(each)} {name}; give one, or one for each")
+    for one in each:
+        if one is not None and not isinstance(one, kind):
+            raise TypeError(f"{name} must be a {kind.__name__}, not {one!r}")
+    return items, each
+
+
+def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
+    """Return the text and the token ids of a prompt; one of them may be None."""
+    text: object = None
+    ids: object = prompt
+    if isinstance(prompt, str):
+        text, ids = prompt, None
+    elif isinstance(prompt, Mapping) and "input_ids" not in prompt:
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        known = {"prompt", "prompt_token_ids"}
+        if (text is None and ids is None) or not prompt.keys() <= known:
+            raise ValueError(
+                "a dict prompt needs 'prompt' or 'prompt_token_ids', and nothing else, not "
+                f"{sorted(map(str, prompt))}"
+            )
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"the text of a prompt must be a string, not {text!r}")
+    ids = plain_ids(ids)
+    if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list):
+        ids = ids[0]  # a tokenizer's result with return_tensors has one row
+    if ids is None and text is not None:
+        return text, None
+    if not isinstance(ids, list | tuple):
+        raise TypeError(f"a prompt must be a string, a list of token ids or a dict, not {ids!r}")
+    return text, [as_int(token) for token in ids]
+
+
+def as_int(token: Any) -> int:
+    """Return a token id, which may be an integer of NumPy or torch, as an int."""
+    try:
+        if not isinstance(token, bool):
+            return operator.index(token)
+    except TypeError:
+        pass
+    raise TypeError(f"a token id must be an int, not {token!r}")
+
+
+def plain_ids(prompt: Any) -> Any:
+    """Return the token ids of an array, a tensor or a BatchEncoding as lists; else `prompt` itself.
+
+    An attention mask removes padding. Several rows give a list of lists.
+    """
+    if getattr(prompt, "ndim", 0) > 2:
+        raise ValueError(
+            f"token ids have one dimension, or two for several prompts, not {tuple(prompt.shape)}"
+        )
+    if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
+        return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not prompt.keys() <= ENCODING_KEYS:
+        raise ValueError(
+            f"a prompt with input_ids may also hold {', '.join(sorted(ENCODING_KEYS))}; remove "
+            f"{', '.join(sorted(map(str, prompt.keys() - ENCODING_KEYS)))}"
+        )
+    mask = prompt.get("attention_mask")
+    return plain_ids(prompt["input_ids"]) if mask is None else unpadded(prompt["input_ids"], mask)
+
+
+def unpadded(ids: Any, mask: Any) -> list[Any]:
+    """Return the token ids whose attention mask is 1, or a list of these for each row."""
+    ids, mask = plain_ids(ids), plain_ids(mask)
+    are_lists = isinstance(ids, list | tuple) and isinstance(mask, list | tuple)
+    if not are_lists or len(ids) != len(mask):
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, not {mask!r:.80} for {ids!r:.80}"
+        )
+    if any(isinstance(plain_ids(row), list | tuple) for row in (*ids, *mask)):
+        return [unpadded(*row) for row in zip(ids, mask, strict=True)]
+    for value in mask:
+        if value not in (0, 1):
+            raise ValueError(f"attention_mask must hold 1, or 0 for padding, not {value!r}")
+    return list(itertools.compress(ids, mask))
