@@ -16,8 +16,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import Limits, check_scalars, refuse_unknown_fields
-from nanovllm.engine.output_processor import Request, Sample
+from nanovllm.checks import Limits, check_scalars, refuse_unknown_fields
+from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import Yield
@@ -176,7 +176,6 @@ class BeamSearch:
         for index, beam in enumerate(beams):
             beam.index = index
         request.samples[:] = [Sample(beam) for beam in beams]
-        request.num_unfinished = len(beams)
         # Before a token is appended to its parent, because it may share the parent's last block.
         for (_, parent, _), beam in zip(chosen, beams, strict=True):
             if beam is not parent:

@@ -6,20 +6,23 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from tqdm import tqdm
 
 from nanovllm import beam_search
 from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
-from nanovllm.chat import Message, as_conversations, render
-from nanovllm.config import EMBEDDED, EngineConfig, check_scalar
-from nanovllm.engine.input_processor import Prompt, pair_up
-from nanovllm.engine.interrupt import defer_interrupt
-from nanovllm.engine.output_processor import Request
-from nanovllm.loading import make_engine, show_log
-from nanovllm.outputs import HIDING, GenerationError, RequestOutput, StreamOutput
+from nanovllm.chat import Message, as_conversations
+from nanovllm.checks import located
+from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
+from nanovllm.engine.request import Request
+from nanovllm.loading import make_engine
+from nanovllm.log import show_log
+from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.pooling import EmbeddingRequestOutput, PoolingParams
+from nanovllm.prompts import Prompt, pair_up
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import LoglikelihoodOutput
 from nanovllm.vllm_names import CallArguments, check_call, missing
@@ -83,9 +86,7 @@ class LLM:
         self.engine.__reduce__()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        if self.engine.tokenizer is None:
-            raise ValueError("the engine has no tokenizer (skip_tokenizer_init)")
-        return self.engine.tokenizer
+        return self.engine.inputs.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""
@@ -123,18 +124,11 @@ class LLM:
         could be sampled.
         """
         check_call(self.generate, vllm)
-        items, params = pair_up(prompts, sampling_params)
-        requests = self._run(self.engine.submit, items, params, use_tqdm)
+        pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
+        requests = self._run(self.engine.submit, *pairs, use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
-        failed = [
-            request.params
-            for request, out in zip(requests, outputs, strict=True)
-            if any(sample.finish_reason == "error" for sample in out.outputs)
-        ]
-        if failed:
-            raise GenerationError(
-                outputs, [n for n in HIDING if any(getattr(p, n) for p in failed)]
-            )
+        if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
+            raise GenerationError(outputs, [request.params for request in requests])
         return outputs
 
     def beam_search(
@@ -153,7 +147,7 @@ class LLM:
         """
         check_call(self.beam_search, vllm)
         submit = functools.partial(beam_search.submit, self.engine)
-        pairs = pair_up(prompts, params, BeamSearchParams)
+        pairs = pair_up(prompts, params, BeamSearchParams, "params")
         requests = self._run(submit, *pairs, use_tqdm, "Searching")
         return [request.output for request in requests]
 
@@ -182,7 +176,7 @@ class LLM:
             pooling_params = fields
         elif fields != PoolingParams():
             raise TypeError("set the fields of pooling_params, or pass them alone")
-        pairs = pair_up(prompts, pooling_params, PoolingParams)
+        pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
         return unaborted(self._run(self.engine.submit, *pairs, use_tqdm, "Embedding"))
 
     def loglikelihood(
@@ -212,35 +206,29 @@ class LLM:
     ) -> list[Request]:
         """Submit each item with its parameters, and run them to their ends."""
         requests: list[Request] = []
-        use_tqdm = use_tqdm and self._config.rank == 0
+        with self._abort_on_error(requests) as interrupt:
+            submit_all(requests, submit, items, params, interrupt)
+            start = last_shown = time.monotonic()
+            quiet = not use_tqdm or self._config.rank > 0
+            with tqdm(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
+                for pending in self.engine.run(requests):
+                    raise_error(pending)
+                    interrupt.check()
+                    if not quiet and time.monotonic() - last_shown > 0.1:
+                        last_shown = time.monotonic()
+                        show_progress(bar, requests, last_shown - start)
+                show_progress(bar, requests, time.monotonic() - start)
+        return requests
+
+    @contextmanager
+    def _abort_on_error(self, requests: list[Request]) -> Iterator[DeferredInterrupt]:
+        """Defer Ctrl-C in the block. If it raises, abort the requests while it is still deferred."""
         with defer_interrupt() as interrupt:
             try:
-                for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
-                    try:
-                        requests.append(submit(prompt, p))
-                    except (TypeError, ValueError) as error:
-                        where = f"prompts[{i}]: " if len(items) > 1 else ""
-                        kind = TypeError if isinstance(error, TypeError) else ValueError
-                        raise kind(f"{where}{error}") from error
-                    interrupt.check()
-                self._wait(requests, use_tqdm, what, interrupt.check)
+                yield interrupt
             except BaseException:
                 self.engine.abort(requests)
                 raise
-        return requests
-
-    def _wait(
-        self, requests: list[Request], use_tqdm: bool, what: str, check: Callable[[], None]
-    ) -> None:
-        start = last_shown = time.monotonic()
-        with tqdm(total=len(requests), desc=what, unit="req", disable=not use_tqdm) as bar:
-            for pending in self.engine.run(requests):
-                raise_error(pending)
-                check()
-                if use_tqdm and time.monotonic() - last_shown > 0.1:
-                    last_shown = time.monotonic()
-                    show_progress(bar, requests, last_shown - start)
-            show_progress(bar, requests, time.monotonic() - start)
 
     def stream(
         self,
@@ -255,29 +243,20 @@ class LLM:
         loop early aborts the remaining requests, unless there are several ranks: then they run on
         with the next call, or `shutdown` aborts them.
         """
-        items, params = pair_up(prompts, sampling_params)
+        pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests: list[Request] = []
         try:
-            with defer_interrupt() as interrupt:
-                try:
-                    for prompt, p in zip(items, params, strict=True):
-                        requests.append(self.engine.submit(prompt, p, stream=True))
-                        interrupt.check()
-                except BaseException:  # aborted here, where a second Ctrl-C is deferred too
-                    self.engine.abort(requests)
-                    raise
+            with self._abort_on_error(requests) as interrupt:
+                submit = functools.partial(self.engine.submit, stream=True)
+                submit_all(requests, submit, *pairs, interrupt)
             steps = self.engine.run(requests)
             while True:
-                with defer_interrupt() as interrupt:
-                    try:
-                        if (pending := next(steps, None)) is None:
-                            return
-                        with self.engine.lock:
-                            new = [out for i, r in enumerate(requests) for out in r.read_stream(i)]
-                        interrupt.check()
-                    except BaseException:  # as above
-                        self.engine.abort(requests)
-                        raise
+                with self._abort_on_error(requests) as interrupt:
+                    if (pending := next(steps, None)) is None:
+                        return
+                    with self.engine.lock:
+                        new = [out for i, r in enumerate(requests) for out in r.read_stream(i)]
+                    interrupt.check()
                 yield from new
                 raise_error(pending)
         except BaseException as error:
@@ -305,22 +284,33 @@ class LLM:
         cannot render the messages. The time that it takes is not limited; Ctrl-C ends its loops.
         """
         check_call(self.chat, vllm)
-        if chat_template is not None:
-            check_scalar("chat_template", chat_template, str, ())
-        tokenizer, prompts = self.get_tokenizer(), []
-        for conversation in as_conversations(messages):
-            text = render(
+        variables = chat_template_kwargs or {}
+        prompts = [
+            self.engine.inputs.chat_prompt(
                 conversation,
-                tokenizer,
                 chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
-                **(chat_template_kwargs or {}),
+                **variables,
             )
-            ids = self.engine.inputs.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+            for conversation in as_conversations(messages)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+
+def submit_all(
+    requests: list[Request],
+    submit: Callable[[Any, Any], Request],
+    items: Sequence[Any],
+    params: Sequence[Any],
+    interrupt: DeferredInterrupt,
+) -> None:
+    """Submit each item with its parameters, and append the requests."""
+    for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
+        with located(f"prompts[{i}]: " * (len(items) > 1)):
+            requests.append(submit(prompt, p))
+        interrupt.check()
 
 
 def show_progress(bar: tqdm[NoReturn], requests: list[Request], seconds: float) -> None:

@@ -17,48 +17,31 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.chat import render
-from nanovllm.config import check_scalar, unknown_name
-from nanovllm.engine.input_processor import Prompt, as_list
-from nanovllm.engine.output_processor import Request
+from nanovllm.checks import check_scalar, unknown_name
+from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
-from nanovllm.outputs import HIDING, CompletionOutput, Logprob, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, why_no_token
 from nanovllm.pooling import EmbeddingRequestOutput, PoolingParams
+from nanovllm.prompts import Prompt, as_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured import StructuredOutputsParams
+from nanovllm.vllm_names import check_unused
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 Fields = dict[str, Any]
 
 # The fields of SamplingParams that a body has under the same name and with the same meaning.
-SAMPLING = {
-    *(
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "min_tokens",
-    ),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos", "bad_words"),
-    *("include_stop_str_in_output", "allowed_token_ids", "prompt_logprobs", "skip_special_tokens"),
-}
+SAME = (
+    "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens ignore_eos bad_words "
+    "presence_penalty frequency_penalty repetition_penalty include_stop_str_in_output "
+    "allowed_token_ids prompt_logprobs skip_special_tokens"
+)
+SAMPLING = set(SAME.split())
 GENERATION = {"max_tokens", "logprobs", "logit_bias", "response_format", "structured_outputs"}
 TEMPLATE = {"add_generation_prompt", "continue_final_message"}
+CHAT_ONLY = {"messages", "max_completion_tokens", "top_logprobs", "chat_template"}
 KNOWN = {
-    CHAT: SAMPLING
-    | GENERATION
-    | TEMPLATE
-    | {
-        "messages",
-        "max_completion_tokens",
-        "top_logprobs",
-        "chat_template",
-        "chat_template_kwargs",
-    },
+    CHAT: SAMPLING | GENERATION | TEMPLATE | CHAT_ONLY | {"chat_template_kwargs"},
     COMPLETIONS: SAMPLING | GENERATION | {"prompt"},
     EMBEDDINGS: {f.name for f in fields(PoolingParams)} | {"input", "encoding_format"},
 }
@@ -104,8 +87,6 @@ class Job:
         """Return the body of the response. `requests` have ended. Raises what ended one of them."""
         outputs = []
         for request in requests:
-            if request.error is not None:
-                raise request.error
             check_end(request)
             outputs.append(request.output)
         body = {"id": name, "created": int(time.time()), "model": self.model}
@@ -136,9 +117,8 @@ def parse(llm: LLM, url: Any, body: Any, model: str) -> Job:
         raise UnknownModel(f"the model {asked!r:.80} does not exist; the name is {model!r}")
     for name in [*given]:
         if name in NEUTRAL:
-            value, accepted = given.pop(name), NEUTRAL[name]
-            if accepted and value not in accepted:
-                raise ValueError(f"{name}={value!r:.80} is not supported; leave it out")
+            accepted = NEUTRAL[name]
+            check_unused(name, given.pop(name), accepted, "leave it out" * bool(accepted))
         elif name not in KNOWN[url]:
             raise ValueError(unknown_name(f"field of {url}", name, sorted(KNOWN[url])))
     if url == EMBEDDINGS:
@@ -166,17 +146,12 @@ def chat_prompt(llm: LLM, given: Fields) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {messages!r:.80}")
     template, more = given.pop("chat_template", None), given.pop("chat_template_kwargs", {})
-    if template is not None:
-        check_scalar("chat_template", template, str, ())
     check_scalar("chat_template_kwargs", more, dict, ())
-    variables = {"add_generation_prompt": True} | {
-        name: given.pop(name) for name in sorted(TEMPLATE) if name in given
-    }
+    variables = {"add_generation_prompt": True}
+    variables |= {name: given.pop(name) for name in sorted(TEMPLATE) if name in given}
     for name, value in variables.items():
         check_scalar(name, value, bool, ())
-    text = render(messages, llm.get_tokenizer(), template, **(variables | more))
-    ids = llm.engine.inputs.encode(text, add_special_tokens=False)
-    return {"prompt": text, "prompt_token_ids": ids}
+    return llm.engine.inputs.chat_prompt(messages, template, **(variables | more))
 
 
 def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> SamplingParams:
@@ -225,12 +200,12 @@ def structured_outputs(given: Fields) -> StructuredOutputsParams | None:
 
 
 def check_end(request: Request) -> None:
-    """Raise RuntimeError unless the request has a result."""
+    """Raise what ended the request, unless it has a result."""
+    if request.error is not None:
+        raise request.error
     reasons = {sample.seq.finish_reason for sample in request.samples}
     if "error" in reasons:
-        hiding = [name for name in HIDING if getattr(request.params, name)]
-        hidden = f", or {' and '.join(hiding)} hid every token" if hiding else ""
-        raise RuntimeError(f"no token could be sampled: the model computed NaN{hidden}")
+        raise RuntimeError(f"no token could be sampled: {why_no_token([request.params])}")
     if "abort" in reasons:
         raise RuntimeError("the request was aborted")
 

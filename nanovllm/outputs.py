@@ -90,27 +90,32 @@ class RequestOutput(Mapping[str, Any]):
 
 NANO_VLLM_KEYS = ("text", "token_ids")
 
-
 # Fields of SamplingParams that can hide every token, alone or together.
 HIDING = "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logits_processors"
+
+
+def why_no_token(params: Sequence[Any]) -> str:
+    """Return why no token could be sampled for requests with these SamplingParams."""
+    hiding = [name for name in HIDING if any(getattr(p, name) for p in params)]
+    return "the model computed NaN" + f", or {' and '.join(hiding)} hid every token" * bool(hiding)
 
 
 class GenerationError(RuntimeError):
     """Some requests ended with finish_reason "error", because no token could be sampled.
 
-    The model computed NaN, or the fields `hiding` of their SamplingParams hid every token.
-    `outputs` has the results of all requests of the call, in the order of its prompts.
+    The model computed NaN, or fields of their SamplingParams hid every token. `outputs` has the
+    results of all requests of the call, in the order of its prompts.
     """
 
-    def __init__(self, outputs: list[RequestOutput], hiding: Sequence[str] = ()) -> None:
+    def __init__(self, outputs: list[RequestOutput], params: Sequence[Any]) -> None:
         failed = [
-            f"prompts[{i}] (request {out.request_id})"
+            i
             for i, out in enumerate(outputs)
             if any(sample.finish_reason == "error" for sample in out.outputs)
         ]
-        hidden = f", or {' and '.join(hiding)} hid every token" if hiding else ""
+        names = ", ".join(f"prompts[{i}] (request {outputs[i].request_id})" for i in failed)
         super().__init__(
-            f"no token could be sampled for {', '.join(failed)}: the model computed NaN{hidden}; the "
+            f"no token could be sampled for {names}: {why_no_token([params[i] for i in failed])}; the "
             "attribute `outputs` of this error has the results of all requests"
         )
         self.outputs = outputs

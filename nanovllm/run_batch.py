@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from nanovllm.config import EMBEDDED, EngineConfig
 from nanovllm.engine.interrupt import defer_interrupt
-from nanovllm.engine.output_processor import Request
+from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
 from nanovllm.openai_format import Job, error_body, parse
 

@@ -6,12 +6,13 @@ has a compiled `Grammar`, and each of its rows has a `Matcher`, which follows th
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import check_scalars, refuse_unknown_fields
+from nanovllm.checks import check_scalars, refuse_unknown_fields
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -98,9 +99,6 @@ class Grammar:
     library_ends: tuple[int, ...]  # what llguidance takes for such tokens
     ends: tuple[int, ...]  # those of the request; may be empty
 
-    def matcher(self) -> Matcher:
-        return Matcher(self)
-
 
 class Matcher:
     """Follows the output of one row through a grammar."""
@@ -136,7 +134,10 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles the grammars of the requests of one engine. Keeps the most recent ones."""
+    """Compiles the grammars of the requests of one engine. Keeps those that were used last.
+
+    Several threads may use it at a time.
+    """
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class GrammarCompiler:
     ) -> None:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self.vocabulary: LLTokenizer | None = None  # made for the first grammar
-        self.compiled: dict[tuple[str, str], LLMatcher] = {}
+        self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def compile(self, params: StructuredOutputsParams, ends: list[int]) -> Grammar:
         """Return the grammar of a request that one of the tokens `ends` ends.
@@ -156,13 +157,7 @@ class GrammarCompiler:
         """
         if self.vocabulary is None:
             self.vocabulary = self._make_vocabulary()
-        field, kind, text = params.source()
-        start = self.compiled.get((kind, text))
-        if start is None:
-            start = self._compile(field, kind, text)
-            if len(self.compiled) == CACHED_GRAMMARS:
-                del self.compiled[next(iter(self.compiled))]  # the oldest
-            self.compiled[kind, text] = start
+        start = self.compiled(*params.source())
         return Grammar(start, tuple(self.vocabulary.eos_tokens), tuple(ends))
 
     def _make_vocabulary(self) -> LLTokenizer:

@@ -12,7 +12,7 @@ from xxhash import xxh64_intdigest
 
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.engine import host_tier, scheduler
-from nanovllm.engine.output_processor import Sample
+from nanovllm.engine.request import Sample
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.lessons.mutants import Mutant, apply
 from nanovllm.lessons.oracle import (
@@ -66,7 +66,7 @@ class Request:
     tokenizer = None
 
     def __init__(self, seq: Sequence) -> None:
-        self.samples, self.num_unfinished = [Sample(seq)], 1
+        self.samples = [Sample(seq)]
 
 
 class BeamHistory(History):

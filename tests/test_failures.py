@@ -15,7 +15,7 @@ from test_api import ctrl_c_interrupts, is_idle  # noqa: F401 (a fixture)
 from nanovllm import LLM, SamplingParams
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.output_processor import Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.oracle import OracleRunner, make_samples
@@ -192,6 +192,24 @@ def test_a_fault_in_one_requests_own_data(
     else:
         assert (faulty.error, reasons) == (None, {"length"})
     assert is_idle(engine)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_output_tokens_are_those_of_outputs(path: Path, asynchronous: bool) -> None:
+    """A row that ends with an error has a result in its last step, and no token."""
+
+    def hide(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits.fill_(-torch.inf) if len(output_ids) == 2 else logits
+
+    llm = random_llm(path, async_scheduling=asynchronous)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    hidden = SamplingParams(max_tokens=8, ignore_eos=True, logits_processors=[hide])
+    requests = [llm.engine.submit([1, 2], p) for p in (params, hidden, params)]
+    for _ in llm.engine.run(requests):
+        pass
+    lengths = [len(request.output.outputs[0].token_ids) for request in requests]
+    assert lengths == [8, 2, 8]
+    assert llm.stats()["output_tokens"] == sum(lengths)
 
 
 @pytest.mark.parametrize("backend", ["numba", "sdpa"])

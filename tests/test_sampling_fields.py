@@ -352,8 +352,7 @@ def test_plain_parameters_make_no_rules(embedded: LLM) -> None:
     """Rows with rules take a slower path, so the usual parameters must not have any."""
     for fields in ({}, {"stop_token_ids": [3]}, {"top_k": 5, "seed": 1}, {"logits_processors": []}):
         params = SamplingParams(**fields)
-        seq = embedded.engine.inputs.make_sequences("0", 0, [1], params)[0]
-        assert seq.sampling.rules is None
+        assert embedded.engine.inputs.logit_rules(params) is None
 
 
 def test_logprobs_of_the_whole_vocabulary(checkpoint) -> None:

@@ -436,7 +436,7 @@ def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPat
     params = SamplingParams(temperature=0, repetition_penalty=1.1)
     embedded.generate("What is 12 + 30?\n", params, use_tqdm=False)
     assert compiler.vocabulary is None
-    assert embedded.engine.inputs._logit_rules(SamplingParams()) is None
+    assert embedded.engine.inputs.logit_rules(SamplingParams()) is None
 
 
 def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:
@@ -444,7 +444,7 @@ def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:
     grammars: list[Grammar] = [
         compiler.compile(StructuredOutputsParams(regex=f"a{{{i % 70}}}"), [1035]) for i in range(71)
     ]
-    assert len(compiler.compiled) == 64
+    assert compiler.compiled.cache_info().currsize == 64
     assert grammars[0].start is not grammars[70].start  # the oldest was dropped
     again = compiler.compile(StructuredOutputsParams(regex="a{69}"), [1033])
     assert again.start is grammars[69].start

@@ -18,8 +18,8 @@ import torch
 from conftest import random_llm
 from test_api import is_idle
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.loading import show_log
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.log import show_log
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -175,6 +175,26 @@ def test_interrupted_commit_loses_no_finished_request(path: Path) -> None:
             engine.step()
     assert [o["token_ids"] for o in engine.step()] == [request.output["token_ids"]]
     assert is_idle(engine)
+
+
+def test_a_grammar_is_compiled_without_the_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other threads run the engine meanwhile."""
+    llm, begun, finished = random_llm(path), threading.Event(), threading.Event()
+
+    def compile_slowly(*_: object) -> None:
+        begun.set()
+        assert finished.wait(10), "the other thread waits for the grammar"
+
+    def other() -> None:
+        assert begun.wait(10)
+        assert len(call(llm, "generate", [3, 4], GREEDY)[0]) == 8
+        finished.set()
+
+    monkeypatch.setattr(llm.engine.inputs.grammars, "compile", compile_slowly)
+    params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="a"))
+    run_in_threads([lambda: llm.generate([1, 2], params, use_tqdm=False), other])
 
 
 # ---- requests that end from elsewhere ----
@@ -352,7 +372,7 @@ def test_torch_defaults_of_the_program_change_nothing(path: Path, backend: str) 
 
 FIRST_START = """
 import sys, threading
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 
 barrier, texts = threading.Barrier(4, timeout=60), []
 
@@ -414,7 +434,7 @@ def test_copies_are_refused(embedded: LLM, make_copy: Callable) -> None:
 
 FORK = """
 import os, signal, sys, torch
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 
 def make(backend: str) -> LLM:
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True)

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.observer import NO_OBSERVER
-from nanovllm.engine.output_processor import OutputProcessor, Request
+from nanovllm.engine.output_processor import OutputProcessor
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.plan import Runner, StepOutput
 

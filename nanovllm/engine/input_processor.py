@@ -4,15 +4,16 @@ Requests are checked here before they are queued. Each check raises TypeError or
 message names the value and what would work instead.
 """
 
-import itertools
-import operator
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nanovllm.chat import Message, render
+from nanovllm.checks import located
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
 from nanovllm.pooling import PoolingParams, PoolingSettings
+from nanovllm.prompts import Prompt, as_list, plain_ids, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import ScoringParams, encode_pair
 from nanovllm.structured import GrammarCompiler
@@ -20,51 +21,23 @@ from nanovllm.structured import GrammarCompiler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-class Array(Protocol):
-    """A NumPy array or a torch tensor."""
-
-    def tolist(self) -> Any: ...
-
-
-class TextPrompt(TypedDict):
-    prompt: str
-
-
-class TokensPrompt(TypedDict, total=False):
-    prompt_token_ids: list[int]
-    prompt: str  # returned with the result, otherwise unused
-
-
-# A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: a text and its ids.
-# A tokenizer's BatchEncoding, with "input_ids", is a Mapping too.
-Prompt: TypeAlias = "str | list[int] | Array | Mapping[str, Any]"
 # What a request asks for: new tokens, an embedding, or the log-probabilities of its last tokens.
 Params: TypeAlias = SamplingParams | PoolingParams | ScoringParams
-ENCODING_KEYS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
 
+@dataclass(eq=False)
 class InputProcessor:
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase | None",
-        vocab_size: int,
-        max_model_len: int,
-        eos_token_ids: frozenset[int],
-        default_sampling_params: SamplingParams,
-        seed: int,
-        pooling: PoolingSettings | None = None,
-        has_head: bool = True,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.max_model_len = max_model_len
-        self.eos_token_ids = eos_token_ids
-        self.default_sampling_params = default_sampling_params
-        self.seed = seed
-        self.grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-        self.pooling = pooling or PoolingSettings()
-        self.has_head = has_head
+    tokenizer: "PreTrainedTokenizerBase | None"
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    default_sampling_params: SamplingParams
+    seed: int
+    pooling: PoolingSettings = field(default_factory=PoolingSettings)
+    has_head: bool = True
+
+    def __post_init__(self) -> None:
+        self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def check_params(self, params: Params | None) -> Params:
         """Return a checked copy: fields may have been set since the last check."""
@@ -84,9 +57,17 @@ class InputProcessor:
         return replace(params)
 
     def make_sequences(
-        self, request_id: str, arrival: int, token_ids: list[int], params: Params
+        self,
+        request_id: str,
+        arrival: int,
+        token_ids: list[int],
+        params: Params,
+        rules: LogitRules | None,
     ) -> list[Sequence]:
-        """Return one sequence for each of the n samples. The first computes the prompt for all."""
+        """Return one sequence for each of the n samples. The first computes the prompt for all.
+
+        rules: what `logit_rules` returned for the parameters.
+        """
         if not isinstance(params, SamplingParams):
             return [self._make_prompt_only(request_id, arrival, token_ids, params)]
         room = self.max_model_len - len(token_ids)
@@ -110,10 +91,7 @@ class InputProcessor:
             max_length=len(token_ids) + min(params.max_tokens or room, room),
             stop_token_ids=self._stop_ids(params),
             sampling=RowSampling(
-                temperature=params.temperature,
-                seed=_signed64(seed),
-                filters=tuple(filters.values()),
-                rules=self._logit_rules(params),
+                params.temperature, _signed64(seed), tuple(filters.values()), rules
             ),
             targets=[] if params.prompt_logprobs is None else token_ids[1:],
         )
@@ -163,11 +141,8 @@ class InputProcessor:
         whole: list[Prompt] = []
         params: list[Params | None] = []
         for i, (stem, end) in enumerate(zip(stems, ends, strict=True)):
-            try:
+            with located(f"pair {i}: " * (len(stems) > 1)):
                 ids, new = self._tokenize_pair(stem, end)
-            except (TypeError, ValueError) as error:
-                where = f"pair {i}: " if len(stems) > 1 else ""
-                raise type(error)(f"{where}{error}") from error
             whole.append([*ids, *new])
             params.append(ScoringParams(len(new)))
         return whole, params
@@ -195,37 +170,17 @@ class InputProcessor:
 
         `params` of an embedding may name a prompt of the checkpoint, which is put before the text.
         """
-        text: object = None
-        ids: object = prompt
-        if isinstance(prompt, str):
-            text, ids = prompt, None
-        elif isinstance(prompt, Mapping) and "input_ids" not in prompt:
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            known = {"prompt", "prompt_token_ids"}
-            if (text is None and ids is None) or not prompt.keys() <= known:
-                raise ValueError(
-                    "a dict prompt needs 'prompt' or 'prompt_token_ids', and nothing else, not "
-                    f"{sorted(map(str, prompt))}"
-                )
-        if text is not None and not isinstance(text, str):
-            raise TypeError(f"the text of a prompt must be a string, not {text!r}")
-        if isinstance(params, PoolingParams):
-            if ids is None and text is not None:
-                text = self.pooling.prefix(params) + text
-            elif params.prompt_name is not None:
-                raise ValueError(
-                    f"prompt_name={params.prompt_name!r} needs a text to be put before, not token ids"
-                )
-        ids = self.encode(text) if ids is None and text is not None else plain_ids(ids)
-        if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list):
-            ids = ids[0]  # a tokenizer's result with return_tensors has one row
-        if not isinstance(ids, list | tuple):
-            raise TypeError(
-                f"a prompt must be a string, a list of token ids or a dict, not {ids!r}"
+        text, ids = split_prompt(prompt)
+        if ids is None and text is not None:
+            text = self.pooling.prefix(params) + text if isinstance(params, PoolingParams) else text
+            ids = self.encode(text)
+        elif isinstance(params, PoolingParams) and params.prompt_name is not None:
+            raise ValueError(
+                f"prompt_name={params.prompt_name!r} needs a text to be put before, not token ids"
             )
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
-        size, ids = self.vocab_size, [as_int(token) for token in ids]
+        size = self.vocab_size
         for token in ids:
             if not 0 <= token < size:
                 raise ValueError(
@@ -233,17 +188,30 @@ class InputProcessor:
                 )
         return text, ids
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises ValueError if there are none."""
+    def chat_prompt(
+        self, conversation: Iterable[Message], chat_template: str | None, **variables: Any
+    ) -> Prompt:
+        """Return the prompt of a conversation. `variables` are those of the chat template."""
+        text = render(conversation, self.get_tokenizer(), chat_template, **variables)
+        return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         if self.tokenizer is None:
             raise ValueError("the engine has no tokenizer (skip_tokenizer_init); give token ids")
+        return self.tokenizer
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises ValueError if there are none."""
+        tokenizer = self.get_tokenizer()
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError):  # raised by tokenizers if text is not Unicode
             raise ValueError(f"the text cannot be encoded as UTF-8: {text!r:.80}") from None
 
-    def _logit_rules(self, params: SamplingParams) -> LogitRules | None:
-        """Return the rules that the parameters ask for, or None."""
+    def logit_rules(self, params: Params) -> LogitRules | None:
+        """Return the rules that the parameters ask for, or None. May compile a grammar."""
+        if not isinstance(params, SamplingParams):
+            return None
         size = self.vocab_size
         bias, allowed = params.logit_bias or {}, params.allowed_token_ids
         for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
@@ -266,7 +234,7 @@ class InputProcessor:
             for text in (word, " " + word.lstrip()):  # at the start of a line, and after a word
                 bad_words.add(tuple(self.encode(text, add_special_tokens=False)))
         stops = sorted(t for t in self._stop_ids(params) if t < size)
-        names = {field.name for field in fields(LogitRules)} - {"stops", "grammar"}
+        names = {f.name for f in fields(LogitRules)} - {"stops", "grammar"}
         values = {name: getattr(params, name) for name in names}
         values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         values |= {"logit_bias": tuple(bias.items()), "bad_words": tuple(sorted(bad_words))}
@@ -283,94 +251,12 @@ class InputProcessor:
         return own if params.ignore_eos else own | self.eos_token_ids
 
 
-def pair_up(
-    prompts: "Prompt | Iterable[Prompt]", params: Any, kind: type = SamplingParams
-) -> tuple[list[Prompt], list[Any]]:
-    """Return as many parameters of a `kind`, or None, as prompts; a single object is repeated."""
-    items = as_list(prompts)
-    names = {SamplingParams: "sampling_params", PoolingParams: "pooling_params"}
-    name = names.get(kind, "params")
-    each = list(params) if isinstance(params, list | tuple) else [params] * len(items)
-    if len(each) != len(items):
-        raise ValueError(f"{len(items)} prompts but {len(each)} {name}; give one, or one for each")
-    for one in each:
-        if one is not None and not isinstance(one, kind):
-            raise TypeError(f"{name} must be a {kind.__name__}, not {one!r}")
-    return items, each
-
-
-def as_list(prompts: "Prompt | Iterable[Prompt]", name: str = "prompts") -> list[Prompt]:
-    """Return a list of prompts. Token ids are one prompt, or one for each row."""
-    items = plain_ids(prompts)
-    if isinstance(items, str | Mapping):
-        return [items]
-    if not isinstance(items, list | tuple):
-        raise TypeError(
-            f"{name} must be a string, token ids, a dict, or a list of these, not {prompts!r}"
-        )
-    # An empty array is an empty prompt, but an empty list has no prompts.
-    if (items or items is not prompts) and all(map(is_token_id, items)):
-        return [list(items)]
-    return list(items)
-
-
-def plain_ids(prompt: Any) -> Any:
-    """Return the token ids of an array, a tensor or a BatchEncoding as lists; else `prompt` itself.
-
-    An attention mask removes padding. Several rows give a list of lists.
-    """
-    if getattr(prompt, "ndim", 0) > 2:
-        raise ValueError(
-            f"token ids have one dimension, or two for several prompts, not {tuple(prompt.shape)}"
-        )
-    if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
-        return prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not prompt.keys() <= ENCODING_KEYS:
-        raise ValueError(
-            f"a prompt with input_ids may also hold {', '.join(sorted(ENCODING_KEYS))}; remove "
-            f"{', '.join(sorted(map(str, prompt.keys() - ENCODING_KEYS)))}"
-        )
-    mask = prompt.get("attention_mask")
-    return plain_ids(prompt["input_ids"]) if mask is None else unpadded(prompt["input_ids"], mask)
-
-
-def unpadded(ids: Any, mask: Any) -> list[Any]:
-    """Return the token ids whose attention mask is 1, or a list of these for each row."""
-    ids, mask = plain_ids(ids), plain_ids(mask)
-    are_lists = isinstance(ids, list | tuple) and isinstance(mask, list | tuple)
-    if not are_lists or len(ids) != len(mask):
-        raise ValueError(
-            f"attention_mask must have the shape of input_ids, not {mask!r:.80} for {ids!r:.80}"
-        )
-    if any(isinstance(plain_ids(row), list | tuple) for row in (*ids, *mask)):
-        return [unpadded(*row) for row in zip(ids, mask, strict=True)]
-    for value in mask:
-        if value not in (0, 1):
-            raise ValueError(f"attention_mask must hold 1, or 0 for padding, not {value!r}")
-    return list(itertools.compress(ids, mask))
-
-
 def request_ids(thing: Any) -> list[str]:
     """Return a list of one id or of several. Raises TypeError for anything but strings."""
     ids = list(thing) if isinstance(thing, Iterable) and not isinstance(thing, str) else [thing]
     if not all(isinstance(i, str) for i in ids):
         raise TypeError(f"request_id must be a string or a list of strings, not {thing!r}")
     return ids
-
-
-def is_token_id(thing: Any) -> bool:
-    """Whether `thing` is a number, which may be of the wrong type, and not a prompt."""
-    return isinstance(thing, int | float) or getattr(thing, "shape", None) == ()
-
-
-def as_int(token: Any) -> int:
-    """Return a token id, which may be an integer of NumPy or torch, as an int."""
-    try:
-        if not isinstance(token, bool):
-            return operator.index(token)
-    except TypeError:
-        pass
-    raise TypeError(f"a token id must be an int, not {token!r}")
 
 
 def _fork(first: Sequence, index: int) -> Sequence:

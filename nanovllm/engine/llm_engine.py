@@ -16,11 +16,13 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.host_tier import TieredBlockManager
-from nanovllm.engine.input_processor import InputProcessor, Params, Prompt, request_ids
+from nanovllm.engine.input_processor import InputProcessor, Params, request_ids
 from nanovllm.engine.interrupt import defer_interrupt
-from nanovllm.engine.output_processor import Output, OutputProcessor, Request, Search
+from nanovllm.engine.output_processor import Output, OutputProcessor
+from nanovllm.engine.request import Request, Search
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.plan import Runner, Yield
+from nanovllm.prompts import Prompt
 
 
 class LLMEngine(EngineCore):
@@ -57,7 +59,8 @@ class LLMEngine(EngineCore):
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
         if isinstance(request_id, Params):
             raise TypeError("the order is add_request(prompt, sampling_params, request_id)")
-        return self._add(prompt, sampling_params, request_id).request_id
+        request = self.submit(prompt, sampling_params, request_id=request_id, returned_by_step=True)
+        return request.request_id
 
     def submit(
         self,
@@ -65,24 +68,16 @@ class LLMEngine(EngineCore):
         sampling_params: Params | None = None,
         stream: bool = False,
         search: Search | None = None,
+        request_id: str | None = None,
+        returned_by_step: bool = False,
     ) -> Request:
         """Queue a request whose caller reads `output` at its end, or `read_stream` while it runs.
 
         `search` chooses its tokens; without it they are sampled.
         """
-        return self._add(prompt, sampling_params, None, False, stream, search)
-
-    def _add(
-        self,
-        prompt: Prompt,
-        sampling_params: Params | None,
-        request_id: str | None = None,
-        returned_by_step: bool = True,
-        stream: bool = False,
-        search: Search | None = None,
-    ) -> Request:
         params = self.inputs.check_params(sampling_params)
         text, token_ids = self.inputs.tokenize(prompt, params)
+        rules = self.inputs.logit_rules(params)  # without the lock: a grammar can take seconds
         with defer_interrupt(), self.lock:
             arrival, is_known = self.num_requests, self.outputs.is_known
             if request_id is None:
@@ -91,7 +86,7 @@ class LLMEngine(EngineCore):
                 raise TypeError(f"request_id must be a string, not {request_id!r}")
             if is_known(request_id):
                 raise ValueError(f"request_id {request_id!r} is in use")
-            seqs = self.inputs.make_sequences(request_id, arrival, token_ids, params)
+            seqs = self.inputs.make_sequences(request_id, arrival, token_ids, params, rules)
             blocks, max_length = self.scheduler.blocks, seqs[0].max_length
             # The KV of the last token is not needed if it is sampled.
             needed = -(-(max_length - (seqs[0].yields is Yield.TOKEN)) // blocks.block_size)

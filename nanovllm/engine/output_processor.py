@@ -4,25 +4,19 @@ It owns the requests: their text, log-probabilities, stop strings and metrics. I
 strings that end a sequence, and builds a RequestOutput when all samples of a request have finished.
 """
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import Params
+from nanovllm.engine.request import Request, Sample, Search
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.outputs import (
-    CompletionOutput,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    StreamOutput,
-)
-from nanovllm.plan import StepOutput, TokenLogprobs, Yield
+from nanovllm.log import logger
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.plan import StepOutput, Yield
 from nanovllm.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import LoglikelihoodOutput, ScoringParams, check_logprobs
@@ -31,134 +25,10 @@ from nanovllm.structured import OutputComplete
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger("nanovllm")
 # A RequestOutput, EmbeddingRequestOutput or LoglikelihoodOutput. A union would make every program that
 # runs the loop check which of them it gets.
 Output: TypeAlias = Any
 NO_TEXT = SamplingParams(detokenize=False)  # stands for those of a request that samples nothing
-
-
-@dataclass(slots=True)
-class Sample:
-    """One of the n samples of a request, and its data in addition to the tokens."""
-
-    seq: Sequence
-    detokenizer: Detokenizer | None = None  # for stop strings and streams
-    text: str = ""
-    num_detokenized: int = 0  # output tokens that `text` contains
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    # What `read_stream` has returned so far.
-    chars_streamed: int = 0
-    tokens_streamed: int = 0
-    stream_ended: bool = False
-
-
-class Search(Protocol):
-    """Chooses the tokens of a request whose rows yield candidates: see nanovllm/beam_search.py."""
-
-    def start(self, seqs: list[Sequence]) -> None: ...
-
-    def receive(
-        self, request: "Request", seq: Sequence, candidates: list[tuple[int, float]]
-    ) -> None: ...
-
-    def output(self, request: "Request") -> Any: ...
-
-
-@dataclass(slots=True)
-class Request:
-    request_id: str
-    samples: list[Sample]
-    prompt: str | None
-    params: SamplingParams
-    metrics: RequestMetrics
-    num_unfinished: int  # unfinished samples
-    returned_by_step: bool  # else the caller has this object, and `step` does not return its output
-    stream: bool  # read with `read_stream` while it runs; it has no output
-    eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
-    tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
-    search: Search | None = None  # chooses its tokens and makes its output
-    ended: bool = False
-    output: Any = None  # an Output, or that of `search`, when it has ended
-    error: Exception | None = None  # raised by its own data in a step, which ended it
-    prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)  # by position
-    task: PoolingParams | ScoringParams | None = None  # what it asks for instead of new tokens
-    embedding: list[float] = field(default_factory=list)
-
-    def read_stream(self, request_index: int) -> list[StreamOutput]:
-        """Return the output of each sample since the last call; nothing after its finish_reason."""
-        outputs = []
-        for sample in self.samples:
-            seq, end = sample.seq, len(sample.text)
-            token_ids = seq.output_ids[sample.tokens_streamed :]
-            if sample.stream_ended or not (token_ids or seq.finish_reason):
-                continue
-            stops = () if self.params.include_stop_str_in_output else self.params.stop
-            if seq.finish_reason is None and stops:
-                # These characters may be the beginning of a stop string, which is left out.
-                end -= max(map(len, stops)) - 1
-            text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
-            logprobs = sample.logprobs[sample.tokens_streamed :]
-            first = token_ids and sample.tokens_streamed == 0 and seq.parent is None
-            outputs.append(
-                StreamOutput(
-                    request_index=request_index,
-                    index=seq.index,
-                    text=text,
-                    token_ids=token_ids,
-                    finish_reason=seq.finish_reason,
-                    stop_reason=self.stop_reason(seq),
-                    logprobs=None if self.params.logprobs is None else logprobs,
-                    prompt_logprobs=self.all_prompt_logprobs() if first else None,
-                )
-            )
-            sample.chars_streamed += len(text)
-            sample.tokens_streamed += len(token_ids)
-            sample.stream_ended = seq.finish_reason is not None
-        return outputs
-
-    def stop_reason(self, seq: Sequence) -> int | str | None:
-        return None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
-
-    def text_ids(self, seq: Sequence) -> list[int]:
-        """Return the output tokens that the text contains: no stop token, unless requested."""
-        hidden = isinstance(seq.stop_reason, int) and not self.params.include_stop_str_in_output
-        return seq.output_ids[:-1] if hidden else seq.output_ids
-
-    def target_logprobs(self) -> list[Logprob]:
-        """Return the log-probabilities of the prompt's own tokens that are known, in their order."""
-        entries = (self.prompt_logprobs[i] for i in sorted(self.prompt_logprobs))
-        return [next(iter(entry.values())) for entry in entries]  # its own comes first
-
-    def all_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Return one entry for each prompt token, None for the first; None if not requested."""
-        if self.params.prompt_logprobs is None:
-            return None
-        return [None, *(self.prompt_logprobs[i] for i in sorted(self.prompt_logprobs))]
-
-    def decode_logprobs(
-        self, entry: TokenLogprobs, seq: Sequence, position: int
-    ) -> dict[int, Logprob]:
-        """Return the log-probabilities at a position of the prompt or of the output."""
-        first = seq.num_prompt if position >= seq.num_prompt else 0
-        before = seq.token_ids[max(first, position - 4) : position]  # UTF-8 has at most 4 bytes
-        return {token: Logprob(p, rank, self.decode(token, before)) for token, p, rank in entry}
-
-    def decode(self, token: int, before: list[int]) -> str | None:
-        """Return the text of a token. As in vLLM, the last token of a character has all of it."""
-        if self.tokenizer is None:
-            return None
-        texts = (
-            str(self.tokenizer.decode([*before[n:], token])) for n in range(len(before), -1, -1)
-        )
-        return next((text for text in texts if not text.endswith("\ufffd")), "")
-
-    @property
-    def num_tokens(self) -> tuple[int, int]:
-        """Prompt tokens (0 before the first output token), and output tokens of all samples."""
-        started = self.metrics.first_token_time is not None
-        num_output = sum(sample.seq.num_output for sample in self.samples)
-        return self.samples[0].seq.num_prompt * started, num_output
 
 
 class OutputProcessor:
@@ -171,6 +41,7 @@ class OutputProcessor:
         self.finished: list[Output] = []  # not returned to the caller yet
         # Samples whose tokens are processed one by one: streams, stop strings, log-probabilities.
         self.per_token_samples: dict[Sequence, Sample] = {}
+        self.failed: list[Request] = []  # those whose own data raised an error in this step
         self.num_prompt_tokens = 0  # of requests that have their first token
         self.num_output_tokens = 0
 
@@ -189,27 +60,22 @@ class OutputProcessor:
         search: Search | None = None,
     ) -> Request:
         params, task = (asked, None) if isinstance(asked, SamplingParams) else (NO_TEXT, asked)
-        samples = [Sample(seq) for seq in seqs]
-        metrics = RequestMetrics(time.monotonic())
-        request_id = seqs[0].request_id
         request = Request(
-            request_id,
-            samples,
+            [Sample(seq) for seq in seqs],
             prompt,
             params,
-            metrics,
-            num_unfinished=len(samples),
-            returned_by_step=returned_by_step,
-            stream=stream,
+            RequestMetrics(time.monotonic()),
+            returned_by_step,
+            stream,
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
             tokenizer=self.tokenizer if params.detokenize else None,
             search=search,
             task=task,
         )
-        self.requests[request_id] = request
+        self.requests[request.request_id] = request
         needs_text = request.tokenizer is not None and bool(stream or params.stop)
         if search is None and (needs_text or params.logprobs is not None):
-            for sample in samples:
+            for sample in request.samples:
                 self.per_token_samples[sample.seq] = sample
                 if needs_text and request.tokenizer is not None:
                     sample.detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
@@ -234,7 +100,9 @@ class OutputProcessor:
             self._note_first_tokens(updated)
             prompts = [seq for seq in updated if seq.yields in (Yield.HIDDEN_STATE, Yield.NOTHING)]
         self.num_output_tokens += len(updated) - len(prompts)
-        failed: list[Request] = []
+        if -1 in output.token_ids:  # which rows that got no token have
+            self.num_output_tokens -= sum(seq.finish_reason == "error" for seq in updated)
+        self.failed = []
         ended: list[tuple[Sequence, str, str | None]] = [(seq, "stop", None) for seq in prompts]
         reported = output.logprobs or output.prompt_logprobs or output.candidates
         if prompts or output.errors or reported:
@@ -251,13 +119,20 @@ class OutputProcessor:
                 request = self._request_of(sequences[row])
                 if request is not None and request.search is not None:
                     request.search.receive(request, sequences[row], candidates)
-            self._add_logprobs(step, output, sequences, failed)
-            self._complete_tasks(prompts, output, sequences, failed)
+            self._add_logprobs(step, output, sequences)
+            hidden = {sequences[row]: state for row, state in output.hidden_states.items()}
+            for seq in prompts:
+                request = self.requests[seq.request_id]
+                with self._contain_errors(request):
+                    if isinstance(request.task, PoolingParams):
+                        request.embedding = request.task.pool(hidden[seq])
+                    else:
+                        check_logprobs(request.target_logprobs())
         for seq in updated if self.per_token_samples else ():
-            with self._contain_errors(self.requests[seq.request_id], failed):
+            with self._contain_errors(self.requests[seq.request_id]):
                 if (stop := self._detokenize(seq)) is not None:
                     ended.append((seq, "stop", stop))
-        return ended + [(sample.seq, "error", None) for r in failed for sample in r.samples]
+        return ended + [(sample.seq, "error", None) for r in self.failed for sample in r.samples]
 
     def _request_of(self, seq: Sequence) -> Request | None:
         """The request of a sequence, unless it has ended. Another may have its id by now."""
@@ -266,13 +141,13 @@ class OutputProcessor:
         return request if any(sample.seq is seq for sample in samples) else None
 
     @contextmanager
-    def _contain_errors(self, request: Request, failed: list[Request]) -> Iterator[None]:
-        """Add the request to `failed` if the block, which works on its data only, raises."""
+    def _contain_errors(self, request: Request) -> Iterator[None]:
+        """Let an error in the block, which works on the data of one request only, end it alone."""
         try:
             yield
         except Exception as error:
             self._note_error(request, error)
-            failed.append(request)
+            self.failed.append(request)
 
     def _note_error(self, request: Request, error: Exception) -> None:
         request.error = error
@@ -287,8 +162,6 @@ class OutputProcessor:
         finished = [seq.request_id for seq in seqs if seq.status is Status.FINISHED]
         for request_id in dict.fromkeys(finished):
             request = self.requests[request_id]
-            samples = request.samples
-            request.num_unfinished = sum(s.seq.status is not Status.FINISHED for s in samples)
             if request.num_unfinished == 0:
                 self._end(request)
                 if request.returned_by_step and request.output is not None:
@@ -298,7 +171,7 @@ class OutputProcessor:
         """Remove an aborted request. Its output ends here, and `step` does not return it."""
         for sample in request.samples:
             if sample.seq.finish_reason == "abort" and sample.detokenizer is not None:
-                with self._contain_errors(request, []):
+                with self._contain_errors(request):
                     sample.text += sample.detokenizer.flush()
         self._end(request)
 
@@ -309,7 +182,7 @@ class OutputProcessor:
         request.metrics.finished_time = time.monotonic()
         if not request.stream:
             search = request.search
-            request.output = search.output(request) if search else self._request_output(request)
+            request.output = search.output(request) if search else self._output(request)
         request.ended = True
 
     def _note_first_tokens(self, updated: list[Sequence]) -> None:
@@ -321,11 +194,7 @@ class OutputProcessor:
                 self.num_prompt_tokens += seq.num_prompt
 
     def _add_logprobs(
-        self,
-        step: InFlightStep,
-        output: StepOutput,
-        sequences: dict[int, Sequence],
-        failed: list[Request],
+        self, step: InFlightStep, output: StepOutput, sequences: dict[int, Sequence]
     ) -> None:
         for row, logprobs in output.logprobs.items():
             sample = self.per_token_samples.get(sequences[row])
@@ -333,34 +202,14 @@ class OutputProcessor:
             if sample is not None and len(sample.logprobs) < sample.seq.num_output:
                 request, seq = self.requests[sample.seq.request_id], sample.seq
                 position = seq.num_prompt + len(sample.logprobs)
-                with self._contain_errors(request, failed):
+                with self._contain_errors(request):
                     sample.logprobs.append(request.decode_logprobs(logprobs, seq, position))
         for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True):
             targets = output.prompt_logprobs.get(chunk.row, [])
-            owner = self._request_of(seq)
-            if targets and owner is not None:
-                with self._contain_errors(owner, failed):
-                    for position, entry in enumerate(
-                        targets, chunk.start + chunk.logprobs_from + 1
-                    ):
-                        decoded = owner.decode_logprobs(entry, seq, position)
-                        owner.prompt_logprobs[position] = decoded
-
-    def _complete_tasks(
-        self,
-        prompts: list[Sequence],
-        output: StepOutput,
-        sequences: dict[int, Sequence],
-        failed: list[Request],
-    ) -> None:
-        rows = {sequences[row]: row for row in output.hidden_states}
-        for seq in prompts:
-            request = self.requests[seq.request_id]
-            with self._contain_errors(request, failed):
-                if isinstance(request.task, PoolingParams):
-                    request.embedding = request.task.pool(output.hidden_states[rows[seq]])
-                else:
-                    check_logprobs(request.target_logprobs())
+            if targets and (owner := self._request_of(seq)) is not None:
+                with self._contain_errors(owner):
+                    for i, entry in enumerate(targets, chunk.start + chunk.logprobs_from + 1):
+                        owner.prompt_logprobs[i] = owner.decode_logprobs(entry, seq, i)
 
     def _detokenize(self, seq: Sequence) -> str | None:
         """Append the text of the new tokens. Returns the stop string that it contains, if any."""
@@ -388,18 +237,15 @@ class OutputProcessor:
         sample.text = sample.text[: end if params.include_stop_str_in_output else end - len(stop)]
         return stop
 
-    def _request_output(self, request: Request) -> Output:
+    def _output(self, request: Request) -> Output:
         seqs = [sample.seq for sample in request.samples]
-        request.metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
-        first = seqs[0]
+        first, request_id = seqs[0], request.request_id
+        cached, metrics = first.num_cached_tokens, request.metrics
+        metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
         if isinstance(request.task, PoolingParams):
+            embedding = EmbeddingOutput(request.embedding)
             return EmbeddingRequestOutput(
-                request_id=first.request_id,
-                prompt_token_ids=first.token_ids,
-                outputs=EmbeddingOutput(request.embedding),
-                finished=True,
-                num_cached_tokens=first.num_cached_tokens,
-                metrics=request.metrics,
+                request_id, first.token_ids, embedding, True, cached, metrics
             )
         if isinstance(request.task, ScoringParams):
             entries = request.target_logprobs()
@@ -408,27 +254,28 @@ class OutputProcessor:
                 is_greedy=all(entry.rank == 1 for entry in entries),
                 token_logprobs=[entry.logprob for entry in entries],
                 token_ids=first.targets,
-                num_cached_tokens=first.num_cached_tokens,
-                request_id=first.request_id,
+                num_cached_tokens=cached,
+                request_id=request_id,
             )
         return RequestOutput(
-            request_id=first.request_id,
+            request_id=request_id,
             prompt=request.prompt,
             prompt_token_ids=first.token_ids[: first.num_prompt],
             outputs=[self._completion(sample, request) for sample in request.samples],
             finished=True,
-            num_cached_tokens=first.num_cached_tokens,
+            num_cached_tokens=cached,
             prompt_logprobs=request.all_prompt_logprobs(),
-            metrics=request.metrics,
+            metrics=metrics,
         )
 
     def _completion(self, sample: Sample, request: Request) -> CompletionOutput:
         seq, text, params = sample.seq, sample.text, request.params
-        failed: list[Request] = []
+        finish_reason = seq.finish_reason
         if sample.detokenizer is None and request.tokenizer is not None:
-            with self._contain_errors(request, failed):
+            finish_reason = "error"  # unless the text can be decoded
+            with self._contain_errors(request):
                 detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
-                text = detokenizer.decode(request.text_ids(seq))
+                text, finish_reason = detokenizer.decode(request.text_ids(seq)), seq.finish_reason
         logprobs, total = None, None
         if params.logprobs is not None:
             logprobs = sample.logprobs
@@ -438,7 +285,7 @@ class OutputProcessor:
             index=seq.index,
             text=text,
             token_ids=seq.output_ids,
-            finish_reason="error" if failed else seq.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=request.stop_reason(seq),
             logprobs=logprobs,
             cumulative_logprob=total,

@@ -22,6 +22,7 @@ from torch import Tensor
 from nanovllm.batch import to_device
 from nanovllm.plan import Join, LogitRules, TokenLogprobs
 from nanovllm.sampling_params import takes_prompt
+from nanovllm.structured import Matcher
 
 HIDDEN = float("-inf")
 ALWAYS = 2**62
@@ -38,7 +39,7 @@ class RowRules:
         self.prompt, self.output = join.prompt, list(join.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.processors = [(p, takes_prompt(p)) for p in rules.logits_processors]
-        self.matcher = None if rules.grammar is None else rules.grammar.matcher()
+        self.matcher = None if rules.grammar is None else Matcher(rules.grammar)
         # Whether `output` must be complete before the next token is sampled.
         self.needs_output = bool(self.phrases or self.processors or self.matcher)
         # Waits for the tokens of a step, and the index of the row's: the one that `output` lacks.
