@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.log import logger
 from nanovllm.models.checkpoint import (
     GenerationDefaults,
     config_file,
@@ -28,10 +29,9 @@ if TYPE_CHECKING:
 
     from nanovllm.runner.tensor_parallel import Ranks
 
-logger = logging.getLogger("nanovllm")
 # Held while a tokenizer is loaded: transformers imports its modules when they are first used, and an
 # import that another thread has begun fails there with ImportError.
-START_LOCK = threading.Lock()
+TOKENIZER_LOCK = threading.Lock()
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -47,6 +47,7 @@ def make_engine(config: EngineConfig) -> LLMEngine:
             files = find_files(config)
         engine = load_engine(config, *files, ranks)
     engine.runner = AgreeingRunner(engine.runner, ranks)
+    weakref.finalize(engine, ranks.leave).atexit = False
     return engine
 
 
@@ -78,7 +79,7 @@ def load_engine(
         )
     tokenizer = None
     if not config.skip_tokenizer_init:
-        with START_LOCK:
+        with TOKENIZER_LOCK:
             tokenizer = load_tokenizer(home)
     defaults = GenerationDefaults.from_directory(directory)
     eos_token_ids = defaults.eos_token_ids
@@ -118,9 +119,6 @@ def load_engine(
     return LLMEngine(config, runner, inputs)
 
 
-FAST_TOKENIZER = "PreTrainedTokenizerFast"
-
-
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     if not any((directory / name).is_file() for name in names):
@@ -130,7 +128,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         )
     try:
         config = directory / "tokenizer_config.json"
-        if config.is_file() and read_json(config).get("tokenizer_class") == FAST_TOKENIZER:
+        kind = read_json(config).get("tokenizer_class") if config.is_file() else None
+        if kind == "PreTrainedTokenizerFast":
             # AutoTokenizer would choose the same, but it first imports transformers' models: 0.4 s.
             from transformers import PreTrainedTokenizerFast
 
@@ -146,14 +145,3 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             f"({type(error).__name__}: {error}); fetch them again, or name another tokenizer with "
             "tokenizer=..."
         ) from error
-
-
-def show_log() -> None:
-    """Print this package's log to stderr, unless the program configures logging itself."""
-    with START_LOCK:
-        if logger.handlers or logger.level != logging.NOTSET:
-            return
-        handler = logging.StreamHandler()
-        handler.addFilter(lambda record: not logging.getLogger().handlers)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)

@@ -333,6 +333,15 @@ def two_engines(path: str) -> list[list[list[int]]]:
     ]
 
 
+def engines_in_turn(path: str) -> list[tuple[list[list[int]], int]]:
+    """What each of three engines answers, and how many groups there are once it is deleted."""
+    found = []
+    for _ in range(3):
+        answer = tokens_of(make(path).generate(some_prompts(3), GREEDY, use_tqdm=False))
+        found.append((answer, len(torch.distributed.distributed_c10d._world.pg_map)))
+    return found
+
+
 # ---- the processes ----
 
 

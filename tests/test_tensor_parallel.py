@@ -155,6 +155,15 @@ def test_two_engines(ranks: Job, paths: dict[str, str]) -> None:
     assert first[0] == first[1] == first[2]
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_deleted_engine_leaves_no_connections(
+    ranks: Job, paths: dict[str, str], size: int
+) -> None:
+    for first, *others in values(ranks("engines_in_turn", size, path=paths["qwen3"])):
+        assert first[1] == 1  # the group of all processes, which the script may use
+        assert all(other == first for other in others)
+
+
 def test_bytes_of_a_step(ranks: Job, paths: dict[str, str]) -> None:
     """A decode of 3 rows in float32: 2 layers, hidden states of 64, 199 tokens on 2 ranks."""
     for found in values(ranks("bytes_of_a_step", 2, path=paths["qwen3"])):
@@ -298,7 +307,9 @@ def test_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="device='cuda:1' would be the GPU of all 2 ranks"):
         LLM(tensor_parallel_size=2, device="cuda:1")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ValueError, match="needs RANK, .*: torchrun --nproc-per-node 2 some_script"):
+    with pytest.raises(
+        ValueError, match="RANK is not set; start them with: torchrun --nproc-per-node 2 so"
+    ):
         LLM(tensor_parallel_size=2)
 
 

@@ -35,6 +35,7 @@ import xxhash
 from torch import Tensor
 
 from nanovllm.config import EngineConfig
+from nanovllm.log import logger
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import Runner, StepOutput, StepPlan
 
@@ -50,10 +51,16 @@ class Ranks:
         """Raises RuntimeError if the ranks have different options or one of them is missing."""
         self.rank, self.size = config.rank, config.tensor_parallel_size
         if self.rank > 0:
-            logging.getLogger("nanovllm").setLevel(logging.WARNING)
+            logger.setLevel(logging.WARNING)
         on_gpu = config.device != "cpu" and torch.cuda.is_available()
         if on_gpu:
-            use_gpu(int(os.environ.get("LOCAL_RANK", self.rank)))
+            index = int(os.environ.get("LOCAL_RANK", self.rank))
+            if index >= (found := torch.cuda.device_count()):
+                raise ValueError(
+                    f"LOCAL_RANK={index} needs GPU {index}, and torch finds {found}; lower "
+                    "--nproc-per-node and tensor_parallel_size, or set device='cpu'"
+                )
+            torch.cuda.set_device(index)
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=TIMEOUT)
         # Groups of its own: another engine, or the script, may use the others.
@@ -123,6 +130,7 @@ class Ranks:
         finally:
             if self.rank == 0:
                 self._call(dist.barrier, patient)
+            dist.destroy_process_group(patient)
 
     @contextmanager
     def leave_if_it_fails(self) -> Iterator[None]:
@@ -134,6 +142,7 @@ class Ranks:
             raise
 
     def leave(self) -> None:
+        """Disconnect from the other ranks, if that has not happened. It waits for none of them."""
         if self.is_connected:
             self.is_connected = False
             dist.destroy_process_group(self.host)
@@ -155,16 +164,6 @@ class Ranks:
             f"stopped, ended its script, or made no step for {TIMEOUT.seconds} s, and its own "
             "error says why; start the script again"
         ) from reason
-
-
-def use_gpu(index: int) -> None:
-    """Make a GPU the current one. Raises ValueError if torch does not find it."""
-    if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"LOCAL_RANK={index} needs GPU {index}, and torch finds {torch.cuda.device_count()}; "
-            "lower --nproc-per-node and tensor_parallel_size, or set device='cpu'"
-        )
-    torch.cuda.set_device(index)
 
 
 class ShardedTable:
