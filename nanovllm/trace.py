@@ -5,150 +5,36 @@
     print(trace)
     trace.save("trace.html")  # or "trace.json"
 
-A trace is the engine's observer. It stores events: dicts that contain what has changed since the
-previous event. `State.apply` replays them, and `apply` in trace.html does the same in a browser.
-
-    plan 1, commit 1, plan 2, commit 2, plan 3, ...     a plan begins a step of the trace
-    plan 1, plan 2, commit 1, plan 3, commit 2, ...     with async scheduling
-
-Sequences are numbered in the order in which they appear, steps from 1.
+A trace is the engine's observer. It stores the events of trace_events.py: dicts that contain what has
+changed since the previous event. trace_show.py shows them.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import textwrap
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
+from operator import eq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol
 
+from nanovllm import trace_show
 from nanovllm.engine.host_tier import TieredBlockManager
 from nanovllm.engine.observer import NO_OBSERVER, Observer
-from nanovllm.engine.scheduler import WHY_WAITING, InFlightStep, Scheduler
+from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import StepOutput, Yield
+from nanovllm.trace_events import Event as Event
+from nanovllm.trace_events import State as State
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-# A line of the printed table. Sentences are printed below it, under the last five columns.
-ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
-INDENT = " " * 24
-HEAD = "step free cached shared request  computes          slots          block table       token"
 MOST_LIKELY = 5  # tokens whose probabilities are recorded beside that of a sampled one
-
-
-class Event(TypedDict, total=False):
-    """What changed. If `running`, `waiting`, `decodes` or `of` is missing, it has not changed."""
-
-    # One of these four says what happened.
-    plan: int  # the number of the step that was planned
-    commit: int  # the step whose tokens were read
-    failed: str  # the error that reverted all steps in flight
-    ended: str  # the `with` block ended, with this error or ""
-
-    # Microseconds since the trace began. For a plan: the begin and the end of `schedule`, and the
-    # launch. For a commit: its begin, when the tokens were read, and its end.
-    time: list[int]
-    # Sequences: name, prompt tokens, known token ids, computed tokens, parent or -1.
-    new: list[tuple[str, int, list[int], int, int]]
-    running: list[int]  # in order of admission
-    waiting: list[int]  # in the order of the queue
-    # Sequence, number of blocks at the start of its block table that stay, the blocks after them.
-    tables: list[list[int]]
-    cached: list[int]  # blocks that entered or left the prefix cache
-    preempted: list[int]
-    finished: list[tuple[int, str, int | str | None]]  # sequence, finish_reason, stop_reason
-
-    # For a plan only.
-    chunks: list[list[int]]  # sequence, first position, number of tokens
-    decodes: list[int]  # sequences
-    joins: list[int]
-    copies: list[tuple[int, int]]  # blocks (source, target)
-    saved: list[tuple[int, int]]  # block, host block
-    loaded: list[tuple[int, int]]  # host block, block
-    host: dict[str, int]  # if blocks were saved or loaded: the counters of the host tier
-    evicted: list[int]
-    why: str  # a key of WHY_WAITING
-
-    # For a commit only.
-    tokens: list[int]  # -1 if no token could be sampled
-    of: list[int]  # the sequences that got these tokens
-    # Of those whose request has `logprobs`: the sequence, the rank of its token (1 is the most
-    # likely), then (token, probability) of that token and of the most likely other ones.
-    likely: list[tuple[int, int, list[tuple[int, float]]]]
-    dropped: list[int]  # sequences that had ended before their token was read
-
-
-@dataclass(slots=True)
-class SeqState:
-    name: str
-    num_prompt: int
-    tokens: list[int]  # known token ids
-    computed: int  # tokens with KV, after the steps planned so far
-    parent: int  # the sequence that it is forked from, or -1
-    lost: int = 0  # the largest `computed` that a preemption discarded
-    table: list[int] = field(default_factory=list)
-
-    def kind(self, start: int) -> str:
-        """Return what a plan computes from position `start` on: "prompt", "decode" or "again".
-
-        If there is output, only its last token has not been computed before.
-        """
-        has_output = len(self.tokens) > self.num_prompt
-        if start >= max(self.num_prompt, len(self.tokens) - 1):
-            return "decode"
-        return "again" if has_output or start < self.lost else "prompt"
-
-
-@dataclass(slots=True)
-class State:
-    """Sequences, queues and blocks after some events."""
-
-    seqs: list[SeqState] = field(default_factory=list)
-    running: list[int] = field(default_factory=list)
-    ran_before: list[int] = field(default_factory=list)  # `running` before the last event
-    waiting: list[int] = field(default_factory=list)
-    cached: set[int] = field(default_factory=set)
-    decodes: list[int] = field(default_factory=list)  # of the last plan
-    of: list[int] = field(default_factory=list)  # of the last commit
-
-    def apply(self, event: Event) -> None:
-        for name, num_prompt, tokens, computed, parent in event.get("new", ()):
-            self.seqs.append(SeqState(name, num_prompt, list(tokens), computed, parent))
-        self.ran_before = self.running
-        self.running = event.get("running", self.running)
-        self.waiting = event.get("waiting", self.waiting)
-        for number, keep, *blocks in event.get("tables", ()):
-            self.seqs[number].table[keep:] = blocks
-        self.cached ^= set(event.get("cached", ()))
-        for number in event.get("preempted", ()):
-            seq = self.seqs[number]
-            seq.lost, seq.computed = max(seq.lost, seq.computed), 0
-        if "plan" in event:
-            self.decodes = event.get("decodes", self.decodes)
-            for number in self.decodes:
-                self.seqs[number].computed += 1
-            for number, start, count in event["chunks"]:
-                self.seqs[number].computed = start + count
-        if "commit" in event:
-            self.of = event.get("of", self.of)
-            for number, token in zip(self.of, event["tokens"], strict=True):
-                if token >= 0:
-                    self.seqs[number].tokens.append(token)
-
-    def pool(self, num_blocks: int) -> tuple[int, int, int]:
-        """Return the number of free blocks, of cached ones without an owner, and of shared ones."""
-        owners = Counter(block for seq in self.seqs for block in seq.table)
-        cached = len(self.cached - owners.keys())
-        shared = sum(count > 1 for count in owners.values())
-        return num_blocks - len(owners) - cached, cached, shared
 
 
 class Observable(Protocol):
@@ -175,13 +61,12 @@ class Trace(Observer):
         self._engine = engine
         self._scheduler = scheduler = engine.scheduler
         self._blocks = scheduler.blocks
-        self._policy = str(getattr(scheduler.policy_key, "__name__", "")).replace("_", " ")
-        self.options: dict[str, int | str] = {
+        self.options: dict[str, Any] = {
             "num_blocks": self._blocks.num_blocks,
             "block_size": self._blocks.block_size,
             "max_num_batched_tokens": scheduler.token_budget,
             "max_num_seqs": scheduler.max_num_seqs,
-            "policy": self._policy,
+            "policy": str(getattr(scheduler.policy_key, "__name__", "")).replace("_", " "),
             "async_scheduling": engine.max_in_flight,
         }
         self.events: list[Event] = []
@@ -320,9 +205,7 @@ class Trace(Observer):
             number, blocks = numbers[seq], seq.block_table
             before = state.seqs[number].table if number < len(state.seqs) else []
             if blocks != before:
-                pairs = enumerate(zip(before, blocks, strict=False))
-                least = min(len(before), len(blocks))
-                keep = next((i for i, (old, now) in pairs if old != now), least)
+                keep = sum(takewhile(bool, map(eq, before, blocks)))
                 tables.append([number, keep, *blocks[keep:]])
         if tables:
             event["tables"] = tables
@@ -358,19 +241,6 @@ class Trace(Observer):
 
     # ---- the events as a table, a page and a Chrome trace ----
 
-    def steps(self) -> Iterator[list[Event]]:
-        """Yield the events of each step: its plan, then what was committed before the next plan.
-
-        The first list has the events before the first plan.
-        """
-        group: list[Event] = []
-        for event in list(self.events):
-            if "plan" in event:
-                yield group
-                group = []
-            group.append(event)
-        yield group
-
     def texts(self) -> dict[int, str]:
         """Return the text of each token in the trace; empty without a tokenizer."""
         tokenizer = self._engine.tokenizer
@@ -398,229 +268,14 @@ class Trace(Observer):
         path.write_text(content, encoding="utf-8")
 
     def page(self) -> str:
-        state, size, words = State(), self._blocks.block_size, []
-        for event in self.events:
-            state.apply(event)
-            words.append(list(describe_changes(event, state, self._policy, size)))
-        texts, events = self.texts(), self.events
-        data = {"options": self.options, "texts": texts, "events": events, "words": words}
-        # JSON is safe in a script element if it contains no "<".
-        text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-        template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-        return template.replace("TRACE_DATA", text)
+        return trace_show.page(self.options, self.events, self.texts())
 
     def chrome(self) -> dict[str, Any]:
-        """Return the trace in Chrome's Trace Event Format: slices in microseconds and counters.
-
-        A step runs from its launch until its tokens are read. With async scheduling the next step is
-        launched before that, so the odd steps and the even steps have one track each.
-
-        Process 2 has a track for each sequence: when it waits, and what each step computes for it.
-        Slices of a track must not overlap, so one that would begins when the one before it ends.
-        Viewers have a meaning of their own for process 0 and thread 0, which are not used.
-        """
-        out: list[dict[str, Any]] = []
-
-        def add(ph: str, name: str, ts: int, tid: int = 1, **fields: object) -> None:
-            out.append({"ph": ph, "name": name, "ts": ts, "pid": 1, "tid": tid, **fields})
-
-        def mark(ph: str, number: int, name: str, ts: int, **fields: object) -> None:
-            add(ph, name, ts, 10 + number, pid=2, **fields)
-
-        def add_to(number: int, name: str, start: int, end: int, **args: object) -> None:
-            start, ends[number] = max(start, ends.get(number, 0)), end
-            if start < end:
-                mark("X", number, name, start, dur=end - start, args=args)
-
-        is_async, state, launches, now = self.options["async_scheduling"], State(), [0], 0
-        ends, since = dict[int, int](), dict[int, int]()  # of each track; of those that wait
-        work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes
-        tracks = ["host", *(["odd steps run", "even steps run"] if is_async else ["steps run"])]
-        add("M", "process_name", 0, args={"name": "engine"})
-        mark("M", 0, "process_name", 0, args={"name": "requests"})
-        for tid, name in enumerate(tracks, 1):
-            add("M", "thread_name", 0, tid, args={"name": name})
-        texts = self.texts()
-        for event in self.events:
-            first_new = len(state.seqs)
-            state.apply(event)
-            for number in range(first_new, len(state.seqs)):
-                name = f"request {state.seqs[number].name}"
-                mark("M", number, "thread_name", 0, args={"name": name})
-                mark("M", number, "thread_sort_index", 0, args={"sort_index": number})
-            if "plan" in event:
-                (begin, end), now = event["time"][:2], event["time"][-1]
-                args = {"chunks": event["chunks"], "decodes": state.decodes}
-                add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
-                launches.append(now)
-                work[event["plan"]] = [
-                    (number, describe_work(state, number, start, count, self._blocks.block_size)[0])
-                    for number, start, count in planned(event, state)
-                ]
-                free, cached, _ = state.pool(self._blocks.num_blocks)
-                add("C", "sequences running", end, args={"count": len(state.running)})
-                add("C", "sequences waiting", end, args={"count": len(state.waiting)})
-                add("C", "blocks free", end, args={"count": free})
-                add("C", "blocks cached", end, args={"count": cached})
-            elif "commit" in event:
-                step, (read, now) = event["commit"], event["time"]
-                launch, tid = launches[step], 3 - step % 2 if is_async else 2
-                add("X", f"run {step}", launch, tid, dur=read - launch, args={})
-                args = {"tokens": event["tokens"], "sequences": state.of}
-                add("X", f"commit {step}", read, dur=now - read, args=args)
-                got = {n: texts.get(t, t) for n, t in zip(state.of, event["tokens"], strict=True)}
-                for number, what in work.pop(step, ()):
-                    add_to(number, what, launch, read, step=step, token=got.get(number))
-            elif "failed" in event:
-                add("i", "failed", now, s="g", args={"error": event["failed"]})
-            waiting = set(state.waiting)
-            for number in [n for n in since if n not in waiting or "ended" in event]:
-                add_to(number, "waiting", since.pop(number), now)
-            for number in waiting - since.keys():
-                since[number] = now
-            for number in event.get("preempted", ()):
-                mark("i", number, "preempted", now, s="t")
-            for number, reason, _ in event.get("finished", ()):
-                mark("i", number, f"finished ({reason})", now, s="t")
-        return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": self.options}
+        return trace_show.chrome(self.options, self.events, self.texts())
 
     def __str__(self) -> str:
-        o, state, texts, size = self.options, State(), self.texts(), self._blocks.block_size
-        lines = [
-            f"{plural(self.num_steps, 'step')} of {plural(len(self._state.seqs), 'sequence')}, "
-            f"{o['policy']}, {plural(self._blocks.num_blocks, 'block')} of {plural(size, 'token')}",
-            f"at most {plural(int(o['max_num_batched_tokens']), 'token')} and "
-            f"{plural(int(o['max_num_seqs']), 'sequence')} in a step",
-            f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
-            *["1: 'x' in a later step is a token of step 1"] * (self._engine.max_in_flight > 0),
-            "",
-            HEAD,
-        ]
-        for group in self.steps():
-            step, rows, notes = [""] * 4, dict[int, list[str]](), list[str]()
-            for event in group:
-                state.apply(event)
-                if "plan" in event:
-                    step = [str(n) for n in (event["plan"], *state.pool(self._blocks.num_blocks))]
-                    rows = {number: ["nothing", "", "", ""] for number in state.running}
-                    for number, start, count in planned(event, state):
-                        rows[number] = describe_work(state, number, start, count, size)
-                for number, token in zip(state.of, event.get("tokens", ()), strict=False):
-                    text = repr(texts[token]) if token in texts else str(token)
-                    late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
-                    rows.setdefault(number, [""] * 4)[3] = late + text
-                notes += describe_changes(event, state, self._policy, size)
-            for number, row in rows.items():
-                lines.append(ROW.format(*step, state.seqs[number].name, *row).rstrip())
-                step = [""] * 4
-            for note in notes:
-                lines += textwrap.wrap(
-                    note, 100, initial_indent=INDENT, subsequent_indent=INDENT + "  "
-                )
-        return "\n".join(lines)
+        return trace_show.table(self.options, self.events, self.texts())
 
 
 def describe(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
-def some(names: list[str], most: int = 8) -> str:
-    """Join names, of which a large trace can have hundreds."""
-    more = [f"{len(names) - most} more"] if len(names) > most + 1 else []
-    names = names[:most] + more if more else names
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def block_list(blocks: list[int]) -> str:
-    return f"block{'s' * (len(blocks) > 1)} {', '.join(map(str, blocks))}"
-
-
-def last_words(text: str, width: int) -> str:
-    """Shorten a line at its beginning, because a step works on the last blocks and slots."""
-    return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
-
-
-def planned(plan: Event, state: State) -> list[list[int]]:
-    """Return the chunks and the decodes of a plan: sequence, first position, number of tokens."""
-    return plan["chunks"] + [[i, state.seqs[i].computed - 1, 1] for i in state.decodes]
-
-
-def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
-    """Return the table's cells for `count` tokens of a sequence: computes, slots, block table."""
-    seq, end = state.seqs[number], start + count
-    kind = seq.kind(start)
-    what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
-    # A faulty scheduler may plan positions without a block; see lessons/break_it.py.
-    ranges: list[list[int]] = []
-    for position in range(start, min(end, len(seq.table) * size)):
-        slot = seq.table[position // size] * size + position % size
-        if ranges and ranges[-1][1] == slot - 1:
-            ranges[-1][1] = slot
-        else:
-            ranges.append([slot, slot])
-    slots = " ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-    return [what, last_words(slots, 14), last_words(" ".join(map(str, seq.table)), 17), ""]
-
-
-def describe_changes(event: Event, state: State, policy: str, size: int) -> Iterator[str]:
-    """Yield a sentence for each change of an event, with its rule. `state` is the state after it."""
-    names = [f"request {seq.name}" for seq in state.seqs]
-    for i in event.get("preempted", ()):
-        later = state.ran_before[state.ran_before.index(i) + 1 :] if i in state.ran_before else []
-        later = [j for j in later if j in state.running]
-        why = "no block was available and it was admitted last"
-        if later:
-            still = some([names[j] for j in later])
-            why = f"no block was available (admitted after it and still running: {still})"
-        if "failed" in event:
-            why = "the step failed"
-        yield f"Preemption: {names[i]} returns to the head of the queue, because {why}."
-    admitted: dict[str, list[str]] = {}
-    for i in event.get("joins", ()):
-        is_head = state.seqs[i].lost or state.seqs[i].parent >= 0
-        rule = "preempted sequences and forks come first" if is_head else policy
-        admitted.setdefault(rule, []).append(names[i])
-    for rule, admitted_names in admitted.items():
-        yield f"Admission: {some(admitted_names)} from the head of the queue ({rule})."
-    for i, start, count in event.get("chunks", ()):
-        seq, left = state.seqs[i], len(state.seqs[i].tokens) - start
-        if i in event.get("joins", ()):
-            if seq.parent >= 0 and not seq.lost and start == seq.num_prompt - 1:
-                yield (
-                    f"Fork: {names[i]} shares the prompt's blocks with {names[seq.parent]} and "
-                    "computes only the last prompt token again."
-                )
-            elif start:
-                blocks = block_list(seq.table[: start // size])
-                yield f"Prefix hit: positions 0-{start - 1} of {names[i]} are cached ({blocks})."
-        if count < left:
-            yield f"Token budget: {names[i]} computes {count} of the {left} tokens that are left."
-    if copies := event.get("copies"):
-        pairs = ", ".join(f"{source} to {target}" for source, target in copies)
-        yield f"Copy-on-write: block {pairs}, because the block to write is shared or cached."
-    if evicted := event.get("evicted"):
-        yield f"Eviction: no block was free, so the prefix cache lost {block_list(evicted)}."
-    if host := event.get("host"):
-        moves = [f"block {block} is saved to host block {to}" for block, to in event["saved"]]
-        moves += [f"block {block} is loaded from host block {of}" for of, block in event["loaded"]]
-        yield (
-            f"Host memory: before the step computes, {', '.join(moves)}. It holds "
-            f"{plural(host['host_blocks'], 'block')}, has lost {host['host_evictions']}, and has "
-            f"spared {plural(host['host_spared_tokens'], 'token')}."
-        )
-    if "why" in event:
-        waiting = [names[i] for i in state.waiting]
-        yield f"Waiting: {some(waiting)}, because {WHY_WAITING[event['why']].format(waiting[0])}."
-    for i in event.get("dropped", ()):
-        yield f"The token of {names[i]} is dropped, because the sequence had already ended."
-    for i, reason, stop in event.get("finished", ()):
-        by = "" if stop is None else f" by {'token ' if isinstance(stop, int) else ''}{stop!r}"
-        yield f"End: {names[i]} finishes ({reason}{by}) and releases its blocks."
-    if "failed" in event:
-        yield f"Failure: the steps in flight were reverted. {event['failed']}"
-    if event.get("ended"):
-        yield f"The trace ends with an error. {event['ended']}"

@@ -13,11 +13,11 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 # A module may import from its own rank and from those above it in this list.
 RANKS = [
     {"plan", "batch", "config", "outputs", "sampling_params", "pooling", "scoring", "structured"}
-    | {"detokenizer", "chat", "vllm_names"},
+    | {"detokenizer", "chat", "checks", "log", "prompts", "trace_events", "vllm_names"},
     {"models"},
     {"cpu", "gpu"},
     {"engine", "runner"},
-    {"loading"},
+    {"loading", "trace_show"},
     {"beam_search"},
     {"llm"},
     {"openai_format", "trace"},

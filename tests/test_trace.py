@@ -24,7 +24,8 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.plan import HostTier, StepOutput
-from nanovllm.trace import Event, State, describe_changes
+from nanovllm.trace import Event, State
+from nanovllm.trace_show import describe_changes, steps
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -697,7 +698,7 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
     def show(token: int) -> str:
         return texts[token].replace("\n", "⏎") if texts else f" {token}"
 
-    groups = iter(trace.steps())
+    groups = steps(trace.events)
     for event in next(groups):
         state.apply(event)
     expected = kinds(trace) if which != "failed" else [{}] * last

@@ -70,7 +70,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.token_budget = max_num_batched_tokens
         self.policy_key = POLICIES[policy]
-        # Sorted: (not at the head, key, arrival, sample index, sequence); see _enqueue.
+        # Sorted: (not at the head, key, arrival, sample index, sequence); see add.
         self.waiting: list[tuple[bool, int, int, int, Sequence]] = []
         self.why_waiting = ""  # a key of WHY_WAITING if the last plan left sequences waiting
         self.running: list[Sequence] = []  # in order of admission
@@ -84,12 +84,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.in_flight)
 
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence. Its forks follow with its first token, when its prompt is computed."""
-        self._enqueue(seq)
+    def add(self, seq: Sequence, at_head: bool = False) -> None:
+        """Queue a sequence; arrival breaks ties. Preempted sequences and forks wait at the head.
 
-    def _enqueue(self, seq: Sequence, at_head: bool = False) -> None:
-        """Preempted sequences and forks wait at the head of the queue; arrival breaks ties."""
+        The forks of a new sequence follow with its first token, when its prompt is computed.
+        """
         seq.status, seq.num_with_placeholders = Status.WAITING, len(seq.token_ids)
         key = 0 if at_head else self.policy_key(seq, self.blocks)
         insort(self.waiting, (not at_head, key, seq.arrival, seq.index, seq))
@@ -100,7 +99,7 @@ class Scheduler:
         It shares the parent's blocks if there is a row and room for it, and nothing waits at the
         head of the queue. If not, it waits there without blocks, as a preempted sequence does.
         """
-        self._enqueue(child, at_head=True)
+        self.add(child, at_head=True)
         is_first = self.waiting[0][-1] is child
         if is_first and parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.blocks.fork(parent, child, num_computed)
@@ -273,7 +272,7 @@ class Scheduler:
         if seq.awaits_token:
             seq.status = Status.NEW
         else:
-            self._enqueue(seq, at_head=True)
+            self.add(seq, at_head=True)
             seq.num_with_placeholders = num_tokens  # a placeholder token is still to be committed
 
     def _leave(self, seq: Sequence) -> None:
@@ -346,7 +345,7 @@ class Scheduler:
         if seq.status is Status.RUNNING:
             seq.num_with_placeholders += 1
         else:
-            self._enqueue(seq, at_head=True)
+            self.add(seq, at_head=True)
 
     def revert_in_flight(self) -> None:
         """Revert all steps in flight after a failure.
