@@ -13,9 +13,9 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.log import logger
 from nanovllm.models.checkpoint import (
-    GenerationDefaults,
     config_file,
     find_checkpoint,
+    generation_defaults,
     weight_files,
 )
 from nanovllm.models.config import ModelConfig, read_json
@@ -81,8 +81,7 @@ def load_engine(
     if not config.skip_tokenizer_init:
         with TOKENIZER_LOCK:
             tokenizer = load_tokenizer(home)
-    defaults = GenerationDefaults.from_directory(directory)
-    eos_token_ids = defaults.eos_token_ids
+    eos_token_ids, default_params = generation_defaults(directory)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
     has_head = model_config.tie_word_embeddings or (
@@ -111,7 +110,7 @@ def load_engine(
         model_config.vocab_size,
         length,
         eos_token_ids,
-        defaults.sampling,
+        default_params,
         config.seed,
         read_pooling_settings(directory, model_config.hidden_size),
         has_head,

@@ -28,7 +28,7 @@ from nanovllm import (
     StructuredOutputsParams,
 )
 from nanovllm.config import EngineConfig
-from nanovllm.models.checkpoint import GenerationDefaults, find_checkpoint, weight_files
+from nanovllm.models.checkpoint import find_checkpoint, generation_defaults, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
 from nanovllm.runner import memory, start
 from nanovllm.vllm_names import VLLM_OPTIONS
@@ -517,11 +517,11 @@ def test_wrong_values_in_generation_config(path: Path, tmp_path: Path, field: st
         text = json.dumps({"do_sample": True, field: wrong})
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"generation_config\.json: {field} must be"):
-            GenerationDefaults.from_directory(tmp_path)
+            generation_defaults(tmp_path)
     edited(path, tmp_path, eos_token_id="a")
     (tmp_path / "generation_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"/config\.json: eos_token_id must be"):
-        GenerationDefaults.from_directory(tmp_path)
+        generation_defaults(tmp_path)
 
 
 def test_stored_dtype_that_the_engine_does_not_run_in(path: Path, tmp_path: Path) -> None:
@@ -757,12 +757,12 @@ def test_generation_config_is_checked_also_if_it_is_greedy(
         text = json.dumps({"do_sample": do_sample, field: wrong, "eos_token_id": 0})
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"generation_config\.json: {field} must be"):
-            GenerationDefaults.from_directory(tmp_path)
+            generation_defaults(tmp_path)
     fields = {"do_sample": do_sample, "temperature": 0.7, "top_k": None, "min_new_tokens": 0}
     text = json.dumps(fields | {"eos_token_id": 0})
     (tmp_path / "generation_config.json").write_text(text)
     temperature = 0.7 if do_sample else 0.0
-    got = GenerationDefaults.from_directory(tmp_path).sampling
+    _, got = generation_defaults(tmp_path)
     assert got == SamplingParams(temperature=temperature)
 
 
@@ -992,6 +992,7 @@ CALLS = [
     (lambda llm: llm.embed([[1] * 161]), ValueError, "takes 11 KV blocks of 16; the cache has 10"),
     (lambda llm: llm.generate([[1]], PoolingParams()), TypeError, "must be a SamplingParams"),
     (lambda llm: next(llm.stream([[1]], PoolingParams())), TypeError, "must be a SamplingParams"),
+    (lambda llm: next(llm.stream([[1], [VOCAB]])), ValueError, r"prompts\[1\]: token id"),
     (lambda llm: llm.loglikelihood([[1]] * 2, [[2]] * 3), ValueError, "2 prompts but 3 continuat"),
     (lambda llm: llm.loglikelihood([1], []), None, ""),
     (lambda llm: llm.loglikelihood([], []), None, ""),

@@ -251,14 +251,6 @@ class InputProcessor:
         return own if params.ignore_eos else own | self.eos_token_ids
 
 
-def request_ids(thing: Any) -> list[str]:
-    """Return a list of one id or of several. Raises TypeError for anything but strings."""
-    ids = list(thing) if isinstance(thing, Iterable) and not isinstance(thing, str) else [thing]
-    if not all(isinstance(i, str) for i in ids):
-        raise TypeError(f"request_id must be a string or a list of strings, not {thing!r}")
-    return ids
-
-
 def _fork(first: Sequence, index: int) -> Sequence:
     """Return another sample of the prompt, with a seed of its own, and add it to the forks of `first`."""
     rules = first.sampling.rules

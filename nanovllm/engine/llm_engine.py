@@ -9,14 +9,14 @@ loop is that of EngineCore, from which it inherits. This folder imports no torch
 """
 
 import itertools
-from collections.abc import Iterator
-from typing import NoReturn
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.host_tier import TieredBlockManager
-from nanovllm.engine.input_processor import InputProcessor, Params, request_ids
+from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor
 from nanovllm.engine.request import Request, Search
@@ -105,8 +105,12 @@ class LLMEngine(EngineCore):
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End a request, or several, in any state and free the blocks. Unknown ids are ignored."""
+        given: Any = request_id
+        ids = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+        if not all(isinstance(i, str) for i in ids):
+            raise TypeError(f"request_id must be a string or a list of strings, not {given!r}")
         known = self.outputs.requests
-        self.abort([known[i] for i in request_ids(request_id) if i in known])
+        self.abort([known[i] for i in ids if i in known])
 
     def abort_all(self) -> None:
         self.abort(list(self.outputs.requests.values()))

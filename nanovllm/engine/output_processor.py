@@ -97,7 +97,12 @@ class OutputProcessor:
         """
         prompts: list[Sequence] = []  # that are complete and sample nothing
         if step.plan.chunks:
-            self._note_first_tokens(updated)
+            now = time.monotonic()
+            for seq in updated:
+                metrics = self.requests[seq.request_id].metrics
+                if metrics.first_token_time is None:
+                    metrics.first_token_time = now
+                    self.num_prompt_tokens += seq.num_prompt
             prompts = [seq for seq in updated if seq.yields in (Yield.HIDDEN_STATE, Yield.NOTHING)]
         self.num_output_tokens += len(updated) - len(prompts)
         if -1 in output.token_ids:  # which rows that got no token have
@@ -184,14 +189,6 @@ class OutputProcessor:
             search = request.search
             request.output = search.output(request) if search else self._output(request)
         request.ended = True
-
-    def _note_first_tokens(self, updated: list[Sequence]) -> None:
-        now = time.monotonic()
-        for seq in updated:
-            metrics = self.requests[seq.request_id].metrics
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
-                self.num_prompt_tokens += seq.num_prompt
 
     def _add_logprobs(
         self, step: InFlightStep, output: StepOutput, sequences: dict[int, Sequence]

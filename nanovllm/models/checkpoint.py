@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm.config import EMBEDDED
@@ -137,31 +136,27 @@ SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens
 }
 
 
-@dataclass(frozen=True)
-class GenerationDefaults:
-    """The fields of generation_config.json that this engine uses."""
+def generation_defaults(directory: Path) -> tuple[frozenset[int], SamplingParams]:
+    """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
 
-    eos_token_ids: frozenset[int]
-    sampling: SamplingParams  # SamplingParams() without this file
-
-    @classmethod
-    def from_directory(cls, directory: Path) -> GenerationDefaults:
-        path = directory / "generation_config.json"
-        has_file = path.is_file()
-        raw = check_fields(read_json(path), path) if has_file else {}
-        eos, source = raw.get("eos_token_id"), path
-        if eos is None:
-            source = directory / "config.json"
-            eos = read_json(source).get("eos_token_id")
-        eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        for token in eos_ids:
-            check_field(source, "eos_token_id", token, int, (0, math.inf))
-        fields = {ours: raw[theirs] for theirs, ours in SAMPLING_FIELDS.items() if theirs in raw}
-        try:
-            sampling = SamplingParams(**fields)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {error}") from None
-        # transformers' default is greedy, so a file that does not mention sampling is greedy.
-        if has_file and not raw.get("do_sample"):
-            sampling.temperature = 0.0
-        return cls(frozenset(eos_ids), sampling)
+    Without this file they are those of config.json and SamplingParams().
+    """
+    path = directory / "generation_config.json"
+    has_file = path.is_file()
+    raw = check_fields(read_json(path), path) if has_file else {}
+    eos, source = raw.get("eos_token_id"), path
+    if eos is None:
+        source = directory / "config.json"
+        eos = read_json(source).get("eos_token_id")
+    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    for token in eos_ids:
+        check_field(source, "eos_token_id", token, int, (0, math.inf))
+    fields = {ours: raw[theirs] for theirs, ours in SAMPLING_FIELDS.items() if theirs in raw}
+    try:
+        sampling = SamplingParams(**fields)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    # transformers' default is greedy, so a file that does not mention sampling is greedy.
+    if has_file and not raw.get("do_sample"):
+        sampling.temperature = 0.0
+    return frozenset(eos_ids), sampling
