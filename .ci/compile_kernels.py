@@ -160,7 +160,7 @@ def launch_layer(
         tables = torch.zeros((num, 16), dtype=torch.int32)
         lens = torch.ones(num, dtype=torch.int64)
         starts = torch.arange(num + 1, dtype=torch.int32)
-        tiles = attention.query_tiles(starts, num, wide.num_rows // (heads // kv_heads))
+        tiles = torch.zeros((num, 2), dtype=torch.int32)
         attention.attend(q, cache, cache, tiles, starts, lens, tables, wide, q)
         attention.attend_decode(q, cache, cache, lens, lens, tables, narrow, 8, q)
         qkv = torch.empty((num, (heads + 2 * kv_heads) * head_dim), dtype=dtype)

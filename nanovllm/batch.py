@@ -27,6 +27,7 @@ class ForwardBatch:
     context_lens: Tensor  # [S] int64
     block_tables: Tensor  # [S, B] int32, padded with the null block
     logits_indices: Tensor  # [R] int64
+    query_lens: np.ndarray  # [S] int64, on the host: the tokens of each sequence
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
     attention: Any = None  # what the attention backend's `prepare` derived for this step
 

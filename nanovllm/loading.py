@@ -21,7 +21,7 @@ from nanovllm.models.checkpoint import (
 from nanovllm.models.config import ModelConfig, read_json
 from nanovllm.models.sentence_transformers import read_pooling_settings
 from nanovllm.models.weights import HEAD, tensor_names
-from nanovllm.runner.memory import fitted_length, weight_bytes
+from nanovllm.runner.memory import weight_bytes
 from nanovllm.runner.start import make_runner
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def load_engine(
         model_config = replace(model_config, tie_word_embeddings=True)
     runner = make_runner(config, model_config, directory, max_model_len, ranks=ranks)
     num_tokens, fitted = runner.num_blocks * config.kvcache_block_size, ""
-    if (length := fitted_length(config, max_model_len, runner.num_blocks)) < max_model_len:
+    if (length := runner.max_model_len) < max_model_len:
         fitted = f", which limits max_model_len to {length:,} of the model's {max_model_len:,}"
     cache = runner.attention.cache
     in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""

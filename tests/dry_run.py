@@ -13,10 +13,13 @@ could still use, and no launch may use its memory before it has ended.
 Triton specializes each launch for its real arguments; a plain reference computes the result.
 """
 
+import gc
+import itertools
 import json
 import os
 import random
 import sys
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -48,6 +51,7 @@ from nanovllm.gpu.kernels import attention, pointwise
 from nanovllm.models import layers, sampler
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 from nanovllm.runner import host_pool, tensor_parallel
+from nanovllm.runner import memory as runner_memory
 
 ROOT = f"{Path(__file__).parent.parent}/"
 DEVICE = torch.device("cuda", 0)
@@ -69,6 +73,7 @@ class CudaTensor(torch.Tensor):
                 cls, inner.shape, dtype=inner.dtype, device="meta", **place
             )
         self.inner = inner
+        GPU.count(inner.untyped_storage())
         return self
 
     def data_ptr(self) -> int:
@@ -150,11 +155,31 @@ class Gpu(TorchDispatchMode):
         self.variants: dict[str, str] = {}  # Triton's key -> what it stands for
         self.all_variants: set[str] = set()  # `variants` of all engines
         self.direct_launches = 0  # without Triton's specialization; see gpu/kernels/launch.py
+        self.counted: dict[int, int] = {}  # memory of the device, but that of graphs -> bytes
+        # Bytes. `pool` is shared by all graphs, `most` is the largest sum of it and `allocated`.
+        self.allocated = self.peak = self.pool = self.most = 0
+        self.memory = 80 << 30  # of the whole device
         self.reset()
 
     def reset(self) -> None:
         self.waits: Counter[str] = Counter()
-        self.launches = 0
+        self.launches = self.copies = 0  # copies from the host
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count memory until it is freed. A capture takes as much as its warm-up did before."""
+        place = storage._cdata
+        if self.capture is None and place not in self.counted:
+            self.counted[place] = -(-storage.nbytes() // 512) * 512  # as torch rounds it
+            self.allocated += self.counted[place]
+            self.peak = max(self.peak, self.allocated)
+            self.most = max(self.most, self.allocated + self.pool)
+            weakref.finalize(storage, self.freed, place)
+
+    def freed(self, place: int) -> None:
+        self.allocated -= self.counted.pop(place)
+
+    def reset_peak(self, *_: Any) -> None:
+        self.peak = self.allocated
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -231,6 +256,7 @@ class Gpu(TorchDispatchMode):
             self.wait("a copy between host and device")
         if self.stream is not None:
             return self.stream.transfer(args[0], args[1])
+        self.copies += isinstance(args[0], CudaTensor) == (name == "copy_")
         if name == "_to_copy":
             found = func(*unwrap(args), **kwargs | {"device": "cpu"}).clone()
             return found if isinstance(args[0], CudaTensor) else CudaTensor(found)
@@ -422,6 +448,13 @@ def attend(a: Any, starts: Tensor) -> None:
     a.out.copy_(references.attend(a.q, *cache, k_scale, a.v_scale))
 
 
+def attend_chunks(a: Any) -> None:
+    """Tiles of whole groups, as many as the queries need."""
+    wanted = attention.query_tiles(a.query_start_loc.diff().numpy(), a.M // (a.H // a.K))
+    assert a.tiles.tolist() == wanted.tolist()
+    attend(a, a.query_start_loc)
+
+
 def attend_decode(a: Any) -> None:
     assert sorted(a.order.tolist()) == list(range(len(a.q)))
     attend(a, torch.arange(len(a.q) + 1))
@@ -452,7 +485,7 @@ def int8_linear(a: Any) -> None:
 
 REFERENCES: dict[str, Callable[[Any], Any]] = {
     "_int8_linear": int8_linear,
-    "_attend": lambda a: attend(a, a.query_start_loc),
+    "_attend": attend_chunks,
     "_attend_decode": attend_decode,
     "_merge_splits": lambda a: None,  # the reference of _attend_decode does not split
     "_norm_rope_store": norm_rope_store,
@@ -468,6 +501,7 @@ REFERENCES: dict[str, Callable[[Any], Any]] = {
 
 @contextmanager
 def capturing(graph: Graph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+    GPU.pool = max(GPU.pool, GPU.peak - GPU.allocated)
     GPU.capture = graph
     try:
         yield
@@ -483,15 +517,17 @@ def replace_device() -> None:
         shared_memory_per_block_optin=SHARED_MEMORY_KIB << 10, shared_memory_per_block=48 << 10,
         multi_processor_count=132,
     )  # fmt: skip
-    nothing = "_lazy_init", "empty_cache", "reset_peak_memory_stats", "graph_pool_handle"
     zero = "current_device", "_exchange_device", "_maybe_exchange_device"
     stubs = dict(
-        **dict.fromkeys(nothing, lambda *_: None),
-        **dict.fromkeys((*zero, "memory_allocated", "max_memory_allocated"), lambda *_: 0),
+        **dict.fromkeys(("_lazy_init", "empty_cache"), lambda *_: None),
+        **dict.fromkeys(("reset_peak_memory_stats", "graph_pool_handle"), GPU.reset_peak),
+        **dict.fromkeys(zero, lambda *_: 0),
+        memory_allocated=lambda: GPU.allocated,
+        max_memory_allocated=lambda: GPU.peak,
         is_available=lambda: True,
         get_device_capability=lambda _: (9, 0),
         get_device_properties=lambda _: properties,
-        mem_get_info=lambda _: (64 << 30, 80 << 30),
+        mem_get_info=lambda _: (GPU.memory - GPU.allocated - GPU.pool, GPU.memory),
         synchronize=GPU.synchronize,
         graph=capturing,
         CUDAGraph=Graph,
@@ -673,9 +709,59 @@ def decode(directory: str) -> Any:
             GPU.strict = False
             found[name] = dict(launches=GPU.launches / 5, waits=dict(GPU.waits))
             llm.engine.abort_all()
+        # A prompt beside 200 decodes.
+        params = SamplingParams(temperature=0.6, top_k=20, max_tokens=30, ignore_eos=True)
+        for i in range(200):
+            llm.engine.add_request([i + 1] * 10, params)
+        for _ in range(4):
+            llm.engine.step()
+        GPU.reset()
+        llm.engine.add_request([7] * 34, params)
+        llm.engine.step()
+        in_layers = per_layer[234] * len(llm.engine.runner.model.layers)
+        chunks = dict(copies=GPU.copies, waits=dict(GPU.waits), launches=GPU.launches - in_layers)
+        found["with a chunk"] = chunks
+        llm.engine.abort_all()
     in_layers = per_layer[256] * len(llm.engine.runner.model.layers)
     found["per layer"] = per_layer[256]
     found["outside the layers"] = found["plain"]["launches"] - in_layers
+    return found
+
+
+def memory(directory: str) -> Any:
+    """The memory of a small device and the most that an engine takes, with and without a profile.
+
+    The KV cache takes all that remains. Requests have all that takes memory beside it.
+    """
+    rng = random.Random(0)
+    prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 450))] for _ in range(10)]
+    kinds = {"plain": [{"top_k": 9, "top_p": 0.9}], "ruled": SAMPLING["ruled"]}
+    kinds["long"] = [{"frequency_penalty": 0.1, "logprobs": 20, "logit_bias": {3: 1.0}}]
+    kinds["prompts"] = [{"prompt_logprobs": 20, "top_k": 9}]
+    found = []
+    for scratch in (runner_memory._scratch_bytes, lambda *_: 0):
+        gc.collect()
+        GPU.pool, GPU.memory = 0, GPU.allocated + (14 << 20)
+        with (
+            GPU,
+            patch.object(runner_memory, "CUDA_MARGIN", 0),
+            patch.object(runner_memory, "_scratch_bytes", scratch),
+        ):
+            options = dict(max_num_seqs=8, max_num_batched_tokens=64, skip_tokenizer_init=True)
+            llm = LLM(directory, device="cuda", gpu_memory_utilization=1.0, **options)
+            most = {}
+            for kind, fields in kinds.items():
+                params = [
+                    SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True, **each)
+                    for each, i in zip(itertools.cycle(fields), range(len(prompts)))
+                ]
+                GPU.most = 0
+                llm.generate(prompts, params, use_tqdm=False)
+                most[kind] = GPU.most
+        found.append(dict(memory=GPU.memory, most=most))
+        kinds = {"plain": kinds["plain"]}
+        del llm
+    GPU.memory = 80 << 30
     return found
 
 
@@ -813,6 +899,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int8": ("qwen3", int8),
     "ranks": ("qwen3", ranks),
     "decode": ("wide", decode),
+    "memory": ("wide", memory),
     "faults": ("qwen3", faults),
     "structured": ("", structured),
 }

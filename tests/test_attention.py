@@ -113,6 +113,7 @@ def compare(
         context_lens=torch.tensor(contexts),
         block_tables=tables,
         logits_indices=queries.cumsum(0) - 1,
+        query_lens=queries.numpy(),
         num_decodes=len(list(takewhile(lambda item: item[0] == 1, reversed(lengths)))),
     )
     q = torch.randn(total, num_heads, dim).to(dtype)

@@ -221,11 +221,13 @@ def test_gpu_report(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     monkeypatch.setattr(modes, "GPU_REPORT", ("-c print(6*7)", "-c raise(SystemExit(3))"))
+    monkeypatch.setattr(modes.shutil, "which", lambda name: "/cuda/bin/ptxas")
     file = tmp_path / "report.txt"
     assert bench.main(["--gpu-report", str(file)]) == 0
     text = file.read_text()
     assert text.startswith("device: a card\nCPU: ")
-    assert "print(6*7)\n42\n-- exit status 0" in text
+    assert text.count("print(6*7)\n42\n-- exit status 0") == 2
+    assert "== env TRITON_PTXAS_PATH=/cuda/bin/ptxas " in text
     assert "-- exit status 3" in text
     assert str(file) in capsys.readouterr().out
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 # The scenarios of dry_run.py, in two processes that take about as long.
 PROCESSES = (
-    ("qwen3", "int8", "host tier", "faults", "ranks"),
+    ("qwen3", "int8", "host tier", "faults", "ranks", "memory"),
     ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "decode"),
 )
 SCENARIOS = [name for names in PROCESSES for name in names]
@@ -90,6 +90,20 @@ def test_launches_of_a_decode(runs: dict[str, Any]) -> None:
     found = runs["decode"]["found"]
     print(f"outside the layers: {found['outside the layers']} launches of a step")
     assert found["per layer"] <= 9
+
+
+def test_what_a_step_with_chunks_sends(runs: dict[str, Any]) -> None:
+    """One copy for what changes in each step, one for the rest, the tiles, and the mirror's rows."""
+    found = runs["decode"]["found"]["with a chunk"]
+    print(found)
+    assert found["copies"] <= 6
+
+
+def test_the_profile_reserves_what_later_steps_need(runs: dict[str, Any]) -> None:
+    reserved, nothing = runs["memory"]["found"]
+    for what, most in reserved["most"].items():
+        assert most <= reserved["memory"], what
+    assert max(nothing["most"].values()) > nothing["memory"]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """What needs a CUDA device: `pytest -m gpu`. Skipped without one."""
 
 import gc
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import references
 import torch
@@ -106,7 +108,8 @@ def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype, f
         starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32).to(DEVICE)
         q = torch.randn(sum(queries), heads, dim, device=DEVICE).to(dtype)
         wanted = references.attend(q.float(), k, v, starts, lens, tables, *scales)
-        tiles = attention.query_tiles(starts, len(q), wide.num_rows // (heads // kv_heads))
+        per_tile = wide.num_rows // (heads // kv_heads)
+        tiles = torch.from_numpy(attention.query_tiles(np.array(queries), per_tile)).to(DEVICE)
         found = torch.full_like(q, float("nan"))
         attention.attend(q, k, v, tiles, starts, lens, tables, wide, found, *scales)
         assert error(found, wanted) < TOLERANCE[dtype]
@@ -281,6 +284,18 @@ def test_cuda_equals_cpu(embedded: LLM, eager: bool, asynchronous: bool) -> None
         for engine, params in ((embedded, replace(greedy, logprobs=2)), (llm, greedy))
     )
     assert references.count_near_ties(wanted, found) <= 1 + len(CHATS) // 50
+
+
+def test_what_graphs_read_is_not_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as torch sees it: tests/dry_run.py checks what Triton's kernels read."""
+    graph = torch.cuda.graph
+    if "check_input_liveness" not in inspect.signature(graph).parameters:
+        pytest.skip("this torch does not check it")
+    monkeypatch.setattr(torch.cuda, "graph", partial(graph, check_input_liveness=True))
+    make_checkpoint(tmp_path)
+    llm = LLM(str(tmp_path), device=DEVICE, skip_tokenizer_init=True, max_num_seqs=4)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    assert len(llm.generate([[1, 2, 3]] * 4, params, use_tqdm=False)) == 4
 
 
 def test_bf16_is_right_too() -> None:

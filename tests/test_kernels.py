@@ -109,12 +109,16 @@ def attention_inputs(case: dict) -> tuple[Paged, Tensor, Tensor]:
     return kv, q.to(case["dtype"]), starts
 
 
+def query_tiles(query_lens: list[int], queries_per_tile: int) -> Tensor:
+    return torch.from_numpy(attention.query_tiles(np.array(query_lens), queries_per_tile))
+
+
 @pytest.mark.slow
 @BRIEF
 @given(case=cases(decode=False), rows=st.sampled_from([16, 32]))
 def test_attend(case: dict, rows: int) -> None:
     kv, q, starts = attention_inputs(case)
-    tiles = attention.query_tiles(starts, len(q), rows // case["group"])
+    tiles = query_tiles(case["queries"], rows // case["group"])
     actual = torch.full_like(q, NAN)
     scales = case["scales"] or ()
     attention.attend(
@@ -159,7 +163,7 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
     actual = torch.empty_like(q)
     attention.attend_decode(q, k, v, torch.tensor([0]), lens, last, tile, 1, actual)
     close(actual, expected)
-    tiles = attention.query_tiles(starts, 1, 8)
+    tiles = query_tiles([1], 8)
     attention.attend(q, k, v, tiles, starts, lens, last, tile, actual.fill_(NAN))
     close(actual, expected)
 
@@ -182,17 +186,15 @@ def test_reference_equals_torch_attention() -> None:
 def test_tiles_cover_each_query_once() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
-        counts = torch.randint(1, 40, (int(torch.randint(1, 9, (1,), generator=generator)),))
-        starts = torch.tensor([0, *counts.cumsum(0)], dtype=torch.int32)
+        number = int(torch.randint(1, 9, (1,), generator=generator))
+        counts = torch.randint(1, 40, (number,), generator=generator).tolist()
         for queries in (1, 5, 16):
-            tiles = attention.query_tiles(starts, int(starts[-1]), queries).tolist()
             covered = [
                 (seq, query)
-                for seq, first in tiles
-                if seq < len(counts)
-                for query in range(first, min(first + queries, int(counts[seq])))
+                for seq, first in query_tiles(counts, queries).tolist()
+                for query in range(first, min(first + queries, counts[seq]))
             ]
-            assert covered == [(s, q) for s, n in enumerate(counts.tolist()) for q in range(n)]
+            assert covered == [(s, q) for s, n in enumerate(counts) for q in range(n)]
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:

@@ -10,6 +10,7 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from tqdm import tqdm
@@ -93,10 +94,8 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         dense_kv = data(2, length // BLOCK + 1, K, BLOCK, D)
         kv = dense_kv.to(dtype)
         starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-        tiles, tables = (
-            query_tiles(starts, length, tile.num_rows // (H // K)),
-            index(length // BLOCK),
-        )
+        lens, tables = np.array([length]), index(length // BLOCK)
+        tiles = torch.from_numpy(query_tiles(lens, tile.num_rows // (H // K))).cuda()
         rest = (tiles, starts, starts[1:].long(), tables.int()[None] + 1, tile, out)
         whole = (q.transpose(0, 1)[None], *dense_kv[:, None, 1:].reshape(2, 1, K, length, D))
         paged, other = (

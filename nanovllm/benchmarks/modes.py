@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -75,8 +76,11 @@ def gpu_report(args: argparse.Namespace, options: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         raise ValueError("--gpu-report needs a GPU, and torch finds none; leave it out")
     about = "\n".join(f"{k}: {v}" for k, v in machine.describe(torch.device("cuda")).items())
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit"]
-    for command in ([*query, "--format=csv"], *([sys.executable, *x.split()] for x in GPU_REPORT)):
+    query = "nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv"
+    commands = [query.split(), *([sys.executable, *x.split()] for x in GPU_REPORT)]
+    if assembler := shutil.which("ptxas"):  # Triton has one of its own
+        commands.append(["env", f"TRITON_PTXAS_PATH={assembler}", *commands[1]])
+    for command in commands:
         start = time.perf_counter()
         try:
             done = subprocess.run(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.batch import ForwardBatch
+from nanovllm.batch import ForwardBatch, to_device
 from nanovllm.gpu.kernels import attention, store
 from nanovllm.gpu.kernels.configs import GpuInfo, Tile, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
@@ -56,10 +56,10 @@ class TritonAttention(PlainAttention):
         starts, lens, tables = batch.query_start_loc, batch.context_lens, batch.block_tables
         chunk_args = decode_args = None
         if chunks:
-            starts = starts[: chunks + 1]
             queries = self.prefill_tile.num_rows // self.group_size
-            tiles = attention.query_tiles(starts, tokens, queries)
-            chunk_args = (tiles, starts, lens[:chunks], tables, self.prefill_tile)
+            query_tiles = attention.query_tiles(batch.query_lens[:chunks], queries)
+            tiles = to_device(query_tiles, lens.device)
+            chunk_args = (tiles, starts[: chunks + 1], lens[:chunks], tables, self.prefill_tile)
         if decodes:
             programs = self.decode_tile.programs_per_sm * self.gpu.num_sms
             splits = attention.num_splits(decodes, self.num_kv_heads, programs)

@@ -17,7 +17,9 @@ from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepPla
 
 # How torch reports a failed allocation on a CPU, where the error has no type of its own.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
-CUDA_MARGIN = 512 << 20  # device memory left for graph nodes, library workspaces, fragmentation
+# Device memory left for graph nodes, fragmentation and the workspaces of libraries, of which cuBLAS
+# takes up to 32 MiB for each thread that runs steps. The profile sees those of one thread.
+CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
 
 
@@ -101,6 +103,14 @@ def num_host_blocks(
     return size // block_bytes
 
 
+def most_blocks(config: EngineConfig, block_bytes: int, weight_bytes: int, before: Snapshot) -> int:
+    """An upper bound of `num_kv_blocks`, which is known before anything is allocated."""
+    room = before.free - weight_bytes
+    if before.device.type == "cpu":
+        room = min(room, CPU_CACHE_BYTES // config.tensor_parallel_size)
+    return max(1, room // block_bytes)
+
+
 def num_kv_blocks(
     config: EngineConfig,
     max_model_len: int,
@@ -172,8 +182,8 @@ def largest_plans(
     """Steps that need the most memory, and launch every variant of the kernels.
 
     A decode of all rows with rules, a decode of one row, and a step with as many tokens in as many
-    rows as possible. In this order: a decode computes the first positions of its rows, and the
-    chunks may end with the last.
+    rows as possible, which are scored. In this order: a decode computes the first positions of its
+    rows, and the chunks may end with the last.
     """
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     length = min(max_num_batched_tokens // num_rows, max_model_len)
@@ -189,7 +199,8 @@ def largest_plans(
     )
     yield StepPlan(joins(max_num_seqs, rules), decode_rows=list(range(max_num_seqs)))
     yield StepPlan(joins(max_num_seqs, None), decode_rows=[0])
-    yield StepPlan(chunks=[Chunk(row, 0, [0] * length, Yield.TOKEN) for row in range(num_rows)])
+    tokens = [0] * length
+    yield StepPlan(chunks=[Chunk(row, 0, tokens, Yield.TOKEN, tokens) for row in range(num_rows)])
 
 
 def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanovllm.batch import ForwardBatch, SamplingBatch
 from nanovllm.plan import StepPlan
-from nanovllm.runner.rows import Rows
+from nanovllm.runner.rows import Rows, sampling_batch
 
 
 class Mirror:
@@ -30,16 +30,16 @@ class Mirror:
         host, send = self.rows, self.rows.send
         if plan.joins:
             joined = [join.row for join in plan.joins]
-            rows = send(np.array(joined))
-            self.block_tables[rows] = send(host.block_tables[joined])
-            self.params[:, rows] = send(host.params[:, joined])
-            self.seeds[rows] = send(host.seeds[joined])
+            arrays = host.block_tables[joined], host.params[:, joined], host.seeds[joined]
+            rows, tables, params, seeds = send(np.array(joined), *arrays)
+            self.block_tables[rows], self.params[:, rows], self.seeds[rows] = tables, params, seeds
         if plan.new_blocks:
-            new_rows, index, block = send(np.array(plan.new_blocks).T.copy())
-            self.block_tables[new_rows, index] = block.int()
+            new_rows, index, blocks = send(*np.array(plan.new_blocks).T)
+            self.block_tables[new_rows, index] = blocks.int()
         if plan.chunks:
             moved = [*(chunk.row for chunk in plan.chunks), *plan.decode_rows]
-            self.positions[send(np.array(moved))] = send(host.positions[moved])
+            rows, positions = send(np.array(moved), host.positions[moved])
+            self.positions[rows] = positions
 
     def decode_batch(self, rows: Tensor) -> tuple[ForwardBatch, SamplingBatch]:
         """Build a decode of `rows` [S], and advance their positions. It can be captured."""
@@ -48,15 +48,15 @@ class Mirror:
         positions = self.positions[rows]
         context_lens = positions + 1
         self.positions[rows] = context_lens
-        forward = self.rows.forward_batch(
-            self.block_tables,
-            rows,
-            rows,
-            positions,
-            context_lens,
+        forward = ForwardBatch(
             input_ids=self.rows.last_tokens[rows],
+            positions=positions,
+            slot_mapping=self.rows.slots(self.block_tables, rows, positions),
             query_start_loc=self.counting[: size + 1],
+            context_lens=context_lens,
+            block_tables=self.block_tables[rows],
             logits_indices=self.counting[:size],
+            query_lens=np.ones(size, np.int64),
             num_decodes=size,
         )
         return forward, self.sampling_batch(rows)
@@ -66,6 +66,4 @@ class Mirror:
 
         It has all filters, because a graph is captured before it is known which are used.
         """
-        return self.rows.sampling_batch(
-            self.params[:, rows], self.seeds[rows], self.positions[rows]
-        )
+        return sampling_batch(self.params[:, rows], self.seeds[rows], self.positions[rows])

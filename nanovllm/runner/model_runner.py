@@ -25,6 +25,7 @@ from nanovllm.runner.rows import Rows
 class ModelRunner:
     attention: Attention  # set by runner/start.py, once the size of its KV cache is known
     num_blocks: int  # for requests; the null block is not counted
+    max_model_len: int  # the longest request
     host_pool: HostPool | None = None
     host_tier: HostTier | None = None
 
@@ -155,7 +156,7 @@ class ModelRunner:
         rows = [row for row, _ in output.candidate_rows]
         logits, rules = self.compiled_model.logits(hidden), self.rows.with_rules(rows)
         if rules is not None and rules.changes_logits:
-            positions = self.rows.send(self.rows.positions[rows])
+            positions = to_device(self.rows.positions[rows], self.device)
             logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
             values, ids = rules.apply(logprobs, positions).topk(k)
             packed = torch.cat((values.double(), ids), dim=1)

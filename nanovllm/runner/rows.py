@@ -25,7 +25,8 @@ from nanovllm.plan import FILTERS, Join, LogitRules, StepPlan, Yield
 class StepBatch:
     """A plan as tensors; R of its S sequences sample a token.
 
-    Steady decode steps share one StepBatch: only `forward_batch`, `rules` and `sampling_batch.positions` change.
+    Steady decode steps share one StepBatch: only `forward_batch`, `rules` and the positions of
+    `sampling_batch` change.
     """
 
     decode_rows: list[int]  # the decode rows; [] for a plan with chunks
@@ -34,8 +35,8 @@ class StepBatch:
     samples: np.ndarray  # [S] bool, which of the S sample
     query_start_loc: Tensor  # [S + 1] int32
     logits_indices: Tensor  # [R] int64
-    sampling_batch: SamplingBatch
     sampling_rows: Tensor  # [R] int64
+    sampling_batch: SamplingBatch
     num_decodes: int  # the sequences of one token at the end: decode rows, and chunks before them
     forward_batch: ForwardBatch = field(init=False)
     rules: RulesBatch | None = None
@@ -43,12 +44,7 @@ class StepBatch:
 
 class Rows:
     def __init__(
-        self,
-        num_rows: int,
-        max_blocks: int,
-        block_size: int,
-        vocab_size: int,
-        device: torch.device,
+        self, num_rows: int, max_blocks: int, block_size: int, vocab_size: int, device: torch.device
     ) -> None:
         """N = `num_rows`; a sequence has at most B = `max_blocks` blocks."""
         self.num_rows, self.block_size, self.device = num_rows, block_size, device
@@ -101,29 +97,32 @@ class Rows:
         rows, num_chunks = step.rows, len(chunks)
         context_lens = self.positions[rows]
         positions, token_rows = context_lens - 1, rows  # a decode computes its last position
-        decoding = step.sampling_rows[len(step.sampling_rows) - len(decode_rows) :]
-        input_ids = self.last_tokens[decoding]
         if chunks:
             spans = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
             positions = np.concatenate((*spans, positions[num_chunks:]))
             token_rows = np.repeat(rows, step.query_lens)
-            known = np.array([token for c in chunks for token in c.token_ids], np.int64)
-            input_ids = torch.cat((self.send(known), input_ids))
-        step.forward_batch = forward = self.forward_batch(
-            self.block_tables[:, : -(-int(context_lens.max()) // self.block_size)],
-            rows,
-            token_rows,
+        known, at, slots, lens, tables, sampled_at = self.send(
+            np.array([token for c in chunks for token in c.token_ids], np.int64),
             positions,
+            self.slots(self.block_tables, token_rows, positions),
             context_lens,
-            input_ids=input_ids,
+            self.block_tables[:, : -(-int(context_lens.max()) // self.block_size)][rows],
+            context_lens[step.samples],
+        )
+        last = self.last_tokens[step.sampling_rows[len(step.sampling_rows) - len(decode_rows) :]]
+        step.forward_batch = ForwardBatch(
+            input_ids=torch.cat((known, last)) if chunks else last,
+            positions=at,
+            slot_mapping=slots,
             query_start_loc=step.query_start_loc,
+            context_lens=lens,
+            block_tables=tables,
             logits_indices=step.logits_indices,
+            query_lens=step.query_lens,
             num_decodes=step.num_decodes,
         )
         step.rules = self.with_rules(rows[step.samples].tolist()) if self.rules else None
-        step.sampling_batch.positions = forward.context_lens
-        if chunks:
-            step.sampling_batch.positions = self.send(context_lens[step.samples])
+        step.sampling_batch.positions = sampled_at
         return step
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -145,51 +144,30 @@ class Rows:
         batch.length = int(self.positions[batch.rows].max()) + 1
         return batch
 
-    def forward_batch(
-        self,
-        tables: Any,
-        rows: Any,
-        token_rows: Any,
-        positions: Any,
-        context_lens: Any,
-        input_ids: Tensor,
-        query_start_loc: Tensor,
-        logits_indices: Tensor,
-        num_decodes: int,
-    ) -> ForwardBatch:
-        """Build it from arrays of the host or tensors of the device, by the same arithmetic."""
-        blocks = tables[token_rows, positions // self.block_size]
-        return ForwardBatch(
-            input_ids=input_ids,
-            positions=self.send(positions),
-            slot_mapping=self.send(blocks * self.block_size + positions % self.block_size),
-            query_start_loc=query_start_loc,
-            context_lens=self.send(context_lens),
-            block_tables=self.send(tables[rows]),
-            logits_indices=logits_indices,
-            num_decodes=num_decodes,
-        )
-
-    def sampling_batch(self, params: Any, seeds: Any, positions: Any) -> SamplingBatch:
-        temperature, *values = (self.send(x) for x in params)
-        filters = {
-            name: value.long() if isinstance(off, int) else value
-            for (name, off), value in zip(FILTERS.items(), values, strict=True)
-        }
-        return SamplingBatch(temperature, self.send(seeds), self.send(positions), filters)
+    def slots(self, tables: Any, rows: Any, positions: Any) -> Any:
+        """The cache slots of tokens, by the same arithmetic on the host and on the device."""
+        blocks = tables[rows, positions // self.block_size]
+        return blocks * self.block_size + positions % self.block_size
 
     def _start_step(self, plan: StepPlan) -> StepBatch:
         chunks = plan.chunks
         rows = np.array([*(c.row for c in chunks), *plan.decode_rows], np.int64)
         query_lens = np.ones(len(rows), np.int64)
         query_lens[: len(chunks)] = [len(c.token_ids) for c in chunks]
-        ends = np.cumsum(query_lens)
+        starts = np.concatenate(([0], np.cumsum(query_lens)))
         samples = np.ones(len(rows), bool)
         samples[: len(chunks)] = [c.yields is Yield.TOKEN for c in chunks]
         sampling_rows = rows[samples]
         params = self.params.take(sampling_rows, axis=1)  # each row contiguous, as kernels expect
-        # `sampling_rows` stands in for the positions, which `build` sets.
-        sampling = self.sampling_batch(params, self.seeds[sampling_rows], sampling_rows)
+        query_start_loc, logits_indices, sent_rows, seeds, *sent_params = self.send(
+            starts.astype(np.int32),
+            starts[1:][samples] - 1,
+            sampling_rows,
+            self.seeds[sampling_rows],
+            *params,
+        )
+        # The rows stand in for the positions, which `build` sets.
+        sampling = sampling_batch(sent_params, seeds, positions=sent_rows)
         random = params[0] > 0
         sampling.all_greedy = not random.any()
         for (name, off), values in zip(FILTERS.items(), params[1:], strict=True):
@@ -201,12 +179,32 @@ class Rows:
             rows=rows,
             query_lens=query_lens,
             samples=samples,
-            sampling_rows=self.send(sampling_rows),
-            num_decodes=int((query_lens[::-1] == 1).cumprod().sum()),
-            query_start_loc=self.send(np.concatenate(([0], ends)).astype(np.int32)),
-            logits_indices=self.send(ends[samples] - 1),
+            query_start_loc=query_start_loc,
+            logits_indices=logits_indices,
+            sampling_rows=sent_rows,
             sampling_batch=sampling,
+            num_decodes=int((query_lens[::-1] == 1).cumprod().sum()),
         )
 
-    def send(self, x: Any) -> Tensor:
-        return x if isinstance(x, Tensor) else to_device(x, self.device)
+    def send(self, *arrays: np.ndarray) -> list[Tensor]:
+        """Move arrays to the device by one copy, aligned to 16 bytes; see `to_device`."""
+        if self.device.type != "cuda":
+            return [to_device(x, self.device) for x in arrays]
+        padded = [x.tobytes().ljust(-(-x.nbytes // 16) * 16) for x in arrays]
+        packed = to_device(np.frombuffer(bytearray().join(padded), np.uint8), self.device)
+        return [
+            part[: x.nbytes].view(getattr(torch, x.dtype.name)).view(x.shape)
+            for part, x in zip(packed.split([*map(len, padded)]), arrays, strict=True)
+        ]
+
+
+def sampling_batch(
+    params: Tensor | list[Tensor], seeds: Tensor, positions: Tensor
+) -> SamplingBatch:
+    """`params` are the temperature and each filter, [R] float32 each; see Rows.params."""
+    temperature, *values = params
+    filters = {
+        name: value.long() if isinstance(off, int) else value
+        for (name, off), value in zip(FILTERS.items(), values, strict=True)
+    }
+    return SamplingBatch(temperature, seeds, positions, filters)

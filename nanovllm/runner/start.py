@@ -62,6 +62,10 @@ def make_runner(
         block_bytes = model_config.block_bytes(block_size, cache_dtype.itemsize)
         memory.check_cache(config, block_bytes, before)
         host_blocks = memory.num_host_blocks(config, block_bytes, weight_bytes, before)
+        # Rows and rotary tables are not larger than for the longest request that can fit.
+        most = memory.most_blocks(config, block_bytes, weight_bytes, before)
+        most = most if ranks is None else ranks.smallest(most)
+        max_model_len = memory.fitted_length(config, max_model_len, most)
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
         capture_decode = capture_decode or backend.capture_decode
@@ -79,6 +83,7 @@ def make_runner(
             files = [] if config.load_format == "dummy" else weight_files(directory)
             scales = read_fp8_scales(files, model_config.num_layers)
         make_cache(runner, config, max_model_len, block_bytes, scales, before, host_blocks, ranks)
+        runner.max_model_len = memory.fitted_length(config, max_model_len, runner.num_blocks)
         if ranks is None:  # compiled layers have no all-reduce
             runner.compiled_model = backend.compile_layers(model, runner.attention) or model
         if capture_decode is not None and not config.enforce_eager:
@@ -145,6 +150,8 @@ def make_cache(
         return attention
 
     def profile(plan: StepPlan) -> None:
+        if runner.mirror is not None:  # it has the positions of decodes; rules take the host's
+            runner.rows.positions[:-1] = max_model_len - 2
         runner.attention = make_attention(1)  # everything is written to the null block
         runner.attention.copy_blocks([(0, 0)])
         runner.run(plan)

@@ -23,7 +23,7 @@ The tiles of a ragged batch; each has M = 8 rows and therefore 4 queries:
 
     query_start_loc                   [ 0             6       9   10 ]
     queries of each sequence            0 1 2 3 4 5 | 0 1 2 | 0
-    tiles: (sequence, first query)      (0,0)   (0,4) (1,0)   (2,0)     (3,4): padding without work
+    tiles: (sequence, first query)      (0,0)   (0,4) (1,0)   (2,0)
 
 The splits of a context in flash decoding, and their merge:
 
@@ -39,6 +39,7 @@ launch, on which Triton does not specialize: that of K is part of `scale`, and t
 multiplied by that of V.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -147,12 +148,12 @@ def _attend_range(
 # Triton must not specialize on numbers that vary between steps, or on the alignment of tensors that
 # may be slices: a compilation takes about a second.
 @triton.jit(
-    do_not_specialize=["table_stride", "num_seqs"],
+    do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["tiles", "query_start_loc", "context_lens", "block_tables"],
 )
 def _attend(
     q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
-    table_stride, num_seqs, scale, v_scale,
+    table_stride, scale, v_scale,
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     BLOCK: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
 ):
@@ -162,34 +163,33 @@ def _attend(
     # The last tiles of a prompt have the longest contexts. Starting them first balances the load.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     seq = tl.load(tiles + 2 * tile)
-    if seq < num_seqs:
-        kv_head = tl.program_id(1)
-        first_query = tl.load(tiles + 2 * tile + 1)
-        first_token = tl.load(query_start_loc + seq)
-        num_queries = tl.load(query_start_loc + seq + 1) - first_token
-        context_len = tl.load(context_lens + seq).to(tl.int32)
-        row = tl.arange(0, M)
-        # Rows past the last query repeat it, so that no row is without keys. They are not stored.
-        query = tl.minimum(first_query + row // G, num_queries - 1)
-        in_range = (row < QUERIES * G) & (first_query + row // G < num_queries)
-        query_position = context_len - num_queries + query
-        dim = tl.arange(0, D_PAD)
-        offsets = ((first_token + query).to(tl.int64) * H + kv_head * G + row % G) * D
-        offsets = offsets[:, None] + dim[None, :]
-        q_tile = tl.load(q + offsets, mask=(dim < D)[None, :], other=0.0)
-        if (k_cache.dtype.element_ty == tl.float8e4nv) & (q.dtype.element_ty == tl.bfloat16):
-            q_tile = q_tile.to(tl.float16)  # to which the GPU converts fp8 in one instruction
-        end = context_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
-        BLOCK_STRIDE: tl.constexpr = K * BLOCK * D
-        acc, _, row_sum = _attend_range(
-            q_tile, k_cache + kv_head * (BLOCK * D), v_cache + kv_head * (BLOCK * D),
-            block_tables + seq.to(tl.int64) * table_stride,
-            0, context_len - num_queries + first_query + 1, end, query_position, scale,
-            BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE, 2,
-        )
-        result = acc / row_sum[:, None] * v_scale
-        mask = in_range[:, None] & (dim < D)[None, :]
-        tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
+    kv_head = tl.program_id(1)
+    first_query = tl.load(tiles + 2 * tile + 1)
+    first_token = tl.load(query_start_loc + seq)
+    num_queries = tl.load(query_start_loc + seq + 1) - first_token
+    context_len = tl.load(context_lens + seq).to(tl.int32)
+    row = tl.arange(0, M)
+    # Rows past the last query repeat it, so that no row is without keys. They are not stored.
+    query = tl.minimum(first_query + row // G, num_queries - 1)
+    in_range = (row < QUERIES * G) & (first_query + row // G < num_queries)
+    query_position = context_len - num_queries + query
+    dim = tl.arange(0, D_PAD)
+    offsets = ((first_token + query).to(tl.int64) * H + kv_head * G + row % G) * D
+    offsets = offsets[:, None] + dim[None, :]
+    q_tile = tl.load(q + offsets, mask=(dim < D)[None, :], other=0.0)
+    if (k_cache.dtype.element_ty == tl.float8e4nv) & (q.dtype.element_ty == tl.bfloat16):
+        q_tile = q_tile.to(tl.float16)  # to which the GPU converts fp8 in one instruction
+    end = context_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
+    BLOCK_STRIDE: tl.constexpr = K * BLOCK * D
+    acc, _, row_sum = _attend_range(
+        q_tile, k_cache + kv_head * (BLOCK * D), v_cache + kv_head * (BLOCK * D),
+        block_tables + seq.to(tl.int64) * table_stride,
+        0, context_len - num_queries + first_query + 1, end, query_position, scale,
+        BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE, 2,
+    )
+    result = acc / row_sum[:, None] * v_scale
+    mask = in_range[:, None] & (dim < D)[None, :]
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -270,20 +270,13 @@ def _merge_splits(
         tl.store(out + offset, result.to(out.dtype.element_ty), mask=dim < D)
 
 
-def query_tiles(query_start_loc: Tensor, num_tokens: int, queries_per_tile: int) -> Tensor:
-    """The queries of each program of `attend`: [tiles, 2] int32 of (sequence, first query).
-
-    They are computed on the device without a synchronization, so their number is an upper bound.
-    Tiles without work name sequence S, which does not exist.
-    """
-    num_seqs = query_start_loc.shape[0] - 1
-    counts = (query_start_loc.diff() + queries_per_tile - 1) // queries_per_tile
-    ends = counts.cumsum(0)
-    tile = torch.arange(num_tokens // queries_per_tile + num_seqs, device=query_start_loc.device)
-    seq = torch.searchsorted(ends, tile, right=True)
-    valid_seq = seq.clamp(max=num_seqs - 1)
-    first_query = (tile - (ends - counts)[valid_seq]) * queries_per_tile
-    return torch.stack((seq, first_query), 1).int()
+def query_tiles(query_lens: np.ndarray, queries_per_tile: int) -> np.ndarray:
+    """The queries of each program of `attend`: [tiles, 2] int32 of (sequence, first query)."""
+    counts = -(-query_lens // queries_per_tile)
+    seq = np.repeat(np.arange(len(counts)), counts)
+    first_tile = np.cumsum(counts) - counts
+    first_query = (np.arange(len(seq)) - first_tile[seq]) * queries_per_tile
+    return np.stack((seq, first_query), 1).astype(np.int32)
 
 
 def attend(
@@ -302,7 +295,7 @@ def attend(
     _, num_kv_heads, block_size, _ = k_cache.shape
     args = (
         q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
-        block_tables.stride(0), context_lens.shape[0], LOG2E / head_dim**0.5 * k_scale, v_scale,
+        block_tables.stride(0), LOG2E / head_dim**0.5 * k_scale, v_scale,
     )
     constants = dict(
         H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=next_power_of_2(head_dim),
