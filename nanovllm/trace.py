@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import textwrap
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
+from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
@@ -37,10 +39,10 @@ from nanovllm.plan import StepOutput, Yield
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-# A line of the printed table. Sentences are printed below it, under the last five columns.
-ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
+# The first columns of the printed table. Sentences stand below it, from the last of these on.
+ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8}"
+HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "block table", "token")
 INDENT = " " * 24
-HEAD = "step free cached shared request  computes          slots          block table       token"
 MOST_LIKELY = 5  # tokens whose probabilities are recorded beside that of a sampled one
 
 
@@ -97,10 +99,8 @@ class SeqState:
     table: list[int] = field(default_factory=list)
 
     def kind(self, start: int) -> str:
-        """Return what a plan computes from position `start` on: "prompt", "decode" or "again".
-
-        If there is output, only its last token has not been computed before.
-        """
+        """Return what a plan computes from position `start` on: "prompt", "decode" or "again"."""
+        # If there is output, only its last token has not been computed before.
         has_output = len(self.tokens) > self.num_prompt
         if start >= max(self.num_prompt, len(self.tokens) - 1):
             return "decode"
@@ -122,8 +122,7 @@ class State:
     def apply(self, event: Event) -> None:
         for name, num_prompt, tokens, computed, parent in event.get("new", ()):
             self.seqs.append(SeqState(name, num_prompt, list(tokens), computed, parent))
-        self.ran_before = self.running
-        self.running = event.get("running", self.running)
+        self.ran_before, self.running = self.running, event.get("running", self.running)
         self.waiting = event.get("waiting", self.waiting)
         for number, keep, *blocks in event.get("tables", ()):
             self.seqs[number].table[keep:] = blocks
@@ -301,14 +300,9 @@ class Trace(Observer):
         for seq in sorted(unknown, key=lambda seq: (seq.arrival, seq.index)):
             numbers[seq] = len(numbers)
         if new := list(islice(numbers, len(state.seqs), None)):
+            name, parent = self._name, self._parent
             event["new"] = [
-                (
-                    self._name(seq),
-                    seq.num_prompt,
-                    list(seq.token_ids),
-                    seq.num_computed,
-                    -1 if seq.parent is None else numbers.get(seq.parent, -1),
-                )
+                (name(seq), seq.num_prompt, list(seq.token_ids), seq.num_computed, parent(seq))
                 for seq in new
             ]
         if (running := [numbers[seq] for seq in scheduler.running]) != state.running:
@@ -320,34 +314,37 @@ class Trace(Observer):
             number, blocks = numbers[seq], seq.block_table
             before = state.seqs[number].table if number < len(state.seqs) else []
             if blocks != before:
-                pairs = enumerate(zip(before, blocks, strict=False))
-                least = min(len(before), len(blocks))
-                keep = next((i for i, (old, now) in pairs if old != now), least)
+                keep = sum(takewhile(bool, map(eq, before, blocks)))
                 tables.append([number, keep, *blocks[keep:]])
         if tables:
             event["tables"] = tables
         if cached := sorted(state.cached.symmetric_difference(self._blocks.prefix_index.values())):
             event["cached"] = cached
-        live = self._preemptions.items()
-        if preempted := [numbers[seq] for seq, count in live if seq.preemptions > count]:
+        if preempted := [numbers[s] for s, n in self._preemptions.items() if s.preemptions > n]:
             event["preempted"] = preempted
-        ended = [seq for seq in self._preemptions if seq.status is Status.FINISHED]
-        if ended:
-            event["finished"] = [
-                (numbers[seq], seq.finish_reason or "", seq.stop_reason) for seq in ended
-            ]
+        if ended := [seq for seq in self._preemptions if seq.status is Status.FINISHED]:
+            event["finished"] = [(numbers[s], s.finish_reason or "", s.stop_reason) for s in ended]
         return event
 
     def _name(self, seq: Sequence) -> str:
         """Return the id of the request, with a number if it can have several sequences.
 
-        The number of a sample is its index. A beam's index is its place among the beams, which
-        changes, so the sequences of a search are numbered in the order in which they appear.
+        That is the index of a sample. The index of a beam changes, so beams are numbered as they appear.
         """
         if seq.yields is Yield.CANDIDATES:
             self._beams[seq.arrival] += 1
             return f"{seq.request_id}.{self._beams[seq.arrival] - 1}"
         return f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id
+
+    def _parent(self, seq: Sequence) -> int:
+        """Return the number of the sequence that it is forked from, or -1."""
+        if seq.yields is not Yield.CANDIDATES:
+            return -1 if seq.parent is None else self._numbers.get(seq.parent, -1)
+        # The beam of its request that had all of its tokens but the last.
+        for (other, number), known in zip(self._numbers.items(), self._state.seqs, strict=False):
+            if other.arrival == seq.arrival and known.tokens == seq.token_ids[:-1]:
+                return number
+        return -1
 
     def _add(self, event: Event) -> None:
         """Append an event and update the state with which the next one is compared."""
@@ -359,10 +356,7 @@ class Trace(Observer):
     # ---- the events as a table, a page and a Chrome trace ----
 
     def steps(self) -> Iterator[list[Event]]:
-        """Yield the events of each step: its plan, then what was committed before the next plan.
-
-        The first list has the events before the first plan.
-        """
+        """Yield the events before the first plan, then those of each step, its plan first."""
         group: list[Event] = []
         for event in list(self.events):
             if "plan" in event:
@@ -373,8 +367,7 @@ class Trace(Observer):
 
     def texts(self) -> dict[int, str]:
         """Return the text of each token in the trace; empty without a tokenizer."""
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
+        if (tokenizer := self._engine.tokenizer) is None:
             return {}
         known = {t for event in self.events for _, _, ids, *_ in event.get("new", ()) for t in ids}
         known |= {token for event in self.events for token in event.get("tokens", ())} - {-1}
@@ -389,7 +382,7 @@ class Trace(Observer):
             raise ValueError(f"a trace is saved as .html or .json, not as {path.name!r}")
         if not self.num_steps:
             raise RuntimeError(
-                "the trace is empty; call llm.generate inside `with Trace(llm) as trace:` first"
+                "the trace is empty; call llm.generate inside `with Trace(llm)` first"
             )
         if not path.parent.is_dir():
             raise FileNotFoundError(f"{path.parent} is not a directory; create it first")
@@ -433,6 +426,7 @@ class Trace(Observer):
                 mark("X", number, name, start, dur=end - start, args=args)
 
         is_async, state, launches, now = self.options["async_scheduling"], State(), [0], 0
+        size = self._blocks.block_size
         ends, since = dict[int, int](), dict[int, int]()  # of each track; of those that wait
         work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes
         tracks = ["host", *(["odd steps run", "even steps run"] if is_async else ["steps run"])]
@@ -453,10 +447,8 @@ class Trace(Observer):
                 args = {"chunks": event["chunks"], "decodes": state.decodes}
                 add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
                 launches.append(now)
-                work[event["plan"]] = [
-                    (number, describe_work(state, number, start, count, self._blocks.block_size)[0])
-                    for number, start, count in planned(event, state)
-                ]
+                chunks = planned(event, state)
+                work[event["plan"]] = [(c[0], describe_work(state, c, size)[0]) for c in chunks]
                 free, cached, _ = state.pool(self._blocks.num_blocks)
                 add("C", "sequences running", end, args={"count": len(state.running)})
                 add("C", "sequences waiting", end, args={"count": len(state.waiting)})
@@ -486,6 +478,8 @@ class Trace(Observer):
 
     def __str__(self) -> str:
         o, state, texts, size = self.options, State(), self.texts(), self._blocks.block_size
+        width = max(80, min(100, shutil.get_terminal_size((100, 24)).columns))
+        indents: Any = {"initial_indent": INDENT, "subsequent_indent": INDENT + "  "}
         lines = [
             f"{plural(self.num_steps, 'step')} of {plural(len(self._state.seqs), 'sequence')}, "
             f"{o['policy']}, {plural(self._blocks.num_blocks, 'block')} of {plural(size, 'token')}",
@@ -494,7 +488,7 @@ class Trace(Observer):
             f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
             *["1: 'x' in a later step is a token of step 1"] * (self._engine.max_in_flight > 0),
             "",
-            HEAD,
+            table_row(HEAD, width),
         ]
         for group in self.steps():
             step, rows, notes = [""] * 4, dict[int, list[str]](), list[str]()
@@ -503,20 +497,18 @@ class Trace(Observer):
                 if "plan" in event:
                     step = [str(n) for n in (event["plan"], *state.pool(self._blocks.num_blocks))]
                     rows = {number: ["nothing", "", "", ""] for number in state.running}
-                    for number, start, count in planned(event, state):
-                        rows[number] = describe_work(state, number, start, count, size)
+                    for chunk in planned(event, state):
+                        rows[chunk[0]] = describe_work(state, chunk, size)
                 for number, token in zip(state.of, event.get("tokens", ()), strict=False):
                     text = repr(texts[token]) if token in texts else str(token)
                     late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
                     rows.setdefault(number, [""] * 4)[3] = late + text
                 notes += describe_changes(event, state, self._policy, size)
             for number, row in rows.items():
-                lines.append(ROW.format(*step, state.seqs[number].name, *row).rstrip())
+                lines.append(table_row((*step, state.seqs[number].name, *row), width))
                 step = [""] * 4
             for note in notes:
-                lines += textwrap.wrap(
-                    note, 100, initial_indent=INDENT, subsequent_indent=INDENT + "  "
-                )
+                lines += textwrap.wrap(note, width, **indents)
         return "\n".join(lines)
 
 
@@ -544,15 +536,23 @@ def last_words(text: str, width: int) -> str:
     return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
 
 
+def table_row(cells: tuple[str, ...], width: int) -> str:
+    """Join the cells of a line of 80 to 100 columns."""
+    more, (*left, what, slots, blocks, token) = width - 80, cells
+    slots, blocks = last_words(slots, 9 + more // 4), last_words(blocks, 11 + more * 3 // 10)
+    line = f"{what:<{13 + more // 5}} {slots:<{9 + more // 4}} {blocks:<{11 + more * 3 // 10}} "
+    return (ROW.format(*left) + " " + line + token)[:width].rstrip()
+
+
 def planned(plan: Event, state: State) -> list[list[int]]:
     """Return the chunks and the decodes of a plan: sequence, first position, number of tokens."""
     return plan["chunks"] + [[i, state.seqs[i].computed - 1, 1] for i in state.decodes]
 
 
-def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
-    """Return the table's cells for `count` tokens of a sequence: computes, slots, block table."""
-    seq, end = state.seqs[number], start + count
-    kind = seq.kind(start)
+def describe_work(state: State, chunk: list[int], size: int) -> list[str]:
+    """Return the table's cells for what `planned` returns: computes, slots, block table, token."""
+    number, start, count = chunk
+    seq, end, kind = state.seqs[number], start + count, state.seqs[number].kind(start)
     what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
     # A faulty scheduler may plan positions without a block; see lessons/break_it.py.
     ranges: list[list[int]] = []
@@ -563,22 +563,23 @@ def describe_work(state: State, number: int, start: int, count: int, size: int) 
         else:
             ranges.append([slot, slot])
     slots = " ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-    return [what, last_words(slots, 14), last_words(" ".join(map(str, seq.table)), 17), ""]
+    return [what, slots, " ".join(map(str, seq.table)), ""]
 
 
 def describe_changes(event: Event, state: State, policy: str, size: int) -> Iterator[str]:
     """Yield a sentence for each change of an event, with its rule. `state` is the state after it."""
     names = [f"request {seq.name}" for seq in state.seqs]
     for i in event.get("preempted", ()):
-        later = state.ran_before[state.ran_before.index(i) + 1 :] if i in state.ran_before else []
-        later = [j for j in later if j in state.running]
-        why = "no block was available and it was admitted last"
-        if later:
-            still = some([names[j] for j in later])
-            why = f"no block was available (admitted after it and still running: {still})"
+        before, why = state.ran_before, "no block was available and it was admitted last"
+        later = before[before.index(i) + 1 :] if i in before else []
+        if still := [names[j] for j in later if j in state.running]:
+            why = f"no block was available (admitted after it and still running: {some(still)})"
         if "failed" in event:
             why = "the step failed"
         yield f"Preemption: {names[i]} returns to the head of the queue, because {why}."
+    for seq in state.seqs[len(state.seqs) - len(event.get("new", ())) :]:
+        if seq.parent >= 0 and "commit" in event:
+            yield f"Fork: request {seq.name} continues {names[seq.parent]}."
     admitted: dict[str, list[str]] = {}
     for i in event.get("joins", ()):
         is_head = state.seqs[i].lost or state.seqs[i].parent >= 0
@@ -589,11 +590,10 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     for i, start, count in event.get("chunks", ()):
         seq, left = state.seqs[i], len(state.seqs[i].tokens) - start
         if i in event.get("joins", ()):
-            if seq.parent >= 0 and not seq.lost and start == seq.num_prompt - 1:
-                yield (
-                    f"Fork: {names[i]} shares the prompt's blocks with {names[seq.parent]} and "
-                    "computes only the last prompt token again."
-                )
+            if seq.parent >= 0 and not seq.lost and left == 1:
+                if start < seq.num_prompt:
+                    both = f"{names[i]} shares the prompt's blocks with {names[seq.parent]}"
+                    yield f"Fork: {both} and computes only the last prompt token again."
             elif start:
                 blocks = block_list(seq.table[: start // size])
                 yield f"Prefix hit: positions 0-{start - 1} of {names[i]} are cached ({blocks})."
