@@ -221,13 +221,11 @@ def test_tensor_parallel(capsys: pytest.CaptureFixture[str]) -> None:
     """Two real ranks, which the lesson starts without torchrun."""
     questions = tensor_parallel.run()
     printed = capsys.readouterr().out
-    parts = [[float(x) for x in row[1:]] for row in table(printed, "            1")]
+    parts = [[float(x) for x in row[1:]] for row in table(printed, "result")]
     for first, second, both, whole in zip(*parts, strict=True):
         assert first + second == pytest.approx(both, abs=2e-4)
         assert both == pytest.approx(whole, abs=2e-4)
-    one, *both = (
-        line.split()[-5:] for line in printed.splitlines() if re.match("one.* 12.|rank", line)
-    )
+    one, *both = (row[1:] for row in table(printed, "process"))
     assert one == ["4", "2", "12.3", "0", "0"]
     assert both == [["2", "1", "6.1", "11", str(11 * 4 * 256 * 4)]] * 2
     assert [question.answer for question in questions] == ["57", "32768"]

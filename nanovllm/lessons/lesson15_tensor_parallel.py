@@ -98,7 +98,9 @@ def show_by_hand() -> None:
     say(f"""By hand, in one process: the feed-forward network of the first layer has {2 * half} inner units.
         Rank 0 has the first {half} of them, and rank 1 the others. The first numbers of the results:""")
     results = {"y0": y[0], "y1": y[1], "y0 + y1": y[0] + y[1], "one device": mlp(x)}
-    show_table(("", *"1234"), [(n, *(f"{v:.4f}" for v in r[0, :4])) for n, r in results.items()])
+    show_table(
+        ("result", *"1234"), [(n, *(f"{v:.4f}" for v in r[0, :4])) for n, r in results.items()]
+    )
 
 
 def run() -> list[Question]:
@@ -111,7 +113,7 @@ def run() -> list[Question]:
     names = ("one device", "rank 0 of 2", "rank 1 of 2")
     head = ("query heads", "KV heads", "MiB of weights", "all-reduces", "bytes of them")
     rows = [(name, *rank["has"]) for name, rank in zip(names, (one, *both), strict=True)]
-    show_table(("", *head), rows)
+    show_table(("process", *head), rows)
     assert both[0]["tokens"] == both[1]["tokens"] == one["tokens"]
     *_, calls, size = both[0]["has"]
     layers, large = embedded_config().num_layers, shape_of("qwen3-0.6b")
