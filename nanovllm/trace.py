@@ -186,14 +186,9 @@ class Trace(Observer):
         for seq in sorted(unknown, key=lambda seq: (seq.arrival, seq.index)):
             numbers[seq] = len(numbers)
         if new := list(islice(numbers, len(state.seqs), None)):
+            name, parent = self._name, self._parent
             event["new"] = [
-                (
-                    self._name(seq),
-                    seq.num_prompt,
-                    list(seq.token_ids),
-                    seq.num_computed,
-                    -1 if seq.parent is None else numbers.get(seq.parent, -1),
-                )
+                (name(seq), seq.num_prompt, list(seq.token_ids), seq.num_computed, parent(seq))
                 for seq in new
             ]
         if (running := [numbers[seq] for seq in scheduler.running]) != state.running:
@@ -211,26 +206,31 @@ class Trace(Observer):
             event["tables"] = tables
         if cached := sorted(state.cached.symmetric_difference(self._blocks.prefix_index.values())):
             event["cached"] = cached
-        live = self._preemptions.items()
-        if preempted := [numbers[seq] for seq, count in live if seq.preemptions > count]:
+        if preempted := [numbers[s] for s, n in self._preemptions.items() if s.preemptions > n]:
             event["preempted"] = preempted
-        ended = [seq for seq in self._preemptions if seq.status is Status.FINISHED]
-        if ended:
-            event["finished"] = [
-                (numbers[seq], seq.finish_reason or "", seq.stop_reason) for seq in ended
-            ]
+        if ended := [seq for seq in self._preemptions if seq.status is Status.FINISHED]:
+            event["finished"] = [(numbers[s], s.finish_reason or "", s.stop_reason) for s in ended]
         return event
 
     def _name(self, seq: Sequence) -> str:
         """Return the id of the request, with a number if it can have several sequences.
 
-        The number of a sample is its index. A beam's index is its place among the beams, which
-        changes, so the sequences of a search are numbered in the order in which they appear.
+        That is the index of a sample. The index of a beam changes, so beams are numbered as they appear.
         """
         if seq.yields is Yield.CANDIDATES:
             self._beams[seq.arrival] += 1
             return f"{seq.request_id}.{self._beams[seq.arrival] - 1}"
         return f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id
+
+    def _parent(self, seq: Sequence) -> int:
+        """Return the number of the sequence that it is forked from, or -1."""
+        if seq.yields is not Yield.CANDIDATES:
+            return -1 if seq.parent is None else self._numbers.get(seq.parent, -1)
+        # The beam of its request that had all of its tokens but the last.
+        for (other, number), known in zip(self._numbers.items(), self._state.seqs, strict=False):
+            if other.arrival == seq.arrival and known.tokens == seq.token_ids[:-1]:
+                return number
+        return -1
 
     def _add(self, event: Event) -> None:
         """Append an event and update the state with which the next one is compared."""
@@ -243,8 +243,7 @@ class Trace(Observer):
 
     def texts(self) -> dict[int, str]:
         """Return the text of each token in the trace; empty without a tokenizer."""
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
+        if (tokenizer := self._engine.tokenizer) is None:
             return {}
         known = {t for event in self.events for _, _, ids, *_ in event.get("new", ()) for t in ids}
         known |= {token for event in self.events for token in event.get("tokens", ())} - {-1}
@@ -259,7 +258,7 @@ class Trace(Observer):
             raise ValueError(f"a trace is saved as .html or .json, not as {path.name!r}")
         if not self.num_steps:
             raise RuntimeError(
-                "the trace is empty; call llm.generate inside `with Trace(llm) as trace:` first"
+                "the trace is empty; call llm.generate inside `with Trace(llm)` first"
             )
         if not path.parent.is_dir():
             raise FileNotFoundError(f"{path.parent} is not a directory; create it first")

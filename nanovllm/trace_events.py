@@ -69,10 +69,8 @@ class SeqState:
     table: list[int] = field(default_factory=list)
 
     def kind(self, start: int) -> str:
-        """Return what a plan computes from position `start` on: "prompt", "decode" or "again".
-
-        If there is output, only its last token has not been computed before.
-        """
+        """Return what a plan computes from position `start` on: "prompt", "decode" or "again"."""
+        # If there is output, only its last token has not been computed before.
         has_output = len(self.tokens) > self.num_prompt
         if start >= max(self.num_prompt, len(self.tokens) - 1):
             return "decode"
@@ -94,8 +92,7 @@ class State:
     def apply(self, event: Event) -> None:
         for name, num_prompt, tokens, computed, parent in event.get("new", ()):
             self.seqs.append(SeqState(name, num_prompt, list(tokens), computed, parent))
-        self.ran_before = self.running
-        self.running = event.get("running", self.running)
+        self.ran_before, self.running = self.running, event.get("running", self.running)
         self.waiting = event.get("waiting", self.waiting)
         for number, keep, *blocks in event.get("tables", ()):
             self.seqs[number].table[keep:] = blocks

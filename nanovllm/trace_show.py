@@ -6,6 +6,7 @@ Each function takes the options of the engine, the events, and the text of each 
 from __future__ import annotations
 
 import json
+import shutil
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +15,14 @@ from typing import Any
 from nanovllm.engine.scheduler import WHY_WAITING
 from nanovllm.trace_events import Event, State
 
-# A line of the printed table. Sentences are printed below it, under the last five columns.
-ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8} {:<17} {:<14} {:<17} {:.16}"
+# The first columns of the printed table. Sentences stand below it, from the last of these on.
+ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8}"
+HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "block table", "token")
 INDENT = " " * 24
-HEAD = "step free cached shared request  computes          slots          block table       token"
 
 
 def steps(events: list[Event]) -> Iterator[list[Event]]:
-    """Yield the events of each step: its plan, then what was committed before the next plan.
-
-    The first list has the events before the first plan.
-    """
+    """Yield the events before the first plan, then those of each step, its plan first."""
     group: list[Event] = []
     for event in list(events):
         if "plan" in event:
@@ -89,10 +87,9 @@ def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) 
             args = {"chunks": event["chunks"], "decodes": state.decodes}
             add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
             launches.append(now)
-            work[event["plan"]] = [
-                (number, describe_work(state, number, start, count, options["block_size"])[0])
-                for number, start, count in planned(event, state)
-            ]
+            chunks = planned(event, state)
+            size = options["block_size"]
+            work[event["plan"]] = [(c[0], describe_work(state, c, size)[0]) for c in chunks]
             free, cached, _ = state.pool(options["num_blocks"])
             add("C", "sequences running", end, args={"count": len(state.running)})
             add("C", "sequences waiting", end, args={"count": len(state.waiting)})
@@ -125,6 +122,8 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
     o, state, size = options, State(), options["block_size"]
     num_steps = sum("plan" in event for event in events)
     num_seqs = sum(len(event.get("new", ())) for event in events)
+    width = max(80, min(100, shutil.get_terminal_size((100, 24)).columns))
+    indents: Any = {"initial_indent": INDENT, "subsequent_indent": INDENT + "  "}
     lines = [
         f"{plural(num_steps, 'step')} of {plural(num_seqs, 'sequence')}, "
         f"{o['policy']}, {plural(o['num_blocks'], 'block')} of {plural(size, 'token')}",
@@ -133,7 +132,7 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
         f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
         *["1: 'x' in a later step is a token of step 1"] * o["async_scheduling"],
         "",
-        HEAD,
+        table_row(HEAD, width),
     ]
     for group in steps(events):
         step, rows, notes = [""] * 4, dict[int, list[str]](), list[str]()
@@ -142,20 +141,18 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
             if "plan" in event:
                 step = [str(n) for n in (event["plan"], *state.pool(options["num_blocks"]))]
                 rows = {number: ["nothing", "", "", ""] for number in state.running}
-                for number, start, count in planned(event, state):
-                    rows[number] = describe_work(state, number, start, count, size)
+                for chunk in planned(event, state):
+                    rows[chunk[0]] = describe_work(state, chunk, size)
             for number, token in zip(state.of, event.get("tokens", ()), strict=False):
                 text = repr(texts[token]) if token in texts else str(token)
                 late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
                 rows.setdefault(number, [""] * 4)[3] = late + text
             notes += describe_changes(event, state, options["policy"], options["block_size"])
         for number, row in rows.items():
-            lines.append(ROW.format(*step, state.seqs[number].name, *row).rstrip())
+            lines.append(table_row((*step, state.seqs[number].name, *row), width))
             step = [""] * 4
         for note in notes:
-            lines += textwrap.wrap(
-                note, 100, initial_indent=INDENT, subsequent_indent=INDENT + "  "
-            )
+            lines += textwrap.wrap(note, width, **indents)
     return "\n".join(lines)
 
 
@@ -179,15 +176,23 @@ def last_words(text: str, width: int) -> str:
     return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
 
 
+def table_row(cells: tuple[str, ...], width: int) -> str:
+    """Join the cells of a line of 80 to 100 columns."""
+    more, (*left, what, slots, blocks, token) = width - 80, cells
+    slots, blocks = last_words(slots, 9 + more // 4), last_words(blocks, 11 + more * 3 // 10)
+    line = f"{what:<{13 + more // 5}} {slots:<{9 + more // 4}} {blocks:<{11 + more * 3 // 10}} "
+    return (ROW.format(*left) + " " + line + token)[:width].rstrip()
+
+
 def planned(plan: Event, state: State) -> list[list[int]]:
     """Return the chunks and the decodes of a plan: sequence, first position, number of tokens."""
     return plan["chunks"] + [[i, state.seqs[i].computed - 1, 1] for i in state.decodes]
 
 
-def describe_work(state: State, number: int, start: int, count: int, size: int) -> list[str]:
-    """Return the table's cells for `count` tokens of a sequence: computes, slots, block table."""
-    seq, end = state.seqs[number], start + count
-    kind = seq.kind(start)
+def describe_work(state: State, chunk: list[int], size: int) -> list[str]:
+    """Return the table's cells for what `planned` returns: computes, slots, block table, token."""
+    number, start, count = chunk
+    seq, end, kind = state.seqs[number], start + count, state.seqs[number].kind(start)
     what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
     # A faulty scheduler may plan positions without a block; see lessons/break_it.py.
     ranges: list[list[int]] = []
@@ -198,22 +203,23 @@ def describe_work(state: State, number: int, start: int, count: int, size: int) 
         else:
             ranges.append([slot, slot])
     slots = " ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
-    return [what, last_words(slots, 14), last_words(" ".join(map(str, seq.table)), 17), ""]
+    return [what, slots, " ".join(map(str, seq.table)), ""]
 
 
 def describe_changes(event: Event, state: State, policy: str, size: int) -> Iterator[str]:
     """Yield a sentence for each change of an event, with its rule. `state` is the state after it."""
     names = [f"request {seq.name}" for seq in state.seqs]
     for i in event.get("preempted", ()):
-        later = state.ran_before[state.ran_before.index(i) + 1 :] if i in state.ran_before else []
-        later = [j for j in later if j in state.running]
-        why = "no block was available and it was admitted last"
-        if later:
-            still = some([names[j] for j in later])
-            why = f"no block was available (admitted after it and still running: {still})"
+        before, why = state.ran_before, "no block was available and it was admitted last"
+        later = before[before.index(i) + 1 :] if i in before else []
+        if still := [names[j] for j in later if j in state.running]:
+            why = f"no block was available (admitted after it and still running: {some(still)})"
         if "failed" in event:
             why = "the step failed"
         yield f"Preemption: {names[i]} returns to the head of the queue, because {why}."
+    for seq in state.seqs[len(state.seqs) - len(event.get("new", ())) :]:
+        if seq.parent >= 0 and "commit" in event:
+            yield f"Fork: request {seq.name} continues {names[seq.parent]}."
     admitted: dict[str, list[str]] = {}
     for i in event.get("joins", ()):
         is_head = state.seqs[i].lost or state.seqs[i].parent >= 0
@@ -224,11 +230,10 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     for i, start, count in event.get("chunks", ()):
         seq, left = state.seqs[i], len(state.seqs[i].tokens) - start
         if i in event.get("joins", ()):
-            if seq.parent >= 0 and not seq.lost and start == seq.num_prompt - 1:
-                yield (
-                    f"Fork: {names[i]} shares the prompt's blocks with {names[seq.parent]} and "
-                    "computes only the last prompt token again."
-                )
+            if seq.parent >= 0 and not seq.lost and left == 1:
+                if start < seq.num_prompt:
+                    both = f"{names[i]} shares the prompt's blocks with {names[seq.parent]}"
+                    yield f"Fork: {both} and computes only the last prompt token again."
             elif start:
                 blocks = block_list(seq.table[: start // size])
                 yield f"Prefix hit: positions 0-{start - 1} of {names[i]} are cached ({blocks})."

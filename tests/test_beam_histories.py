@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterator
 
 import pytest
+from tiers import TieredHistory
 from xxhash import xxh64_intdigest
 
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
-from nanovllm.engine import host_tier, scheduler
+from nanovllm.engine import scheduler
 from nanovllm.engine.request import Sample
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.lessons.mutants import Mutant, apply
@@ -70,8 +71,8 @@ class Request:
 
 
 class BeamHistory(History):
-    def __init__(self, seed: int, schedulers=scheduler, tiers=None) -> None:
-        super().__init__(seed, schedulers, tiers=tiers)
+    def __init__(self, seed: int, schedulers=scheduler) -> None:
+        super().__init__(seed, schedulers)
         self.searches: list[tuple[Request, BeamSearch, list[int], int]] = []
         self.of: dict[Sequence, tuple[Request, BeamSearch]] = {}
 
@@ -168,8 +169,12 @@ ACTIONS = {
 }
 
 
-def run_history(seed: int, schedulers=scheduler, tiers=None) -> BeamHistory:
-    history = BeamHistory(seed, schedulers, tiers)
+class TieredBeamHistory(BeamHistory, TieredHistory):
+    pass
+
+
+def run_history(seed: int, schedulers=scheduler, make=BeamHistory) -> BeamHistory:
+    history = make(seed, schedulers)
     try:
         for name in history.rng.choices(list(ACTIONS), list(ACTIONS.values()), k=50):
             if name == "fail":
@@ -194,7 +199,8 @@ def test_random_histories_with_beams() -> None:
 
 
 def test_random_histories_with_beams_and_a_host_tier() -> None:
-    loaded = sum(run_history(seed, tiers=host_tier).blocks.loaded_blocks for seed in range(150))
+    histories = (run_history(seed, make=TieredBeamHistory) for seed in range(150))
+    loaded = sum(history.blocks.loaded_blocks for history in histories)
     assert loaded > 100
 
 

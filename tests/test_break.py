@@ -29,11 +29,11 @@ def test_exercise_asks(
     break_it.run(str(number), None)
     asked = capsys.readouterr().out
     assert "Which of these is the first that was found not to hold?" in asked
-    assert "step free cached" in asked or "def check_" in asked
+    assert "step free cached" in asked
     assert "InvariantError" not in asked
     assert name not in " ".join(asked.split())
     assert max(map(len, asked.splitlines())) <= 101
-    assert "must get" in asked or "def check_" in asked
+    assert "must get" in asked
     # A sample has the name that it has in the trace: 0.0, not 0.
     names = re.findall(r"^([\d.]+) .* (?:running|waiting|finished|new)$", asked, re.MULTILINE)
     assert not {name.split(".")[0] for name in names if "." in name} & set(names)
@@ -88,7 +88,7 @@ def test_shorter_histories_fail_too() -> None:
         (["break", "99"], "a number from 1 to 24, not '99'"),
         (["break", "one"], "not 'one'"),
         (["break", "1", "--answers", "1"], "2 answers are needed"),
-        (["13"], "invalid choice: '13'"),
+        (["16"], "invalid choice: '16'"),
         (["3", "4"], "takes no '4'"),
         (["--answers"], "takes no --answers"),
         (["ladder", "3"], "ladder takes no '3'"),

@@ -3,6 +3,8 @@
 A failing history prints its seed: `run_history(seed)` repeats it.
 """
 
+from types import ModuleType
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from nanovllm.engine import block_manager
+from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.mutants import MUTANTS, apply
@@ -21,8 +23,7 @@ from nanovllm.lessons.oracle import (
     ALPHABET,
     History,
     OracleRunner,
-    check_cached_tail,
-    check_late_copy,
+    answer,
     plain_sequence,
     run_history,
 )
@@ -92,6 +93,51 @@ def test_rows_build_what_the_plan_says() -> None:
         for _ in range(40):
             history.rng.choice((History.step, History.step, History.add, History.abort))(history)
         history.drain()
+
+
+# ---- what no history reaches: faults that only a scripted test shows ----
+
+
+def check_cached_tail(managers: ModuleType = block_manager) -> None:
+    """A fork whose parent is gone owns its last block alone, but others can still find the parent's
+    tokens there. No history does this: a fork writes while its parent runs. A beam search would.
+    """
+    blocks = managers.BlockManager(4, 4)
+    parent = plain_sequence([1, 2, 3, 4])
+    blocks.append_block(parent)
+    parent.num_computed = 4
+    blocks.cache_full_blocks(parent)
+    child = plain_sequence([1, 2])
+    blocks.fork(parent, child, 2)
+    blocks.release(parent)
+    shared = child.block_table[0]
+    blocks.copy_on_write(child)
+    blocks.take_moves(plan := StepPlan())
+    copied = plan.block_moves == [(shared, child.block_table[0])]
+    found = blocks.match(plain_sequence([1, 2, 3, 4, 5])) == [blocks.blocks[shared]]
+    assert copied, "it is written in place"
+    assert shared in blocks.evictable
+    assert found
+
+
+def check_late_copy(schedulers: ModuleType = scheduler) -> None:
+    """A running sequence copies a block that another shares, and the runner is told which it writes.
+    No history does this either: the samples of a request copy as soon as they are admitted.
+    """
+    blocks, runner = block_manager.BlockManager(9, 4), OracleRunner(9, 4, 2)
+    planner = schedulers.Scheduler(blocks, 2, 99)
+    seq, other = plain_sequence([1, 2, 0, 1, 2, 0]), plain_sequence([1, 2, 0, 1, 2])
+    seq.max_length = 9
+    planner.add(seq)
+    for _ in range(3):
+        step = planner.schedule()
+        planner.commit(step, runner.run(step.plan))
+        if not other.block_table:
+            blocks.fork(seq, other, 5)
+            shared = other.block_table[1]
+    told = runner.tables[0][1] != shared
+    assert told, "the runner writes into the shared block"
+    assert seq.output_ids == answer([1, 2, 0, 1, 2, 0], 9, frozenset(), 0)
 
 
 # ---- mutants: one-line faults, each of which the histories must catch ----

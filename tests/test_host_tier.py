@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from test_control_plane import MACHINE, BlockManagerMachine
+from tiers import TieredHistory
 
 from nanovllm import LLM, SamplingParams, Trace, log
 from nanovllm.config import EngineConfig
@@ -18,7 +19,7 @@ from nanovllm.engine import host_tier
 from nanovllm.engine.host_tier import HostBlock, TieredBlockManager
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.mutants import Mutant, apply
-from nanovllm.lessons.oracle import History, plain_sequence, run_history
+from nanovllm.lessons.oracle import plain_sequence, run_history
 from nanovllm.models.fp8 import FP8
 from nanovllm.plan import BlockMove, HostTier, StepPlan
 from nanovllm.runner import host_pool, memory
@@ -35,7 +36,7 @@ GIB = 2**30
 def test_random_histories(seeds: range) -> None:
     saved = loaded = lost = preemptions = 0
     for seed in seeds:
-        history = run_history(seed, tiers=host_tier)
+        history = run_history(seed, make=TieredHistory)
         saved += history.blocks.saved_blocks
         loaded += history.blocks.loaded_blocks
         lost += history.blocks.lost_blocks
@@ -47,7 +48,7 @@ def test_random_histories(seeds: range) -> None:
 def fails(tiers: object) -> bool:
     for seed in range(400):
         try:
-            run_history(seed, tiers=tiers)  # type: ignore[arg-type]
+            run_history(seed, make=TieredHistory, tiers=tiers)  # type: ignore[arg-type]
         except AssertionError:
             return True
     return False
@@ -315,7 +316,7 @@ def test_the_rule(compute: float, load: float, overhead: float, least: int | Non
 
 def test_plans_are_reproducible() -> None:
     def plans(seed: int) -> list[StepPlan]:
-        history, made = History(seed, tiers=host_tier), []
+        history, made = TieredHistory(seed), []
         run = history.runner.run
         history.runner.run = lambda plan: made.append(plan) or run(plan)  # type: ignore[func-returns-value]
         for _ in range(30):

@@ -35,9 +35,13 @@ LESSONS = (
     "lesson10_puzzles",
     "lesson11_paged_attention",
     "lesson12_overlap",
+    "lesson13_int8",
+    "lesson14_host_tier",
+    "lesson15_tensor_parallel",
 )
 NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
 EXERCISES = {"puzzle": lesson10_puzzles.run_puzzle, "break": break_it.run}
+MODULES = {"ladder": ladder, "puzzle": lesson10_puzzles, "break": break_it, "build": build_it}
 
 
 def load(number: str) -> ModuleType:
@@ -67,8 +71,9 @@ def main() -> None:
         prog="python -m nanovllm.lessons",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
-    choices = [*NUMBERS, "ladder", *EXERCISES, "build"]
+    choices = [*NUMBERS, *MODULES]
     what = parser.add_argument("what", nargs="?", choices=choices)
     what.metavar = f"1 to {NUMBERS[-1]}, {', '.join(choices[len(NUMBERS) :])}"
     parser.add_argument(
@@ -77,7 +82,16 @@ def main() -> None:
     parser.add_argument(
         "--answers", nargs="*", metavar="YOURS", help="show the answers, or compare yours with them"
     )
+    parser.add_argument(
+        "-h", "--help", action="store_true", help="show this text, or that of a lesson"
+    )
     args = parser.parse_args()
+    if args.help:
+        if args.what is None:
+            parser.print_help()
+            return
+        say(str((MODULES.get(args.what) or load(args.what)).__doc__))
+        return
     logging.getLogger("nanovllm").setLevel(logging.WARNING)  # no line for each LLM that is made
     try:
         if args.what in NUMBERS and args.which is None:
@@ -97,6 +111,8 @@ def main() -> None:
             raise ValueError(f"{args.what or 'the list'} takes no {extra}")
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ and asks which invariant broke.
 """
 
 import contextlib
-import inspect
 import io
 import sys
 from collections.abc import Iterator
@@ -16,18 +15,9 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine import block_manager
 from nanovllm.engine.policies import shortest_job_first
+from nanovllm.lessons import oracle
 from nanovllm.lessons.mutants import MUTANTS, Mutant, apply, describe
-from nanovllm.lessons.oracle import (
-    INVARIANTS,
-    Action,
-    History,
-    InvariantError,
-    answer,
-    check_cached_tail,
-    check_late_copy,
-    random_actions,
-    replay,
-)
+from nanovllm.lessons.oracle import INVARIANTS, Action, History, InvariantError
 from nanovllm.lessons.show import Question, fill, say, show_answers, show_questions, show_table
 from nanovllm.trace import Trace
 
@@ -64,7 +54,7 @@ class Attempt:
         """Run it. Returns how long and how complicated it is if it fails, and None if not."""
         history = History(self.seed, **self.modules)
         try:
-            replay(history, self.actions)
+            oracle.replay(history, self.actions)
         except InvariantError:
             tokens = sum(len(seq.token_ids) for seq in history.seqs)
             is_sjf = history.scheduler.policy_key.__name__ == shortest_job_first.__name__
@@ -76,7 +66,7 @@ class Attempt:
         history = History(self.seed, **self.modules)
         with Trace(history) as trace:
             try:
-                replay(history, self.actions)
+                oracle.replay(history, self.actions)
             except InvariantError as error:
                 return trace, history, error
         raise ValueError("this history does not fail")
@@ -110,22 +100,12 @@ def shorten(attempt: Attempt) -> tuple[tuple[int, ...], Attempt]:
     return best, attempt
 
 
-def shortest_failure(mutant: Mutant) -> Attempt | None:
-    """Return None if no history fails."""
-    module = "managers" if mutant.module is block_manager else "schedulers"
-    modules = {module: apply(mutant)}
-    attempts = (Attempt(modules, seed, tuple(random_actions(seed))) for seed in range(SEEDS))
-    failing = (attempt for attempt in attempts if attempt.failure() is not None)
-    found = [shorten(attempt) for attempt in islice(failing, FAILURES)]
-    return min(found, key=lambda pair: pair[0])[1] if found else None
-
-
 def show_sequences(history: History) -> None:
     """Print the requests, what the model's definition gives, and what they have at the end."""
     rows = []
     for seq in history.seqs:
         prompt = seq.token_ids[: seq.num_prompt]
-        want = answer(prompt, seq.max_length, seq.stop_token_ids, seq.sampling.seed)
+        want = oracle.answer(prompt, seq.max_length, seq.stop_token_ids, seq.sampling.seed)
         texts = (" ".join(map(str, ids)) for ids in (prompt, want, seq.output_ids))
         one = seq.parent is None and all(other.parent is not seq for other in history.seqs)
         name = seq.request_id if one else f"{seq.request_id}.{seq.index}"  # as in the trace
@@ -150,29 +130,22 @@ def show_blocks(history: History) -> None:
 
 
 def show_failure(mutant: Mutant) -> InvariantError:
-    """Print what fails with the fault. Returns the error."""
-    attempt = shortest_failure(mutant)
-    if attempt is not None:
-        trace, history, error = attempt.trace()
-        say("""Random requests run on a model whose next token depends on every slot that it reads.
-            This is the shortest history that was found in which something goes wrong, up to the
-            step that does. Tokens are 0, 1 and 2.""")
-        show_sequences(history)
-        if history.size == 1:
-            say("Blocks have one slot each: the slot of position p is block_table[p].")
-        print(trace, end="\n\n")
-        show_blocks(history)
-        return error
-    check = check_cached_tail if mutant.module is block_manager else check_late_copy
-    say("""No history of requests shows this fault, because the engine does nothing today that would.
-        These calls show it, in which a model's next token depends on every slot that it reads:""")
-    source = inspect.getsource(check)
-    print(source[: source.rindex("    require(")])
-    try:
-        check(apply(mutant))
-    except InvariantError as error:
-        return error
-    raise ValueError("no test catches this fault")
+    """Print the shortest history that fails with the fault. Returns the error."""
+    module = "managers" if mutant.module is block_manager else "schedulers"
+    modules, seeds = {module: apply(mutant)}, range(SEEDS)
+    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i))) for i in seeds)
+    failing = (attempt for attempt in attempts if attempt.failure() is not None)
+    _, attempt = min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])
+    trace, history, error = attempt.trace()
+    say("""Random requests run on a model whose next token depends on every slot that it reads. This is
+        the shortest history that was found in which something goes wrong, up to the step that does.
+        Tokens are 0, 1 and 2.""")
+    show_sequences(history)
+    if history.size == 1:
+        say("Blocks have one slot each: the slot of position p is block_table[p].")
+    print(trace, end="\n\n")
+    show_blocks(history)
+    return error
 
 
 def run(which: str | None, answers: list[str] | None) -> None:
@@ -187,7 +160,7 @@ def run(which: str | None, answers: list[str] | None) -> None:
     if which not in map(str, range(1, len(NAMES) + 1)):
         raise ValueError(f"break takes a number from 1 to {len(NAMES)}, not {which!r}")
     name = NAMES[int(which) - 1]
-    theme = next(theme for theme in THEMES if int(which) in theme.exercises)
+    [theme] = (theme for theme in THEMES if int(which) in theme.exercises)
     mutant, file = MUTANTS[name], file_of(MUTANTS[name])
     with contextlib.redirect_stdout(io.StringIO() if answers is not None else sys.stdout):
         print(f"A line of {file} is changed, in memory only.\n")

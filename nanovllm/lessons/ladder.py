@@ -1,24 +1,26 @@
-"""The ladder: the same requests on every rung, from no cache to the engine's defaults.
+"""The ladder: the same 16 requests on every rung, from no cache to the defaults of LLM().
 
-Each rung adds one idea, and `climb` checks that it gives the same tokens as the rung before.
+Each rung adds one idea to the one before and gives the same tokens. The table says what each gains. It
+takes about a minute, and 20 to 40 s more if the CPU's kernels have to be compiled first. Timings
+mean little while other programs run.
 """
 
 import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.observer import NO_OBSERVER, Observer
-from nanovllm.engine.scheduler import InFlightStep
+from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.lessons import lesson1_no_cache, lesson2_kv_cache
-from nanovllm.lessons.lesson import make_llm, optional
+from nanovllm.lessons.lesson import Counters, make_llm, optional
 from nanovllm.lessons.lesson1_no_cache import Way
 from nanovllm.lessons.show import say, show_table
 from nanovllm.outputs import RequestOutput
@@ -68,38 +70,17 @@ def by_hand(llm: LLM, requests: list[Request], way: Way, reserved: int) -> Run:
 
     reserved: for how many requests of the greatest length slots are reserved.
     """
-    start = last = time.monotonic()
-    tokens: list[list[int]] = []
-    first_tokens, steps = [], []
+    tokens, firsts, times, total = list[list[int]](), list[float](), [time.monotonic()], 0
     for prompt, num_output in requests:
         tokens.append([])
         for token, computed in way(llm, prompt, num_output):
-            now = time.monotonic()
-            if not tokens[-1]:
-                first_tokens.append(now - start)
             tokens[-1].append(token)
-            steps.append((computed, now - last))
-            last = now
-    computed, longest = sum(c for c, _ in steps), max(seconds for _, seconds in steps)
-    mean = sum(first_tokens) / len(requests)
-    slots = reserved * llm.engine.inputs.max_model_len
-    return Run(tokens, len(steps), computed, slots, mean, longest, last - start)
-
-
-@dataclass
-class Counters(Observer):
-    """An Observer of the engine's steps; see nanovllm/engine/observer.py."""
-
-    llm: LLM
-    steps: int = 0
-    computed: int = 0
-    blocks: int = 0
-
-    def scheduled(self, step: InFlightStep | None) -> None:
-        if step is not None:
-            self.steps += 1
-            self.computed += step.plan.num_tokens
-            self.blocks = max(self.blocks, int(self.llm.stats()["blocks_in_use"]))
+            times.append(time.monotonic())
+            total += computed
+        firsts.append(times[-num_output] - times[0])
+    longest = max(b - a for a, b in pairwise(times))
+    slots, seconds = reserved * llm.engine.inputs.max_model_len, times[-1] - times[0]
+    return Run(tokens, len(times) - 1, total, slots, mean(firsts), longest, seconds)
 
 
 def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
@@ -107,8 +88,7 @@ def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
     engine = llm.engine
     engine.reset_prefix_cache()
     engine.observer = counters = Counters(llm)
-    outputs: dict[str, RequestOutput] = {}
-    ids: list[str] = []
+    outputs, ids = dict[str, RequestOutput](), list[str]()
     start, longest = time.monotonic(), 0.0
     for i in range(0, len(requests), group):
         for prompt, num_output in requests[i : i + group]:
@@ -121,10 +101,10 @@ def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
     seconds = time.monotonic() - start
     engine.observer = NO_OBSERVER
     tokens = [outputs[i].outputs[0].token_ids for i in ids]
-    firsts = [outputs[i].metrics.first_token_time or 0.0 for i in ids]
-    mean = sum(first - start for first in firsts) / len(ids)
+    first = mean((outputs[i].metrics.first_token_time or start) - start for i in ids)
     slots = counters.blocks * engine.scheduler.blocks.block_size
-    return Run(tokens, counters.steps, counters.computed, slots, mean, longest, seconds)
+    steps = counters.tokens
+    return Run(tokens, len(steps), sum(steps), slots, first, longest, seconds)
 
 
 class Rung(NamedTuple):
@@ -141,14 +121,12 @@ KERNELS = CHUNKS | {"attention_backend": "numba"}
 ASYNC = KERNELS | {"async_scheduling": True}
 no_cache = partial(by_hand, way=lesson1_no_cache.generate, reserved=0)
 kv_cache = partial(by_hand, way=lesson2_kv_cache.generate, reserved=1)
-one_by_one = partial(by_engine, group=1)
-static = partial(by_engine, group=ROWS)
-continuous = partial(by_engine, group=sys.maxsize)
+static, continuous = partial(by_engine, group=ROWS), partial(by_engine, group=sys.maxsize)
 
 RUNGS = [
     Rung(1, "no cache", PLAIN, no_cache),
     Rung(2, "a KV cache", PLAIN, kv_cache),
-    Rung(3, "blocks", PLAIN, one_by_one),
+    Rung(3, "blocks", PLAIN, partial(by_engine, group=1)),
     Rung(4, f"static batches of {ROWS}", PLAIN, static),
     Rung(4, "continuous batching", PLAIN, continuous),
     Rung(6, "prefix sharing", SHARING, continuous),
@@ -197,9 +175,8 @@ def gain(before: list[Run], now: list[Run]) -> str:
     ratios = sorted(b.seconds / n.seconds for b, n in zip(before, now, strict=True))
     low, ratio, high = ratios[0], ratios[len(ratios) // 2], ratios[-1]
     digits = min(2, max(1, -math.floor(math.log10(high - low)))) if high > low else 2
-    if low <= 1 <= high:
-        return f"about 1 ({low:.{digits}f} to {high:.{digits}f})"
-    return f"{ratio:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    middle = "about 1" if low <= 1 <= high else f"{ratio:.{digits}f}"
+    return f"{middle} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def show(results: list[tuple[Rung, list[Run]]]) -> None:
@@ -207,30 +184,20 @@ def show(results: list[tuple[Rung, list[Run]]]) -> None:
     rows, before = list[tuple[object, ...]](), list[Run]()
     for rung, runs in results:
         run = median(runs)
-        rows.append(
-            (
-                f"{rung.lesson} {rung.adds}",
-                f"{sum(map(len, run.tokens)) / run.seconds:,.0f}",
-                gain(before, runs) if before else "",
-                run.steps,
-                f"{run.computed:,}",
-                f"{run.slots:,}",
-                f"{1e3 * run.first_token:,.0f}",
-                f"{1e3 * run.longest_step:,.0f}",
-            )
-        )
+        speed = f"{sum(map(len, run.tokens)) / run.seconds:,.0f}"
+        counts = (run.steps, f"{run.computed:,}", f"{run.slots:,}")
+        times = (f"{1e3 * run.first_token:,.0f}", f"{1e3 * run.longest_step:,.0f}")
+        gained = gain(before, runs) if before else ""
+        rows.append((f"{rung.lesson} {rung.adds}", speed, gained, *counts, *times))
         before = runs
     names = ("lesson", "tokens/s", "gain", "steps", "computed", "slots", "first ms", "step ms")
     show_table(names, rows)
 
 
 def run() -> None:
-    say(f"""
-        The ladder: {NUM_REQUESTS} requests, which begin with the same conversation and have
-        {min(LENGTHS)} to {max(LENGTHS)} output tokens. Every rung adds one idea to the one before, and
-        gives the same tokens, in float32. The last rung is LLM() as it is. Timings are from the
-        median of 3 runs after a short one to warm up. It takes about a minute, and 20 to 40 s more
-        if the CPU's kernels have to be compiled first.
+    say(str(__doc__))
+    say(f"""The requests begin with the same conversation and have {min(LENGTHS)} to {max(LENGTHS)} output
+        tokens, in float32. Timings are from the median of 3 runs after a short one to warm up.
 
         gain: tokens per second divided by those of the rung before, with the lowest and the highest
         ratio of the three turns; "about 1" if these do not say whether it gains. computed: tokens that
@@ -242,22 +209,13 @@ def run() -> None:
         say("Without Numba, the rung of its kernels is left out; later ones run in plain torch.")
         plain = {"attention_backend": "sdpa"}
         rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 11]
-    results = climb(rungs, NUM_REQUESTS, repeats=3)
-    show(results)
-    by_name = {rung.adds: median(runs) for rung, runs in results}
-    cache, blocks = by_name["a KV cache"], by_name["blocks"]
-    shared, chunks = by_name["prefix sharing"], by_name[f"a token budget of {BUDGET}"]
-    say(f"""
-        Lessons 2, 4, 6 and 11 are about speed: fewer tokens are computed, more tokens are computed
+    show(climb(rungs, NUM_REQUESTS, repeats=3))
+    say("""Lessons 2, 4, 6 and 11 are about speed: fewer tokens are computed, more tokens are computed
         for each read of the weights, or the same is computed in fewer operations. Blocks are about
-        memory: one request reserves {blocks.slots:,} slots at most, not {cache.slots:,}, so more
-        requests fit. A small token budget is about waiting: a step with many prompt tokens is cut
-        into chunks, so that running requests get their next token earlier, in a few more steps. The
-        longest step took {1e3 * shared.longest_step:.0f} ms without it and
-        {1e3 * chunks.longest_step:.0f} ms with it.
+        memory: compare the slots of the two rungs, so that more requests fit. A small token budget is
+        about waiting: a step with many prompt tokens is cut into chunks, so that the longest step is
+        shorter and running requests get their next token earlier, in a few more steps.
 
         Async scheduling is for a GPU, where it hides the host's work; a CPU does not compute while the
-        host plans. The layers in one call need a CPU with AMX or AVX512-BF16 and bfloat16, so they are
-        not in this table: in bfloat16 rungs may differ in near-ties. Lesson 12 measures both. The
-        defaults run all {NUM_REQUESTS} requests at once, with a budget of 8,192 tokens. Gains depend on
-        the machine and on what else it does; a gain of less than 1 is a loss.""")
+        host plans. The defaults run all requests at once, with a budget of 8,192 tokens. Gains depend
+        on the machine and on what else it does; a gain of less than 1 is a loss.""")

@@ -5,14 +5,19 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
+from nanovllm.benchmarks.workloads import SHAPES
 from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.engine.observer import Observer
+from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
+from nanovllm.outputs import RequestOutput
 from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner import start
 from nanovllm.runner.model_runner import ModelRunner
@@ -36,14 +41,51 @@ def make_llm(**options: Any) -> LLM:
     return LLM(**({"dtype": "float32", "device": "cpu"} | options))
 
 
+def ask(llm: LLM, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:
+    """`llm.generate` with these fields of SamplingParams, greedy if no temperature is among them."""
+    return llm.generate(prompts, SamplingParams(**{"temperature": 0} | params), use_tqdm=False)
+
+
+@dataclass
+class Counters(Observer):
+    """Counts what the steps of an engine compute; see nanovllm/engine/observer.py."""
+
+    llm: LLM
+    tokens: list[int] = field(default_factory=list)  # of each step
+    blocks: int = 0  # that sequences own, at most
+
+    def scheduled(self, step: InFlightStep | None) -> None:
+        if step is not None:
+            self.tokens.append(step.plan.num_tokens)
+            self.blocks = max(self.blocks, int(self.llm.stats()["blocks_in_use"]))
+
+
 def runner_of(llm: LLM) -> ModelRunner:
-    runner = llm.engine.runner
+    runner: Any = llm.engine.runner
+    runner = getattr(runner, "runner", runner)  # with several ranks it is in an AgreeingRunner
     assert isinstance(runner, ModelRunner)
     return runner
 
 
 def embedded_config() -> ModelConfig:
     return ModelConfig.from_file(config_file(find_checkpoint(EMBEDDED)))
+
+
+def shape_of(name: str, **sizes: int) -> ModelConfig:
+    """A model of SHAPES, such as "qwen3-0.6b", or with other `sizes`. Nothing is loaded."""
+    hidden, inner, layers, heads, kv_heads, dim, vocab, tied, _ = SHAPES[name]
+    config = replace(
+        embedded_config(),
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        vocab_size=vocab,
+        tie_word_embeddings=tied,
+    )
+    return replace(config, **sizes)  # type: ignore[arg-type]
 
 
 def make_runner(

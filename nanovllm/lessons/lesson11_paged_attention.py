@@ -18,7 +18,7 @@ lesson 2.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from nanovllm.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
 from nanovllm.lessons.lesson import decode_plan, embedded_config, optional, prompt_plan
 from nanovllm.lessons.show import Question, link, say, show_lines, show_source, show_table
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.config import ModelConfig
 from nanovllm.runner.rows import Rows
 
 KERNELS = "nanovllm.gpu.kernels.attention"
@@ -36,25 +35,16 @@ CPU = torch.device("cpu")
 BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
 SPLIT = 256  # keys of a split here; the engine's kernel splits into 64 and more
 CONTEXT = 600  # tokens of the sequence that is attended to tile by tile
-CONTEXTS = [40, 64, 120, 250, 333, 480, 700, 901]  # those of a decode step that is timed
-
-
-class Partial(NamedTuple):
-    """Attention over some of the keys: what an online softmax keeps of them."""
-
-    m: Tensor  # [] the largest score
-    total: Tensor  # [] l in the papers: the sum of exp(score - m)
-    acc: Tensor  # [D] the sum of exp(score - m) * value
-
-
-def attend_plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of one query q [D] over k and v [L, D]: all scores, softmax, weighted sum."""
-    scores = k @ q / len(q) ** 0.5
-    return torch.softmax(scores, 0) @ v
+# What an online softmax keeps of some keys: m [], their largest score; the sum of exp(score - m) [],
+# which is l in the papers; acc [D], the sum of exp(score - m) * value.
+Partial: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[Partial, list[list[str]]]:
-    """The same, tile by tile, before the division by l. Also returns a table of what it did."""
+    """Attention of one query q [D] over tiles of k and v [L, D], before the division by l.
+
+    Also returns a table of what it did.
+    """
     m, total, acc, rows = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(len(q)), []
     for k, v in tiles:
         scores = k @ q / len(q) ** 0.5
@@ -66,7 +56,7 @@ def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[Partial, list[list[st
         m = new_m
         numbers = (scores.max(), m, factor, total, *acc[:2])
         rows.append([str(len(k)), *(f"{x:.3f}" for x in numbers)])
-    return Partial(m, total, acc), rows
+    return (m, total, acc), rows
 
 
 def merge(parts: list[Partial]) -> Tensor:
@@ -113,14 +103,12 @@ def attend_by_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, most_splits: int
 
 def show_splits(q: Tensor, kv: Tensor, table: Tensor, wanted: Tensor) -> None:
     """Attend to each split of the context alone, print what it keeps, and merge the splits."""
-    starts = range(0, CONTEXT, SPLIT)
-    ends = [min(start + SPLIT, CONTEXT) for start in starts]
-    tiles = (paged_tiles(kv, table, *pair) for pair in zip(starts, ends, strict=True))
-    parts = [attend_tiles(q, tile)[0] for tile in tiles]
+    splits = [(start, min(start + SPLIT, CONTEXT)) for start in range(0, CONTEXT, SPLIT)]
+    parts = [attend_tiles(q, paged_tiles(kv, table, *split))[0] for split in splits]
     torch.testing.assert_close(merge(parts), wanted)
-    largest, rows = max(part.m for part in parts), []
-    for start, end, part in zip(starts, ends, parts, strict=True):
-        numbers = (part.m, part.total, part.acc[0], torch.exp(part.m - largest))
+    rows = []
+    for (start, end), (m, total, acc) in zip(splits, parts, strict=True):
+        numbers = (m, total, acc[0], torch.exp(m - max(m for m, *_ in parts)))
         rows.append((f"{start} to {end - 1}", *(f"{x:.3f}" for x in numbers)))
     show_table(("positions", "m", "l", "acc[0]", "factor in the merge"), rows)
 
@@ -150,66 +138,45 @@ def show_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, expected: Tensor) -> 
     ]
 
 
-def show_memory(config: ModelConfig) -> None:
-    tile = prefill_tile(GpuInfo(shared_memory_kib=227), 128, torch.bfloat16)
-    say(f"""What is gained is memory. All float32 scores of a prompt of 4,096 tokens and 16 heads
-        take {score_bytes(4096) / 2**20:,.0f} MiB. A program of the kernel for prompts keeps the
-        scores of one tile, {tile.num_rows} x {tile.num_keys} on a large GPU:
-        {tile.num_rows * tile.num_keys * 4 / 2**10:.0f} KiB for a prompt of any length.""")
-    token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
-    read, padded = sum(CONTEXTS), max(CONTEXTS) * len(CONTEXTS)
-    say(f"""Contexts are not padded to the longest, either. A decode of sequences of {CONTEXTS}
-        tokens must read {read * token_bytes / 2**20:.1f} MiB of keys and values. Padded to the
-        longest it would read {padded * token_bytes / 2**20:.1f} MiB.""")
-
-
-def score_bytes(num_tokens: int) -> int:
-    """Of all float32 scores of a prompt in 16 heads."""
-    return 16 * num_tokens * num_tokens * 4
-
-
 def run() -> list[Question]:
     config = embedded_config()
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     prefill, step = make_steps([CONTEXT])
     q, k, v = (torch.randn(n, h, dim) for n, h in ((1, heads), *[(CONTEXT, kv_heads)] * 2))
     k *= torch.linspace(0.3, 1.5, CONTEXT)[:, None, None]  # Later scores are larger, so m rises.
-    first_q, first_k, first_v = q[0, 0], k[:, 0], v[:, 0]  # of the first head
-
-    say(f"""One query attends to a context of {CONTEXT} random keys, with the sizes of the embedded
-        model. First in tiles of {TILE} keys. When m rises, l and acc are multiplied by the factor
-        exp(old m - new m):""")
-    tiles = zip(torch.split(first_k, TILE), torch.split(first_v, TILE), strict=True)
-    whole, rows = attend_tiles(first_q, tiles)
-    show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
-    wanted = attend_plain(first_q, first_k, first_v)
-    torch.testing.assert_close(whole.acc / whole.total, wanted)
-    print(f"acc / l begins with        {(whole.acc / whole.total)[:3].tolist()}")
-    print(f"all scores at once give it {wanted[:3].tolist()}\n")
-
     attention = PlainAttention(config, CONTEXT // BLOCK + 2, BLOCK, torch.float32, CPU)
     attention.cache.fill_(torch.nan)  # What is not stored must not be read.
     attention.store(0, k[:-1], v[:-1], prefill)
     attention.store(0, k[-1:], v[-1:], step)
+    attention.prepare(step)
+    expected = attention.attend(0, q, step).view_as(q)
+    first_q, wanted = q[0, 0], expected[0, 0]  # of the first head
     kv, table = attention.cache[0], step.block_tables[0].long()
-    paged, _ = attend_tiles(first_q, paged_tiles(kv[:, :, 0], table, 0, CONTEXT))
-    torch.testing.assert_close(tuple(paged), tuple(whole))
-    say(f"""Then from the cache of PlainAttention, [layers, 2, blocks, K, B, D] =
-        {list(attention.cache.shape)}, through the block table {table[:6].tolist()} and so on. A
-        tile gathers the slots of its positions. The loop over the tiles is the same function, and
-        m, l and acc are the same. All slots that were not stored contain NaN, and none is read.""")
+
+    say(f"""One query attends to a context of {CONTEXT} random keys, with the sizes of the embedded
+        model. They are in a paged cache, [layers, 2, blocks, K, B, D] = {list(attention.cache.shape)},
+        with the block table {table[:6].tolist()} and so on. A tile gathers the slots of {TILE} positions.
+        When m rises, l and acc are multiplied by the factor exp(old m - new m):""")
+    (_, total, acc), rows = attend_tiles(first_q, paged_tiles(kv[:, :, 0], table, 0, CONTEXT))
+    show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
+    torch.testing.assert_close(acc / total, wanted)
+    print(f"acc / l begins with        {(acc / total)[:3].tolist()}")
+    print(f"all scores at once give it {wanted[:3].tolist()}\n")
     say("""On a GPU one program would do this while others are idle. Instead, the context is split,
         and a program computes each split. Then the l and acc of all splits are rescaled to the
         largest m and added:""")
     show_splits(first_q, kv[:, :, 0], table, wanted)
-    attention.prepare(step)
-    expected = attention.attend(0, q, step).view_as(q)
-    torch.testing.assert_close(expected[0, 0], wanted)
     links = show_kernel(q, kv, step, expected)
-    show_memory(config)
+    tile = prefill_tile(GpuInfo(shared_memory_kib=227), 128, torch.bfloat16)
+    score_bytes = {n: 16 * n * n * 4 for n in (4096, 8192)}
+    say(f"""What is gained is memory. All float32 scores of a prompt of 4,096 tokens and 16 heads
+        take {score_bytes[4096] / 2**20:,.0f} MiB. A program of the kernel for prompts keeps the
+        scores of one tile, {tile.num_rows} x {tile.num_keys} on a large GPU:
+        {tile.num_rows * tile.num_keys * 4 / 2**10:.0f} KiB for a prompt of any length. Contexts
+        are not padded to the longest, either.""")
     show_source(link(PlainAttention.read_blocks, "index_select"), *links)
 
-    lower = [(first_k[:TILE] - sign * first_q, first_v[:TILE]) for sign in (0, 1)]
+    lower = [(k[:TILE, 0] - sign * first_q, v[:TILE, 0]) for sign in (0, 1)]
     return [
         Question(
             "All scores of a tile are lower than the running maximum. By which factor does this "
@@ -220,7 +187,7 @@ def run() -> list[Question]:
         ),
         Question(
             "How many GiB do all scores of a prompt of 8,192 tokens and 16 heads take?",
-            f"{score_bytes(8192) / 2**30:g}",
+            f"{score_bytes[8192] / 2**30:g}",
             "Twice as many queries times twice as many keys: four times as much as for 4,096 "
             "tokens. The tile of a program has the same size for both.",
             "The lesson says how many MiB those of 4,096 tokens take. There is a score for each pair "

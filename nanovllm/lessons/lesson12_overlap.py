@@ -4,7 +4,7 @@ A GPU works on its own, and the host only launches what it does. Two things can 
 The host reads the tokens of a step before it plans the next one: with async scheduling, step N+1 is
 planned and launched before the tokens of step N are read (as in NanoFlow, Zhu et al. 2024,
 arXiv:2408.12757, and in vLLM). And a step is hundreds of launches: a CUDA graph records them once
-and replays them by one call. On a CPU with AMX, one call computes all layers for a similar reason.
+and replays them by one call.
 
     without   host    plan 1 |........| commit 1, plan 2 |........| commit 2 ...
               device         | step 1 |                  | step 2 |
@@ -12,14 +12,11 @@ and replays them by one call. On a CPU with AMX, one call computes all layers fo
     overlap   device         | step 1    | step 2              | step 3
 """
 
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import SamplingParams
@@ -30,14 +27,12 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.gpu.graphs import DecodeGraphs
-from nanovllm.lessons.lesson import decode_plan, make_runner, optional, prompt_plan, timed
+from nanovllm.gpu.graphs import DecodeGraphs, batch_sizes
+from nanovllm.lessons.lesson import decode_plan, make_runner, prompt_plan
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.plan import HostTier, StepOutput, StepPlan
-from nanovllm.runner.model_runner import ModelRunner
 
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
-LAYERS = "nanovllm.cpu.layers"  # needs Numba
 
 
 class Device:
@@ -76,18 +71,19 @@ class Host(Observer):
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.plans = self.commits = self.dropped = self.returned = 0
+        self.dropped = self.returned = 0
 
     def scheduled(self, step: InFlightStep | None) -> None:
         if step is not None:
-            self.plans += 1
-            self.events.append(f"plan {self.plans}")
+            self.note("plan")
             time.sleep(HOST_SECONDS)
 
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
-        self.commits += 1
-        self.events.append(f"commit {self.commits}")
+        self.note("commit")
         self.dropped += len(step.sampling_seqs) - len(updated)
+
+    def note(self, what: str) -> None:
+        self.events.append(f"{what} {1 + sum(event.startswith(what) for event in self.events)}")
 
 
 def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, int, float]:
@@ -104,69 +100,19 @@ def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, int, float
             ids = list(output.outputs[0].token_ids)
             assert ids == list(range(3, 3 + len(ids)))  # The same with and without overlap.
             host.returned += len(ids)
-    return host, device.sampled, (time.perf_counter() - start) / host.plans
+    return host, device.sampled, 2 * (time.perf_counter() - start) / len(host.events)
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's operators, each about one launch on a GPU, and the calls that Python makes."""
+    """Counts torch's operators, each about one launch on a GPU. A view launches nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operators = self.calls = self.replays = 0
-        self.paused = False
+    operators = 0
 
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.operators += not (self.paused or operator.is_view)  # A view launches nothing.
+        self.operators += not operator.is_view
         return operator(*args, **(kwargs or {}))
-
-    def profile(self, frame: FrameType, event: str, argument: object) -> None:
-        self.calls += event in ("call", "c_call") and not self.paused
-
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Stands in for `cuda_capture`. A replay calls the function again, which is not counted."""
-        function()
-
-        def replay() -> None:
-            self.replays, self.paused = self.replays + 1, True
-            function()
-            self.paused = False
-
-        return replay
-
-    def capture_decode(self, decode: Callable[[Tensor], Any], hidden: Tensor) -> DecodeGraphs:
-        return DecodeGraphs(decode, hidden, lambda: self.capture)
-
-    def count(self, step: Callable[[], object]) -> tuple[int, int, int]:
-        """(operators, Python calls, replays) of a step, which is run four times."""
-        self.operators = self.replays = 0
-        with self:
-            step()
-        operators, replays, before, calls = self.operators, self.replays, sys.getprofile(), []
-        for _ in range(3):
-            self.calls = -1  # The call that ends the profile is counted too.
-            sys.setprofile(self.profile)
-            step()
-            sys.setprofile(before)
-            calls.append(self.calls)
-        return operators, min(calls), replays  # At times a step also reads the load of the cores.
-
-
-def embedded_runner(backend: str, dtype: str = "float32", capture: Any = None) -> ModelRunner:
-    """A ModelRunner with the embedded model and 8 rows."""
-    options = dict(max_num_seqs=8, num_kvcache_blocks=64, attention_backend=backend)
-    return make_runner(None, 128, capture, dtype=dtype, **options)
-
-
-def decoding(runner: ModelRunner, num: int) -> Callable[[], list[int]]:
-    """Compute the prompts of `num` sequences. Returns a function that runs a decode step."""
-    prompts = [list(range(97, 113 + row)) for row in range(num)]
-    tables = [list(range(8 * row + 1, 8 * row + 9)) for row in range(num)]
-    runner.run(prompt_plan(prompts, tables))()
-    step = decode_plan(num)
-    runner.run(step)()  # The first one sends the list of rows to the device.
-    return lambda: runner.run(step)().token_ids
 
 
 def show_overlap(params: list[SamplingParams]) -> None:
@@ -179,12 +125,11 @@ def show_overlap(params: list[SamplingParams]) -> None:
         host, sampled, seconds = serve(overlap, params)
         print(f"async_scheduling={overlap}: {', '.join(host.events[:7])} ...")
         assert sampled == host.returned + host.dropped
-        times = (f"{seconds * 1e3:.1f}", f"{1 / seconds:.0f}")
-        rows.append((overlap, *times, sampled, host.returned, host.dropped))
         steps.append(seconds * 1e3)
+        rows.append((overlap, f"{steps[-1]:.1f}", sampled, host.returned, host.dropped))
     print()
-    head = ("ms a step", "steps/s", "tokens sampled", "returned", "dropped")
-    show_table(("async_scheduling", *head), rows)
+    head = ("async_scheduling", "ms a step", "tokens sampled", "returned", "dropped")
+    show_table(head, rows)
     device, both = DEVICE_SECONDS * 1e3, (DEVICE_SECONDS + HOST_SECONDS) * 1e3
     say(f"""A step takes {steps[0]:.1f} ms without overlap, when the device and the host work in turn
         ({both:g} ms at least), and {steps[1]:.1f} ms with it, when the slower of the two decides
@@ -193,74 +138,31 @@ def show_overlap(params: list[SamplingParams]) -> None:
         sampled a stop token. That sequence is computed once more, and the token is dropped.""")
 
 
-def show_graphs() -> ModelRunner:
-    """Count what the host does for a decode step with and without graphs."""
-    counter = Counter()
-    runner = embedded_runner("sdpa", capture=counter.capture_decode)
-    tokens, rows = [], []
-    for graphs in (None, runner.graphs):
-        runner.graphs = graphs  # None is what enforce_eager=True means.
-        for num in (1, 8):
-            step = decoding(runner, num)
-            tokens.append(step())
-            rows.append(("yes" if graphs else "no", num, *counter.count(step)))
-    assert tokens[:2] == tokens[2:]
-    say(f"""Then graphs. This is what the host does for one decode step of the embedded model on the
-        plain backend. Graphs are captured for {sorted(runner.graphs.replays)} sequences.""")
-    show_table(("graph", "sequences", "torch operators", "Python calls", "replays"), rows)
-    say("""An operator is about one kernel launch on a GPU. With a graph, one replay takes the place
-        of all operators, and the copy of the tokens to the host remains. No CPU can time what this
-        saves: here a stand-in for a graph calls the captured function again, which is not counted.
-        (PlainAttention attends to one sequence after another, so its operators grow with the batch.
-        The Triton kernel needs one launch for all sequences.)""")
-    return runner
-
-
-def show_layers() -> None:
-    """Time a decode step: in plain torch, in the CPU's kernels and, with AMX, in one call."""
-    rows = []
-
-    def measure(name: str, runner: ModelRunner) -> None:
-        step = decoding(runner, 8)
-        operators, calls, _ = Counter().count(step)
-        _, seconds = timed(step, 15)
-        rows.append((name, f"{seconds * 1e3:.2f}", f"{8 / seconds:,.0f}", operators, calls))
-
-    measure("plain torch, float32", embedded_runner("sdpa"))
-    runner, layers = embedded_runner("auto"), optional(LAYERS)
-    if type(runner.attention).__name__ != "PlainAttention":
-        measure("Numba kernels, float32", runner)
-    if layers is not None and (layers.amx.has_amx() or layers.avx512.has_avx512_bf16()):
-        runner = embedded_runner("auto", "bfloat16")
-        one_call, runner.compiled_model = runner.compiled_model, runner.model
-        if one_call is not runner.model:
-            measure("Numba kernels, bfloat16", runner)
-            runner.compiled_model = one_call
-            measure("all layers in one call, bfloat16", runner)
-    say("""Last the CPU. Its kernels combine many small operators, because a call costs microseconds
-        whatever it computes. A decode step of 8 sequences:""")
-    show_table(("layers", "ms a step", "tokens/s", "torch operators", "Python calls"), rows)
-    if len(rows) == 1:
-        say("The CPU's kernels are missing: Numba is not installed, or is compiling them now.")
-    if len(rows) < 4:
-        say("""With AMX or AVX512-BF16 one call computes all layers. This processor has neither, or
-            the kernels for bfloat16 are not compiled yet, so that call is not timed.""")
+def show_graphs(sizes: list[int]) -> None:
+    options = dict(dtype="float32", max_num_seqs=8, num_kvcache_blocks=64, attention_backend="sdpa")
+    runner = make_runner(None, 128, **options)
+    runner.run(prompt_plan([[97] * 16], [[1, 2]]))()
+    runner.run(decode_plan(1))()  # the first one also sends the list of rows
+    with Counter() as counter:  # type: ignore[no-untyped-call]
+        runner.run(decode_plan(1))()
+    say(f"""Then graphs. A decode step of the embedded model, for one sequence in plain torch, calls
+        {counter.operators} of torch's operators, each of which is about one launch on a GPU. A CUDA graph
+        replays all of them by one call, and the copy of the tokens to the host remains. It has a fixed
+        number of rows: with max_num_seqs=8, graphs are captured for {", ".join(map(str, sizes))}
+        sequences.""")
+    say("""On a CPU calls cost time as well: with AMX or AVX512-BF16 and bfloat16, one call computes all
+        layers of a decode.""")
 
 
 def run() -> list[Question]:
     by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
     show_overlap([by_token, by_length])
-    runner = show_graphs()
-    show_layers()
-    links = [
+    show_graphs(sizes := batch_sizes(8))
+    show_source(
         link(EngineCore.run_step, "max_in_flight"),
         link(Scheduler.commit, "Status.FINISHED"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
-    ]
-    if (layers := optional(LAYERS)) is not None:
-        links.append(link(layers.CompiledLayers.forward, "decode_layers"))
-    show_source(*links)
-    decoding(runner, 5)
+    )
     return [
         Question(
             "Eight requests run with async_scheduling=True. Five end at a stop token and three at "
@@ -273,7 +175,7 @@ def run() -> list[Question]:
         Question(
             "A step decodes 5 sequences, and there are the graphs that are named above. How many "
             "rows does the GPU compute?",
-            str(runner.graphs.size),
+            str(min(size for size in sizes if size >= 5)),
             "The batch is padded to the next captured size. Padding rows use the null block.",
             "A graph has a fixed number of rows. Which of the captured numbers is the next after 5?",
         ),

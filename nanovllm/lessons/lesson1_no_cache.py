@@ -16,8 +16,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.lessons.lesson import GREEDY, make_llm, timed
+from nanovllm import LLM
+from nanovllm.lessons.lesson import GREEDY, ask, make_llm, timed
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.sampler import sample
@@ -55,19 +55,17 @@ def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int
         yield token, plan.num_tokens
 
 
-def show_steps(llm: LLM, text: str, num_steps: int) -> list[float]:
-    """Print the most likely next tokens in each step. Returns the sums of all probabilities."""
-    params = SamplingParams(temperature=0, max_tokens=num_steps, logprobs=-1)
-    output = llm.generate(text, params, use_tqdm=False)[0].outputs[0]
-    rows, sums, read = [], [], text
+def show_steps(llm: LLM, text: str, num_steps: int) -> None:
+    """Print the most likely next tokens in each step."""
+    output = ask(llm, [text], max_tokens=num_steps, logprobs=-1)[0].outputs[0]
+    rows, read = [], text
     for token, entry in zip(output.token_ids, output.logprobs or [], strict=True):
         ranked = sorted(entry.values(), key=lambda candidate: candidate.rank)
         best = [f"{c.decoded_token!r} {math.exp(c.logprob):.3f}" for c in ranked[:3]]
         rows.append((repr(read), *best))
-        sums.append(sum(math.exp(c.logprob) for c in ranked))
+        assert abs(sum(math.exp(c.logprob) for c in ranked) - 1) < 1e-3
         read += entry[token].decoded_token or ""
     show_table(("the model reads", "most likely", "second", "third"), rows)
-    return sums
 
 
 def measure(way: Way, llm: LLM, prompt: list[int], length: int) -> tuple[list[int], int, float]:
@@ -82,34 +80,29 @@ def run() -> list[Question]:
     say(f"""One step of the embedded model gives {vocab_size:,} probabilities, one for each token of its
         vocabulary. Greedy sampling takes the most likely token. It is part of the text that the next
         step reads:""")
-    sums = show_steps(llm, "Prefix", 5)
-    print("Sum of all probabilities in each step:", *(f"{s:.3f}" for s in sums), end="\n\n")
-    assert all(abs(total - 1) < 1e-3 for total in sums)
+    show_steps(llm, "Prefix", 5)
     say("The same loop with plans that are written by hand. Each step computes the whole text:")
 
     prompt = llm.get_tokenizer().encode(PROMPT)
     steps = list(generate(llm, prompt, 10))
     rows = [(repr(llm.get_tokenizer().decode([token])), n) for token, n in steps]
     show_table(("next token", "tokens computed"), rows)
-    want = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=10), use_tqdm=False)
-    assert [token for token, _ in steps] == want[0].outputs[0].token_ids
+    assert [token for token, _ in steps] == ask(llm, [PROMPT], max_tokens=10)[0]["token_ids"]
 
     say(f"""A prompt of p = {len(prompt)} tokens and an output of n tokens compute
         p + (p + 1) + ... + (p + n - 1) = n * p + n * (n - 1) / 2 tokens. That grows with the square
         of n. Measured:""")
-    table, counts, per_token = [], [], []
+    table, counts = [], []
     for n in LENGTHS:
         _, computed, seconds = measure(generate, llm, prompt, n)
         assert computed == n * len(prompt) + n * (n - 1) // 2
         table.append((n, f"{computed:,}", f"{seconds:.2f}", f"{1e3 * seconds / n:.1f}"))
         counts.append(computed)
-        per_token.append(1e3 * seconds / n)
     show_table(("output tokens", "tokens computed", "seconds", "ms per output token"), table)
     say(f"""From {LENGTHS[0]} to {LENGTHS[-1]} output tokens, {LENGTHS[-1] / LENGTHS[0]:.0f} times as
-        many, the model computes {counts[-1] / counts[0]:.0f} times as many tokens. An output token
-        takes {per_token[-1] / per_token[0]:.1f} times as long. A step also has a fixed cost,
-        whatever it computes, so that short texts hide the growth. Lesson 2 computes each token
-        once.""")
+        many, the model computes {counts[-1] / counts[0]:.0f} times as many tokens. A step also has a
+        fixed cost, whatever it computes, so that short texts hide the growth. Lesson 2 computes each
+        token once.""")
     show_source(link(ModelRunner.run), link(Qwen3.forward), link(Qwen3.logits), link(sample))
 
     *_, (_, last) = generate(llm, prompt, 100)

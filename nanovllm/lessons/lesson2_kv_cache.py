@@ -18,7 +18,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons import lesson1_no_cache
-from nanovllm.lessons.lesson import GREEDY, decode_plan, make_llm, runner_of
+from nanovllm.lessons.lesson import GREEDY, decode_plan, make_llm, runner_of, shape_of
 from nanovllm.lessons.lesson1_no_cache import LENGTHS, PROMPT, block_table, measure
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
@@ -67,11 +67,6 @@ def compare(llm: LLM, prompt: list[int], lengths: tuple[int, ...]) -> None:
     show_table(head, rows)
 
 
-def qwen3_bytes(kv_heads: int) -> int:
-    """The bytes of a token's KV in Qwen3-0.6B's shape: 28 layers, heads of 128, in bfloat16."""
-    return 2 * 28 * kv_heads * 128 * 2
-
-
 def run() -> list[Question]:
     llm = make_llm(attention_backend="sdpa")
     prompt = llm.get_tokenizer().encode(PROMPT)
@@ -92,15 +87,15 @@ def run() -> list[Question]:
 
     say("""The price is memory, a key and a value for each layer and KV head:
         2 * layers * KV heads * head size * bytes of a number.""")
-    c = runner_of(llm).model.config
-    shapes = [
-        ("embedded model, float32", f"2 * {c.num_layers} * {c.num_kv_heads} * {c.head_dim} * 4"),
-        ("Qwen3-0.6B, bfloat16", "2 * 28 * 8 * 128 * 2"),
-    ]
-    rows = [
-        (*shape, f"{size:,}", f"{1000 * size / 1e6:.1f} MB")
-        for shape, size in zip(shapes, (c.block_bytes(1, 4), qwen3_bytes(8)), strict=True)
-    ]
+    large, rows = shape_of("qwen3-0.6b"), []
+    models = (
+        ("embedded model, float32", runner_of(llm).model.config, 4),
+        ("Qwen3-0.6B, bfloat16", large, 2),
+    )
+    for name, c, number in models:
+        size = c.block_bytes(1, number)
+        arithmetic = f"2 * {c.num_layers} * {c.num_kv_heads} * {c.head_dim} * {number}"
+        rows.append((name, arithmetic, f"{size:,}", f"{1000 * size / 1e6:.1f} MB"))
     show_table(("model", "arithmetic", "bytes a token", "1,000 tokens"), rows)
     slots = len(block_table(llm)) * llm.engine.scheduler.blocks.block_size
     say(f"""The length of an answer is not known in advance. This lesson therefore reserved a slot for
@@ -132,7 +127,7 @@ def run() -> list[Question]:
         Question(
             "Qwen3-0.6B has 16 query heads, and two of them share a KV head. How many bytes would a "
             "token take in the cache if each query head had a KV head of its own?",
-            str(qwen3_bytes(16)),
+            str(shape_of("qwen3-0.6b", num_kv_heads=large.num_heads).block_bytes(1, 2)),
             "Twice as many. Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) shares "
             "KV heads to make the cache smaller.",
             "Put the number of query heads in place of the KV heads in the arithmetic of the table.",

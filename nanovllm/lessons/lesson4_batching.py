@@ -17,7 +17,7 @@ from functools import partial
 
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of, timed
+from nanovllm.lessons.lesson import make_llm, runner_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.trace import State
@@ -28,28 +28,16 @@ OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64, enable_prefix_ca
 LENGTHS = (2, 9, 3, 2, 8, 2, 3, 3)  # output tokens of the requests
 
 
-def decode_seconds(llm: LLM, num_rows: int) -> float:
-    """Return how long a decode step of `num_rows` rows takes. The plans are written by hand."""
-    runner, ids = llm.engine.runner, llm.get_tokenizer().encode("What is 12 + 30?\n")
-    tables = [[4 * row + i for i in range(1, 5)] for row in range(num_rows)]
-    runner.run(prompt_plan([ids] * num_rows, tables))()
-    decode = decode_plan(num_rows)
-    runner.run(decode)()  # the first decode prepares buffers
-    return timed(lambda: runner.run(decode)(), repeats=21)[1]
-
-
 def generate(llm: LLM, lengths: Sequence[int], group_size: int) -> list[list[int]]:
     """Run requests with these numbers of output tokens, `group_size` at a time -> their tokens.
 
     The next group is added when the whole group before it has finished.
     """
-    tokens = []
-    for start in range(0, len(lengths), group_size):
-        group = range(start, min(start + group_size, len(lengths)))
-        params = [
-            SamplingParams(temperature=0, ignore_eos=True, max_tokens=lengths[i]) for i in group
-        ]
-        outputs = llm.generate([f"What is 12 + {i}?\n" for i in group], params, use_tqdm=False)
+    prompts, tokens = [f"What is 12 + {i}?\n" for i in range(len(lengths))], list[list[int]]()
+    params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=n) for n in lengths]
+    for i in range(0, len(lengths), group_size):
+        group = slice(i, i + group_size)
+        outputs = llm.generate(prompts[group], params[group], use_tqdm=False)
         tokens += [output.outputs[0].token_ids for output in outputs]
     return tokens
 
@@ -83,31 +71,14 @@ def show_timeline(name: str, lines: list[str]) -> None:
 
 
 def run() -> list[Question]:
-    llm = make_llm(**OPTIONS, max_num_seqs=16)
+    llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
     runner = runner_of(llm)
     weights = runner.model.config.num_weights * runner.dtype.itemsize / 2**20
-    say(f"""Why a batch helps: a decode step reads {weights:.0f} MiB of weights and makes the same
-        calls to torch's operators for the linear layers, whether it computes 1 row or 16. Only
-        attention works on each row separately. Lesson 5 compares the time of a step with that of
-        reading the weights.""")
-    times = {num_rows: decode_seconds(llm, num_rows) for num_rows in (1, 4, 16)}
-    show_table(
-        ("rows", "ms a step", "ms a token", "tokens/s", "gain"),
-        [
-            (
-                n,
-                f"{s * 1e3:.1f}",
-                f"{s * 1e3 / n:.2f}",
-                f"{n / s:.0f}",
-                f"{n * times[1] / s:.1f}x",
-            )
-            for n, s in times.items()
-        ],
-    )
-
+    say(f"""A decode step reads {weights:.0f} MiB of weights and makes the same calls to torch's operators
+        for the linear layers, whether it computes 1 row or {ROWS}. Only attention works on each row
+        separately. Lesson 5 measures what more rows cost.""")
     say(f"""Eight requests and {ROWS} rows. P is a step that computes the prompt and samples the
         first token, D is a decode, and n output tokens take n steps.""")
-    llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
     ways = (("static batches", ROWS), ("continuous batching", len(LENGTHS)))
     rows, runs = [], []
     for name, group_size in ways:
@@ -119,7 +90,7 @@ def run() -> list[Question]:
     say(f"""Both compute the same tokens. A static batch takes as many steps as its longest request.
         With continuous batching request 4 computes its prompt in the step after requests 0 and 3
         end. {rows[0][1]} steps become {rows[1][1]}, and the whole is {faster(runs[0][1], runs[1][1])}. The two
-        ratios differ, because the time of a step depends on its rows, as the first table shows.""")
+        ratios differ, because a step with more rows takes longer.""")
     show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
     show_source(
         link(Scheduler._admit, "self.max_num_seqs"),

@@ -16,14 +16,19 @@ computes many tokens for each read of the weights. This is why a batch of decode
 to some number of rows, which this lesson calculates and then measures.
 """
 
-from dataclasses import replace
-
 import torch
 
 from nanovllm.benchmarks import roofline
-from nanovllm.benchmarks.workloads import SHAPES, Workload
+from nanovllm.benchmarks.workloads import Workload
 from nanovllm.lessons.ladder import has_numba
-from nanovllm.lessons.lesson import decode_plan, embedded_config, make_runner, prompt_plan, timed
+from nanovllm.lessons.lesson import (
+    decode_plan,
+    embedded_config,
+    make_runner,
+    prompt_plan,
+    shape_of,
+    timed,
+)
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -33,14 +38,6 @@ LAYERS, VOCAB = 4, 16_384  # of the part of Qwen3-0.6B that is timed
 ROWS = (1, 4, 16, 64)  # of the decodes that are timed
 CONTEXT, PROMPT = 64, 256  # tokens that a decode attends to, and those of a prefill
 BLOCK = 16
-
-
-def qwen3_config(num_layers: int, vocab_size: int) -> ModelConfig:
-    """Qwen3-0.6B, or a part of it."""
-    hidden, inner, _, heads, kv_heads, dim, *_ = SHAPES["qwen3-0.6b"]
-    config = replace(embedded_config(), num_layers=num_layers, vocab_size=vocab_size)
-    sizes = dict(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim)
-    return replace(config, hidden_size=hidden, intermediate_size=inner, **sizes)  # type: ignore[arg-type]
 
 
 def decode_costs(
@@ -54,15 +51,9 @@ def decode_costs(
 
 def random_runner(config: ModelConfig, quantization: str | None = None) -> ModelRunner:
     """A ModelRunner in bfloat16 with random weights, and blocks for all steps that are timed."""
-    return make_runner(
-        config,
-        PROMPT,
-        dtype="bfloat16",
-        load_format="dummy",
-        quantization=quantization,
-        max_num_seqs=max(ROWS),
-        num_kvcache_blocks=max(ROWS) * CONTEXT // BLOCK,
-    )
+    options = dict(dtype="bfloat16", load_format="dummy", quantization=quantization)
+    blocks = max(ROWS) * CONTEXT // BLOCK
+    return make_runner(config, PROMPT, max_num_seqs=max(ROWS), num_kvcache_blocks=blocks, **options)
 
 
 def time_decode(runner: ModelRunner, rows: int) -> float:
@@ -72,12 +63,6 @@ def time_decode(runner: ModelRunner, rows: int) -> float:
     runner.run(prompt_plan([[1] * (CONTEXT - 10)] * rows, tables))()
     runner.run(step)()  # prepares buffers
     return timed(lambda: runner.run(step)(), 9)[1]
-
-
-def time_prefill(runner: ModelRunner) -> float:
-    plan = prompt_plan([[1] * PROMPT], [list(range(1, PROMPT // BLOCK + 1))])
-    runner.run(plan)()
-    return timed(lambda: runner.run(plan)(), 3)[1]
 
 
 def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[int, float]]:
@@ -102,7 +87,8 @@ def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[i
     for rows in ROWS:
         seconds[rows] = time_decode(runner, rows)
         add(f"decode of {rows}", decode_costs(config, rows, CONTEXT), "decode", seconds[rows])
-    add(f"prefill of {PROMPT}", prefill, "prefill", time_prefill(runner))
+    plan = prompt_plan([[1] * PROMPT], [list(range(1, PROMPT // BLOCK + 1))])
+    add(f"prefill of {PROMPT}", prefill, "prefill", timed(lambda: runner.run(plan)())[1])
     head = ("GFLOPs", "MB", "FLOPs/byte", "limit", "least ms", "measured", "share")
     show_table(("step", *head), table)
     one, most = seconds[ROWS[0]], seconds[ROWS[-1]]
@@ -128,7 +114,8 @@ def show_memory(config: ModelConfig, bandwidth: float) -> None:
 
 def run() -> list[Question]:
     has_numba(torch.bfloat16)  # compiles them: the first start would run in plain torch
-    whole, part = qwen3_config(28, 151_936), qwen3_config(LAYERS, VOCAB)
+    whole = shape_of("qwen3-0.6b")
+    part = shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB)
     show_model("The embedded model", embedded_config())
     name = f"{LAYERS} of the 28 layers of Qwen3-0.6B with random weights and {VOCAB:,} tokens"
     peak, seconds = show_model(name, part)

@@ -12,12 +12,12 @@ hash is from vLLM.
                  block 1: shared   blocks 4 and 5: B's own, as t6 and u6 differ
 """
 
-from nanovllm import LLM, RequestOutput, SamplingParams, Trace
+from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.lesson import GREEDY, make_llm, timed
-from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.lessons.lesson import GREEDY, ask, make_llm
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
 
 A, B, C, D = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n", "Spell garden\n"
 PROMPTS = {"A": A, "B": B, "C": C, "D": D}
@@ -30,9 +30,7 @@ def new_sequence(ids: list[int]) -> Sequence:
 
 def run_prompts(llm: LLM, prompts: list[list[int]]) -> list[int]:
     """Run prompts in one batch -> how many tokens of each were in the prefix cache."""
-    params = SamplingParams(temperature=0, max_tokens=1)
-    inputs = [{"prompt_token_ids": ids} for ids in prompts]
-    return [out.num_cached_tokens for out in llm.generate(inputs, params, use_tqdm=False)]
+    return [output.num_cached_tokens for output in ask(llm, prompts, max_tokens=1)]
 
 
 def share_blocks(llm: LLM) -> dict[int, int]:
@@ -65,35 +63,10 @@ def hash_chains(llm: LLM) -> list[tuple[str, str, str]]:
     return rows
 
 
-def run_examples(llm: LLM) -> tuple[list[RequestOutput], float]:
-    """Run eight prompts that begin with EXAMPLES, from an empty cache -> outputs and seconds."""
-    llm.reset_prefix_cache()
-    prompts = [f"{EXAMPLES}What is 12 + {i}?\n" for i in range(8)]
-    params = SamplingParams(temperature=0, max_tokens=8)
-    return timed(lambda: llm.generate(prompts, params, use_tqdm=False), repeats=1)
-
-
-def compare() -> list[tuple[bool, int, float, float]]:
-    """Return: prefix caching, prompt tokens computed, mean ms to the first token, ms in all."""
-    rows, tokens = [], []
-    for caching in (False, True):
-        llm = make_llm(
-            attention_backend="sdpa", num_kvcache_blocks=256, enable_prefix_caching=caching
-        )
-        runs = [run_examples(llm) for _ in range(4)][1:]  # the first prepares buffers
-        outputs, seconds = sorted(runs, key=lambda run: run[1])[1]  # the median
-        computed = sum(len(out.prompt_token_ids) - out.num_cached_tokens for out in outputs)
-        waits = [(o.metrics.first_token_time or 0) - o.metrics.arrival_time for o in outputs]
-        rows.append((caching, computed, sum(waits) / len(waits) * 1e3, seconds * 1e3))
-        tokens.append([out.outputs[0].token_ids for out in outputs])
-    assert tokens[0] == tokens[1]
-    return rows
-
-
 def trace_samples(llm: LLM, n: int) -> tuple[Trace, int]:
     """Sample A `n` times -> the trace, and how many blocks were copied."""
     with Trace(llm) as trace:
-        llm.generate(A, SamplingParams(n=n, temperature=4, seed=1, max_tokens=3), use_tqdm=False)
+        ask(llm, [A], n=n, temperature=4, seed=1, max_tokens=3)
     return trace, sum(len(event.get("copies", ())) for event in trace.events)
 
 
@@ -130,20 +103,19 @@ def run() -> list[Question]:
 
     llm.reset_prefix_cache()
     runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
-    say("""Finished requests leave their full blocks in the cache. The prompts are run twice. At
-        least one token of a prompt is computed, because its logits give the first output token. The
-        prompt of 8 tokens therefore takes only one block from the cache:""")
-    names, lengths = ("A", "B", "the first 8 tokens of A"), (len(a), len(b), 8)
-    table = zip(names, lengths, *runs, strict=True)
-    show_table(("prompt", "tokens", "cached in run 1", "in run 2"), table)
+    say(f"""Finished requests leave their full blocks in the cache. At least one token of a prompt is
+        computed, because its logits give the first output token. When A, B and the first 8 tokens of A
+        are run twice, the second run finds {runs[1][0]} tokens of A, {runs[1][1]} of B, and of the prompt
+        of 8 tokens only {runs[1][2]}.""")
 
-    say("""What is gained: eight prompts with the same long beginning arrive together at an empty
-        cache. One of them computes the beginning, the others share it in the same step. They may,
-        because each layer stores the keys and values of the whole step before any query attends.""")
-    head = ("prefix caching", "tokens computed", "mean ms to the first token", "ms in all")
-    both = compare()
-    show_table(head, [(on, n, f"{first:.0f}", f"{ms:.0f}") for on, n, first, ms in both])
-    say(f"With prefix caching the eight requests together are {faster(both[0][3], both[1][3])}.")
+    prompts = [llm.get_tokenizer().encode(f"{EXAMPLES}What is 12 + {i}?\n") for i in range(8)]
+    large = make_llm(num_kvcache_blocks=256)
+    total = sum(map(len, prompts))
+    computed = total - sum(run_prompts(large, prompts))
+    say(f"""What is gained: eight prompts with the same long beginning, {total:,} tokens in all, arrive
+        together at an empty cache. {computed:,} tokens are computed: one of the prompts computes the
+        beginning, and the others share it in the same step. They may, because each layer stores the keys
+        and values of the whole step before any query attends. The ladder measures the speed.""")
 
     say("""Two samples of A, at a high temperature. They are sequences 0.0 and 0.1 of request 0.
         Sequence 0.1 is forked when 0.0 has its first token, and shares the blocks of the prompt. It

@@ -17,8 +17,9 @@ from statistics import mean, median
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.policies import AGING, shortest_job_first
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons.lesson import make_llm
+from nanovllm.lessons.lesson import Counters, ask, make_llm, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.outputs import RequestOutput
 from nanovllm.trace import State
 
 # Plain torch, so that the figures do not depend on whether kernels are compiled.
@@ -40,9 +41,8 @@ def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[in
     token.
     """
     llm = make_llm(**OPTIONS, scheduling_policy=policy, max_num_batched_tokens=BUDGET)
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=2)
     with Trace(llm) as trace:
-        llm.generate([prompt(length) for length in lengths], params, use_tqdm=False)
+        ask(llm, [prompt(length) for length in lengths], ignore_eos=True, max_tokens=2)
     admitted, first, state = dict[int, int](), dict[int, int](), State()
     for event in trace.events:
         state.apply(event)
@@ -59,39 +59,32 @@ def chunk_steps(llm: LLM) -> list[tuple[int, float]]:
 
     Returns the tokens and the milliseconds of each step until the first token of that prompt.
     """
-    engine, state, steps = llm.engine, State(), list[tuple[int, float]]()
+    engine, seconds = llm.engine, list[float]()
     for _ in range(DECODING):
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64)
         engine.add_request(prompt(9), params)
     engine.step()
     engine.step()
-    with Trace(llm) as trace:
-        one = SamplingParams(temperature=0, max_tokens=1)
-        engine.add_request(prompt(LONG), one)
-        while not engine.step():  # returns the requests that have finished
-            pass
+    engine.add_request(prompt(LONG), SamplingParams(temperature=0, max_tokens=1))
+    engine.observer = counters = Counters(llm)
+    finished: list[RequestOutput] = []
+    while not finished:
+        finished, step = timed(engine.step, repeats=1)
+        seconds.append(step)
     llm.shutdown()  # aborts the others
-    for event in trace.events:
-        state.apply(event)
-        if "plan" in event:
-            begin = event["time"][0]
-            tokens = sum(count for *_, count in event["chunks"]) + len(state.decodes)
-        elif "commit" in event:
-            steps.append((tokens, (event["time"][1] - begin) / 1e3))
-    return steps
+    return [(n, 1e3 * s) for n, s in zip(counters.tokens, seconds, strict=True)]
 
 
 def preempt(num_blocks: int, enable_prefix_caching: bool) -> tuple[Trace, list[list[int]], int]:
     """Run two requests -> the trace, their tokens, and how many tokens were computed again."""
-    llm = make_llm(
-        kvcache_block_size=4,
-        num_kvcache_blocks=num_blocks,
-        enable_prefix_caching=enable_prefix_caching,
+    options = dict(num_kvcache_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
+    llm, prompts = (
+        make_llm(kvcache_block_size=4, **options),
+        ["What is 12 + 30?\n", "Sort 42, 7, 99\n"],
     )
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=9)
     with Trace(llm) as trace:
-        outputs = llm.generate(["What is 12 + 30?\n", "Sort 42, 7, 99\n"], params, use_tqdm=False)
-    tokens = [out.outputs[0].token_ids for out in outputs]
+        outputs = ask(llm, prompts, ignore_eos=True, max_tokens=9)
+    tokens = [output["token_ids"] for output in outputs]
     return trace, tokens, int(llm.stats()["recomputed_tokens"])
 
 
@@ -99,10 +92,9 @@ def show_policies() -> None:
     fcfs, sjf = run_policy("fcfs", LENGTHS), run_policy("sjf", LENGTHS)
     keys = [length + AGING * i for i, length in enumerate(LENGTHS)]
     assert list(sjf[0]) == sorted(fcfs[0], key=lambda request: keys[request])
-    rows: list[tuple[object, ...]] = [
-        (i, length, *(steps[i] for steps in fcfs), keys[i], *(steps[i] for steps in sjf))
-        for i, length in enumerate(LENGTHS)
-    ]
+    rows = list[tuple[object, ...]]()
+    for i, length in enumerate(LENGTHS):
+        rows.append((i, length, fcfs[0][i], fcfs[1][i], keys[i], sjf[0][i], sjf[1][i]))
     means = [f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf)]
     rows.append(("mean", "", "", means[0], "", "", means[1]))
     columns = ("FCFS admits", "FCFS first token", "SJF key", "SJF admits", "SJF first token")

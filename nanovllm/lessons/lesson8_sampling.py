@@ -15,9 +15,9 @@ request therefore draws the same tokens in any batch, and again after a preempti
 import torch
 from torch import Tensor
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.batch import SamplingBatch
-from nanovllm.lessons.lesson import make_llm
+from nanovllm.lessons.lesson import ask, make_llm
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.models import sampler
 
@@ -25,13 +25,11 @@ PROMPT = "What is "  # many tokens can follow
 SHOWN = 8  # of the most likely tokens
 TEMPERATURES = (0.5, 1.0, 2.0)
 SETTINGS: dict[str, float] = {"top_k": 3, "top_p": 0.8, "min_p": 0.1}
-DRAWS = 2000
 
 
 def logits_after(llm: LLM, prompt: str) -> Tensor:
     """The log-probabilities of the token after the prompt [V]: logits, less a constant."""
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
-    output = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    output = ask(llm, [prompt], max_tokens=1, logprobs=-1)[0].outputs[0]
     assert output.logprobs is not None
     logits = torch.full((llm.engine.inputs.vocab_size,), -torch.inf)
     for token, entry in output.logprobs[0].items():
@@ -39,22 +37,11 @@ def logits_after(llm: LLM, prompt: str) -> Tensor:
     return logits
 
 
-def batch_of(seeds: list[int], position: int, temperature: float, **values: float) -> SamplingBatch:
-    """Rows that sample with these seeds, all with the same settings."""
-
-    def rows(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((len(seeds),), value, dtype=dtype)
-
-    filters = {
-        n: rows(v, torch.int64 if n == "top_k" else torch.float32) for n, v in values.items()
-    }
-    positions = rows(position, torch.int64)
-    return SamplingBatch(rows(temperature), torch.tensor(seeds), positions, filters)
-
-
 def probabilities(logits: Tensor, temperature: float = 1.0, **values: float) -> Tensor:
-    """What the sampler draws from, [V]."""
-    batch = batch_of([0], 0, temperature, **values)
+    """What the sampler draws from, [V]: a batch of one row, with these values of the filters."""
+    filters = {name: torch.tensor([value]) for name, value in values.items()}
+    zero = torch.tensor([0])  # seed and position, which only a draw needs
+    batch = SamplingBatch(torch.tensor([temperature]), zero, zero, filters)
     return sampler.filtered_logits(logits[None], batch, sampler.FILTER_FUNCTIONS)[0].softmax(-1)
 
 
@@ -63,49 +50,38 @@ def show_bars(llm: LLM, best: list[int], columns: dict[str, Tensor]) -> None:
     rows = []
     for token in best:
         cells = [float(column[token]) for column in columns.values()]
-        name = repr(llm.get_tokenizer().decode([token]))
-        rows.append(
-            (name, *(f"{('#' * round(10 * p)):.<10} {p:5.1%}" if p else "hidden" for p in cells))
-        )
+        bars = [f"{('#' * round(10 * p)):.<10} {p:5.1%}" if p else "hidden" for p in cells]
+        rows.append((repr(llm.get_tokenizer().decode([token])), *bars))
     rows.append(("tokens left", *(str(int((p > 0).sum())) for p in columns.values())))
     show_table(("token", *columns), rows)
 
 
 def show_draws(llm: LLM, logits: Tensor) -> None:
-    """Draw by hand and in the engine, and count many draws."""
+    """Draw by hand and in the engine."""
     tokenizer, rows = llm.get_tokenizer(), []
     position = len(tokenizer.encode(PROMPT))
     for seed in range(1, 6):
         u = sampler.uniform(torch.tensor([seed]), torch.tensor([position]))
         token = int(sampler.draw(logits[None], u))
-        params = SamplingParams(temperature=1, seed=seed, max_tokens=1)
-        (engine,) = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
+        (engine,) = ask(llm, [PROMPT], temperature=1, seed=seed, max_tokens=1)[0]["token_ids"]
         assert engine == token
         end, p = (float(x[token]) for x in (probabilities(logits).cumsum(0), probabilities(logits)))
         text = repr(tokenizer.decode([token]))
         rows.append((seed, f"{float(u):.4f}", f"{end - p:.4f} to {end:.4f}", text))
     show_table(("seed", "u", "the token's part of [0, 1)", "token, here and in the engine"), rows)
 
-    tokens = sampler.sample(logits.expand(DRAWS, -1), batch_of(list(range(DRAWS)), position, 1.0))
-    share = tokens.bincount(minlength=len(logits)) / DRAWS
-    far = float((share - probabilities(logits)).abs().max())
-    say(f"""{DRAWS:,} seeds draw each token about as often as its probability says. The largest
-        difference is {far:.1%}.""")
-
 
 def show_preemption() -> None:
-    """Run three seeded requests in a large and in a small pool."""
+    """Run three samples in a large and in a small pool."""
     tokens, preemptions = [], []
     for num_blocks in (64, 10):
         llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=num_blocks)
-        settings = dict(temperature=1, ignore_eos=True, max_tokens=20)
-        params = [SamplingParams(seed=seed, **settings) for seed in range(3)]  # type: ignore[arg-type]
-        outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False)
-        tokens.append([token for output in outputs for token in output.outputs[0].token_ids])
+        [output] = ask(llm, [PROMPT], n=3, temperature=1, seed=0, ignore_eos=True, max_tokens=20)
+        tokens.append([token for sample in output.outputs for token in sample.token_ids])
         preemptions.append(llm.stats()["preemptions"])
     assert tokens[0] == tokens[1]
     assert preemptions[0] < preemptions[1]
-    say(f"""Three seeded requests run in a pool of 64 blocks, and again in one of 10, where sequences are
+    say(f"""Three samples of a request with a seed run in a pool of 64 blocks, and again in one of 10, where sequences are
         preempted {preemptions[1]} times ({preemptions[0]} in the large pool). All of their
         {len(tokens[0])} tokens are the same: there is no generator whose state a preemption could
         lose.""")

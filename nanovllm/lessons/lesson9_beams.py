@@ -17,11 +17,11 @@ write and preemption are those of lessons 6 and 7.
 
 import math
 
-from nanovllm import LLM, BeamSearchParams, SamplingParams, Trace
+from nanovllm import LLM, BeamSearchParams, Trace
 from nanovllm.beam_search import BeamSearch, BeamSearchSequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons.lesson import make_llm
+from nanovllm.lessons.lesson import ask, make_llm
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.trace import State
 
@@ -65,8 +65,7 @@ def run() -> list[Question]:
         beam is computed. Blocks have 4 slots, and the prompt has {len(prompt)} tokens:""")
     show_steps(llm, trace)
     say("The results, and greedy sampling beside them:")
-    params = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=0)
-    greedy = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+    greedy = ask(llm, [PROMPT], max_tokens=LENGTH, ignore_eos=True, logprobs=0)[0].outputs[0]
     outputs = [("greedy", greedy.token_ids, greedy.cumulative_logprob or 0.0)]
     outputs += [
         (f"beam {i}", beam.tokens[len(prompt) :], beam.cum_logprob)

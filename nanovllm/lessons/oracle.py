@@ -8,21 +8,19 @@ and `INVARIANTS` are what must hold after each of them. No torch.
 
 import random
 import threading
-from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequence_
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xxhash import xxh64_intdigest
 
 from nanovllm.engine import block_manager, scheduler
-from nanovllm.engine.host_tier import TieredBlockManager
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import HostTier, RowSampling, StepOutput, StepPlan
+from nanovllm.plan import RowSampling, StepOutput, StepPlan
 
 ALPHABET = 3  # small, so that the blocks of different sequences meet
 
@@ -177,6 +175,8 @@ class History:
     """
 
     tokenizer = None
+    repeats = 0.5  # how many requests begin as an earlier one did
+    host_blocks = 0
 
     def __init__(
         self,
@@ -184,10 +184,8 @@ class History:
         schedulers: ModuleType = scheduler,
         managers: ModuleType = block_manager,
         hash_bits: int | None = None,
-        tiers: ModuleType | None = None,
     ) -> None:
-        """The modules may contain a fault. Few bits make hashes collide; None draws 3 or 64. With
-        `tiers`, engine/host_tier.py, there is a second tier in host memory."""
+        """The modules may contain a fault. Few bits make hashes collide; None draws 3 or 64."""
         self.rng = rng = random.Random(seed)
         bits = rng.choice((3, 64)) if hash_bits is None else hash_bits
         self.size = rng.choice((1, 2, 3, 4))
@@ -195,29 +193,25 @@ class History:
         self.budget = rng.choice((1, 2, 3, 5, 8, 64))
         self.max_num_seqs = rng.choice((1, 2, 3, 6))
         self.max_in_flight = rng.choice((0, 0, 1))
-        host_blocks, self.has_tiers = 0, tiers is not None
-        self.repeats = 0.5  # how many requests begin as an earlier one did
-        if tiers is None:
-            caches = rng.random() < 0.85
-            self.blocks = managers.BlockManager(self.num_blocks, self.size, caches)
-        else:
-            # Most of these histories evict blocks that a later request wants.
-            self.size, self.num_blocks = rng.choice((1, 1, 2, 3)), rng.randint(3, 8)
-            self.repeats, host_blocks = 0.9, rng.choice((2, 4, 8, 30))
-            tier = HostTier(host_blocks, least_load=rng.choice((1, 1, 1, 2, 3)))
-            self.blocks = tiers.TieredBlockManager(self.num_blocks, self.size, tier)
+        self.blocks = self.make_blocks(managers)
         if bits < 64:
             full, mask = self.blocks._hash, (1 << bits) - 1
             self.blocks._hash = lambda parent, tokens: full(parent, tokens) & mask
         policy = rng.choice(("fcfs", "sjf"))
         self.scheduler = schedulers.Scheduler(self.blocks, self.max_num_seqs, self.budget, policy)
-        self.runner = OracleRunner(self.num_blocks, self.size, self.max_num_seqs, host_blocks)
+        sizes = (self.num_blocks, self.size, self.max_num_seqs, self.host_blocks)
+        self.runner = OracleRunner(*sizes)
         self.pending: deque[tuple[InFlightStep, list[int]]] = deque()
         self.seqs: list[Sequence] = []
         self.arrivals = 0
         self.steps = 0
         self.lock = threading.RLock()
         self.observer: Observer = NO_OBSERVER
+
+    def make_blocks(self, managers: ModuleType) -> Any:
+        """May change the sizes too."""
+        caches = self.rng.random() < 0.85
+        return managers.BlockManager(self.num_blocks, self.size, caches)
 
     # ---- actions ----
 
@@ -232,9 +226,7 @@ class History:
         longest = rng.randint(2, min(room + 1, 28))
         num_prompt = rng.randint(1, longest - 1)
         prompt = [rng.randrange(ALPHABET) for _ in range(num_prompt)]
-        if (
-            self.seqs and rng.random() < self.repeats
-        ):  # begin as an earlier one did, its answer included
+        if self.seqs and rng.random() < self.repeats:  # as an earlier one did, with its answer
             old = rng.choice(self.seqs).token_ids
             prompt = (old[: rng.randint(1, len(old))] + prompt)[:num_prompt]
         stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.2 else ())
@@ -309,9 +301,8 @@ class History:
             self.check()
             require(self.steps < bound, "progress")
         for seq in self.seqs:
-            require(
-                seq.status is Status.FINISHED, "progress", f"request {seq.request_id} never ran"
-            )
+            ran = seq.status is Status.FINISHED
+            require(ran, "progress", f"request {seq.request_id} never ran")
             prompt, stops = seq.token_ids[: seq.num_prompt], seq.stop_token_ids
             want = answer(prompt, seq.max_length, stops, seq.sampling.seed)
             if seq.finish_reason == "abort":
@@ -334,30 +325,24 @@ class History:
                 owners[index] += 1
         counts = [b.ref_count for b in blocks]
         if counts != owners:
-            wrong = [i for i in range(len(owners)) if counts[i] != owners[i]]
-            raise InvariantError(
-                "owners",
-                f"block {wrong[0]} is in {owners[wrong[0]]} block tables, and its reference count "
-                f"is {counts[wrong[0]]}",
+            i = next(i for i in range(len(owners)) if counts[i] != owners[i])
+            found = (
+                f"block {i} is in {owners[i]} block tables, and its reference count is {counts[i]}"
             )
+            raise InvariantError("owners", found)
         free, evictable = self.blocks.free, self.blocks.evictable
         owned = [i for i, n in enumerate(owners) if n]
-        require(
-            sorted([*free, *evictable, *owned]) == list(range(1, self.num_blocks + 1)), "partition"
-        )
+        every = sorted([*free, *evictable, *owned])
+        require(every == list(range(1, self.num_blocks + 1)), "partition")
         require(all(blocks[i].identity for i in evictable), "partition", "evictable and not cached")
         require(not any(blocks[i].identity for i in free), "partition", "free and cached")
         cached = {b.hash: b.block_id for b in blocks if b.identity}
         require(cached == self.blocks.prefix_index, "index")
         for index in cached.values():
             self.check_cached(index)
-        if self.has_tiers:
-            self.check_host()
         for seq in self.seqs:
             runs = seq.status is Status.RUNNING
-            require(
-                runs or not seq.block_table, "owners", "a sequence that does not run owns blocks"
-            )
+            require(runs or not seq.block_table, "owners", "a waiting sequence owns blocks")
             if runs:
                 self.check_context(seq)
 
@@ -366,10 +351,8 @@ class History:
             slot = seq.block_table[position // self.size] * self.size + position % self.size
             have, want = self.runner.memory[slot], (seq.token_ids[position], position)
             if have != want:
-                name = f"slot {slot} of request {seq.request_id}"
-                raise InvariantError(
-                    "context", f"{name} holds (token, position) {have} and not {want}"
-                )
+                found = f"slot {slot} of request {seq.request_id} holds {have} and not {want}"
+                raise InvariantError("context", found)
 
     def check_cached(self, index: int) -> None:
         """A cached block holds the tokens that the index says."""
@@ -379,24 +362,6 @@ class History:
         held = [p[0] if p else None for p in pairs]
         if held != named:
             raise InvariantError("cached", f"block {index} holds {held}, the index says {named}")
-
-    def check_host(self) -> None:
-        """What each tier holds is what its index says, and the same under the same identity."""
-        blocks: TieredBlockManager = self.blocks
-        held = [block.block_id for block in blocks.host_index.values()]
-        everything = sorted([*held, *blocks.host_free])
-        require(everything == list(range(blocks.tier.num_blocks)), "host")
-        names = dict[int, tuple[int, bytes]]()
-        for block in (*blocks.host_index.values(), *blocks.blocks):
-            if block.identity:
-                same = names.setdefault(block.identity, (block.parent, block.token_ids))
-                require(
-                    same == (block.parent, block.token_ids), "host", "an identity has two blocks"
-                )
-        for key, block in blocks.host_index.items():
-            pairs = self.runner.host[block.block_id]
-            tokens = array("I", [pair[0] if pair else 99 for pair in pairs]).tobytes()
-            require(block.hash == key and tokens == block.token_ids, "host")
 
 
 def random_actions(seed: int, number: int = 40) -> list[Action]:
@@ -417,15 +382,12 @@ def replay(history: History, actions: Iterable[Action]) -> None:
         raise InvariantError("no error", repr(error)) from error
 
 
-def run_history(
-    seed: int,
-    actions: int = 40,
-    schedulers: ModuleType = scheduler,
-    managers: ModuleType = block_manager,
-    tiers: ModuleType | None = None,
-) -> History:
-    """One random history, from its seed alone; raises AssertionError at the first thing wrong."""
-    history = History(seed, schedulers, managers, tiers=tiers)
+def run_history(seed: int, actions: int = 40, make: Any = History, **modules: ModuleType) -> Any:
+    """One random history, from its seed alone; raises AssertionError at the first thing wrong.
+
+    `make`, a class of histories, takes the seed and the modules.
+    """
+    history = make(seed, **modules)
     try:
         replay(history, random_actions(seed, actions))
     except InvariantError as error:
@@ -433,48 +395,5 @@ def run_history(
     return history
 
 
-# ---- what no history reaches: faults that only a scripted test shows ----
-
-
 def plain_sequence(token_ids: list[int]) -> Sequence:
     return make_samples(token_ids, 99)[0]
-
-
-def check_cached_tail(managers: ModuleType = block_manager) -> None:
-    """A fork whose parent is gone owns its last block alone, but others can still find the parent's
-    tokens there. No history does this: a fork writes while its parent runs. A beam search would.
-    """
-    blocks = managers.BlockManager(4, 4)
-    parent = plain_sequence([1, 2, 3, 4])
-    blocks.append_block(parent)
-    parent.num_computed = 4
-    blocks.cache_full_blocks(parent)
-    child = plain_sequence([1, 2])
-    blocks.fork(parent, child, 2)
-    blocks.release(parent)
-    shared = child.block_table[0]
-    blocks.copy_on_write(child)
-    blocks.take_moves(plan := StepPlan())
-    copied = plan.block_moves == [(shared, child.block_table[0])]
-    found = blocks.match(plain_sequence([1, 2, 3, 4, 5])) == [blocks.blocks[shared]]
-    require(copied and shared in blocks.evictable and found, "cached", "it is written in place")
-
-
-def check_late_copy(schedulers: ModuleType = scheduler) -> None:
-    """A running sequence copies a block that another shares, and the runner is told which it writes.
-    No history does this either: the samples of a request copy as soon as they are admitted.
-    """
-    blocks, runner = block_manager.BlockManager(9, 4), OracleRunner(9, 4, 2)
-    planner = schedulers.Scheduler(blocks, 2, 99)
-    seq, other = plain_sequence([1, 2, 0, 1, 2, 0]), plain_sequence([1, 2, 0, 1, 2])
-    seq.max_length = 9
-    planner.add(seq)
-    for _ in range(3):
-        step = planner.schedule()
-        planner.commit(step, runner.run(step.plan))
-        if not other.block_table:
-            blocks.fork(seq, other, 5)
-            shared = other.block_table[1]
-    told = runner.tables[0][1] != shared
-    right = seq.output_ids == answer([1, 2, 0, 1, 2, 0], 9, frozenset(), 0)
-    require(told and right, "context", "the runner writes into the shared block")

@@ -15,13 +15,6 @@ SIZE = 8  # numbers that a program of the first puzzle computes
 
 
 @triton.jit
-def owner(out, n, SIZE: tl.constexpr):
-    # Each program writes its number to its SIZE places of out [n].
-    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(out + i, tl.program_id(0), mask=i < n)
-
-
-@triton.jit
 def add(x, y, out, n, SIZE: tl.constexpr):
     # x, y and out point to n numbers. Each program adds SIZE of them; the last one may have fewer.
     program = tl.program_id(0)
@@ -112,13 +105,6 @@ def place(x: Tensor) -> Tensor:
 def random(*shape: int) -> Tensor:
     """Numbers that are the same in every run."""
     return place(3 * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
-
-
-def owners(n: int, size: int, places: int) -> list[int]:
-    """Which program of `owner` wrote each of `places` places, -1 for none."""
-    out = place(torch.full((places,), -1.0))
-    owner[(triton.cdiv(n, size),)](out, n, size)
-    return [int(x) for x in out]
 
 
 def check_add(kernels: Any) -> tuple[Tensor, Tensor]:

@@ -18,13 +18,11 @@ What must stay true:
   - Every request gets the same tokens as with the engine's own rule.
 
 Where it goes. BlockManager.choose_victim in nanovllm/engine/block_manager.py is the one place
-where the victim is chosen. Your class overrides it, and whatever else it needs to count hits. For
-good, both would be edits of that file.
+where the victim is chosen. Your class overrides it, and whatever else it needs to count hits.
 
 Hints: self.evictable iterates over block indices, the least recently used first, and min() returns
 the first of equal ones. Block.identity is a new number each time a block is cached, and is never
-used again. This search costs O(evictable blocks) for each eviction, which is enough for the task,
-but the engine's own rule is O(1). Which data structure makes yours O(1)?
+used again.
 """
 
 from nanovllm.engine.block_manager import BlockManager

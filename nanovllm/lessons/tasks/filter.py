@@ -17,8 +17,7 @@ What must stay true:
   - Each row has its own p. The result of a row does not depend on the other rows.
 
 Where it goes. See FilterFunction and FILTER_FUNCTIONS in nanovllm/models/sampler.py, where
-keep_top_p is similar, and FILTERS in nanovllm/plan.py. docs/contributing.md says how a filter is
-added for good. The check below does the same for the time of one test: it generates with
+keep_top_p is similar, and FILTERS in nanovllm/plan.py. The check generates with it as
 SamplingParams(typical_p=...).
 
 Hints: 0 * log 0 is NaN in torch, and one NaN makes the entropy NaN; Tensor.nansum leaves NaN out.

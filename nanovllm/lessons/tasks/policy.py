@@ -1,11 +1,10 @@
 """A scheduling policy: the request with the longest output first, aged.
 
-The task. Write a policy that admits first the request that may generate the most tokens. This is
-the rule "longest processing time first" (Graham 1969), and it is useful where all requests are
-known and only the total time counts, as in offline inference. Suppose that 2 sequences run at a
-time, and that five requests may generate 40, 40, 40, 40 and 160 tokens. In the order of arrival,
-the long one starts when the others are finished: 80 steps, then 160 more in which half of the rows
-are unused. If it starts first, the short ones run beside it, and everything takes 160 steps.
+The task. Write a policy that admits first the request that may generate the most tokens, which is
+useful if only the total time counts ("longest processing time first", Graham 1969). Suppose that 2
+sequences run at a time, and that five requests may generate 40, 40, 40, 40 and 160 tokens. In the
+order of arrival the long one starts last: 80 steps, then 160 more in which half of the rows are
+unused. If it starts first, the short ones run beside it, and everything takes 160 steps.
 
 In a stream of requests, a short one must not wait forever. A request therefore counts as AGING =
 16 tokens longer for each request that arrives after it. Example: requests 0, 1 and 2, in this
@@ -21,12 +20,10 @@ What must stay true:
 
 Where it goes. A policy is a key: the scheduler admits the waiting sequence with the smallest one.
 See PolicyKey and POLICIES in nanovllm/engine/policies.py, and the two policies there.
-docs/contributing.md says how one is added for good.
 
 Hints: nanovllm/engine/sequence.py has the fields of a sequence. The largest number of output
-tokens is not one of them, but it follows from two. "Longest first" and "smallest key first" have
-opposite signs. The key of one request cannot look at another request, so aging must be a term
-of each key.
+tokens follows from two of them. The key of one request cannot look at another request, so aging
+must be a term of each key.
 """
 
 from nanovllm.engine.block_manager import BlockManager

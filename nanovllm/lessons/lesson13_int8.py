@@ -1,0 +1,104 @@
+"""Lesson 13: int8 weights, and what they lose.
+
+A decode takes as long as reading the weights (lesson 5), so that smaller weights make it faster. With
+quantization="int8" each weight of a linear layer is stored in 8 bits. Each row of weights, which
+computes one output, has a scale (as in LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339):
+
+    weights        0.0314  -0.1270   0.0638   0.0019   scale = 0.127 / 127
+    values             31     -127       64        2   weight / scale, rounded
+    value * scale  0.0310  -0.1270   0.0640   0.0020   at most scale / 2 away
+
+This is done when the weights are loaded. On a CPU the activations, which are the inputs of a layer,
+are rounded in the same way for each token, so that integers are multiplied.
+"""
+
+from torch import Tensor, tensor
+
+from nanovllm import LLM
+from nanovllm.demo.data import OPEN_TASKS, graded_samples
+from nanovllm.demo.grade import wrong_answers
+from nanovllm.lessons.lesson import make_llm, runner_of
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.models.int8 import Int8Weight, dynamic, quantize
+from nanovllm.outputs import RequestOutput
+
+# Questions that were not in the training of the embedded model.
+SAMPLES = [sample for task in OPEN_TASKS for sample in graded_samples(task, 10)]
+ROUNDINGS = ((8, True), (8, False), (4, True), (3, True))  # bits, and a scale for each row or not
+
+
+def rounded(weight: Tensor, bits: int, by_row: bool) -> Tensor:
+    """A weight [O, I] after rounding to integers of `bits` bits, times their scale."""
+    largest = weight.abs().amax(dim=1, keepdim=True) if by_row else weight.abs().max()
+    scale = largest.clamp(min=1e-30) / (2 ** (bits - 1) - 1)
+    restored: Tensor = (weight / scale).round() * scale
+    return restored
+
+
+def grade(llm: LLM, said: list[RequestOutput]) -> tuple[str, str]:
+    """How many answers are right, and the mean log-probability of a token of those that were said."""
+    llm.reset_prefix_cache()  # it has the keys and values of other weights
+    right = len(SAMPLES) - len(wrong_answers(llm, SAMPLES))
+    prompts = [output.prompt_token_ids for output in said]
+    scores = llm.loglikelihood(prompts, [out["token_ids"] for out in said], use_tqdm=False)
+    mean = sum(s.logprob for s in scores) / sum(len(s.token_ids) for s in scores)
+    return f"{right} of {len(SAMPLES)}", f"{mean:.6f}"
+
+
+def show_losses(llm: LLM) -> None:
+    """Round the weights of the model in several ways, and print what it still knows."""
+    layers = list(runner_of(llm).model.linears())
+    originals = [layer.weight.clone() for layer in layers]
+    size = sum(float(weight.square().sum()) for weight in originals)
+    chats = [[{"role": "user", "content": sample.question}] for sample in SAMPLES]
+    said = llm.chat(chats, use_tqdm=False)
+    rows = [("float32", "0.00%", *grade(llm, said))]
+    for bits, by_row in ROUNDINGS:
+        error = 0.0
+        for layer, weight in zip(layers, originals, strict=True):
+            layer.weight.copy_(rounded(weight, bits, by_row))
+            error += float((layer.weight - weight).square().sum())
+        name = f"{bits} bits, {'a scale for each row' if by_row else 'one scale for a weight'}"
+        rows.append((name, f"{(error / size) ** 0.5:.2%}", *grade(llm, said)))
+    engine = make_llm(attention_backend="sdpa", num_kvcache_blocks=256, quantization="int8")
+    rows.insert(2, ("the same, and the activations too", rows[1][1], *grade(engine, said)))
+    show_table(("weights", "error", "right answers", "log-probability"), rows)
+
+
+def run() -> list[Question]:
+    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=256)
+    weight = next(runner_of(llm).model.linears()).weight
+    values, scale = quantize(weight[:1])
+    say(f"""The first 5 weights of the first row of the first layer. The largest magnitude of the row is
+        {float(weight[0].abs().max()):.4f}, so that its scale is {float(scale[0]):.6f}:""")
+    cells = zip(weight[0, :5].tolist(), values[0, :5].tolist(), strict=True)
+    rows = [(i, f"{a:.5f}", b, f"{b * float(scale[0]):.5f}") for i, (a, b) in enumerate(cells)]
+    show_table(("input", "weight", "value", "value * scale"), rows)
+    say(f"""What is lost: the embedded model answers {len(SAMPLES)} questions that were not in its
+        training, with its weights rounded in several ways. The third line is what the engine does on a
+        CPU with quantization="int8". The error is the length of the difference of all weights, divided by
+        their own length. The log-probability is the mean of the tokens that the float32 model said; 0 is
+        certainty:""")
+    show_losses(llm)
+    say("""With fewer bits the steps between two integers are wider. With one scale for a whole weight
+        its largest row sets the width of the steps for all rows. A small model that was trained for
+        few tasks may bear more rounding than others. docs/performance.md says what was measured.""")
+    show_source(link(quantize), link(Int8Weight.copy_), link(dynamic, "integer_product"))
+    values, scale = quantize(tensor([[0.5, -2.54, 1.0, 0.01]]))
+    outputs, inputs = weight.shape
+    return [
+        Question(
+            "A row of weights is 0.5, -2.54, 1.0, 0.01. Which value is stored for 1.0?",
+            str(int(values[0, 2])),
+            f"The scale is 2.54 / 127 = {float(scale[0]):.2f}, and 1.0 / 0.02 = 50.",
+            "The largest magnitude becomes 127. What is the scale, and what is 1.0 divided by it?",
+        ),
+        Question(
+            f"The first layer has {outputs} outputs and {inputs} inputs. How many bytes do its values "
+            "and its scales, which are float32, take?",
+            str(Int8Weight.empty(weight.new_empty, outputs, inputs).nbytes),
+            "One byte for each weight, and 4 for the scale of each output. In float32 the weights "
+            f"take {weight.nbytes:,}.",
+            "Each weight takes 1 byte. How many scales are there?",
+        ),
+    ]

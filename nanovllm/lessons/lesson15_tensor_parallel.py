@@ -1,0 +1,156 @@
+"""Lesson 15: tensor parallelism.
+
+A model that is too large or too slow for one device is divided: each rank, a process with a device,
+has a part of every layer and of the KV cache (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
+Two products follow each other in a layer. The first weight is divided by rows, so that a rank
+computes some outputs, the second by columns, so that it needs these outputs only:
+
+                  first weight    second weight
+    rank 0   x -> [ rows 0-3 ] -> [ columns 0-3 ] -> y0 --.
+                                                           >--> y0 + y1
+    rank 1   x -> [ rows 4-7 ] -> [ columns 4-7 ] -> y1 --'     on both
+
+Only the sum needs the other rank. It is called an all-reduce. A layer has two: one of the attention,
+whose heads are divided, and one of the feed-forward network.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from subprocess import PIPE, Popen
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, shape_of, timed
+from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.models.layers import Linear, silu_and_mul
+from nanovllm.models.shards import config_of_rank, parts_of_rank
+from nanovllm.runner.tensor_parallel import AgreeingRunner, Ranks
+
+PROMPTS = [f"What is 12 + {i}?\n" for i in range(4)]
+OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64)
+
+
+def start_ranks(size: int) -> list[dict[str, Any]]:
+    """Run this file once for each rank, as torchrun does -> what `run_rank` returned in each.
+
+    Raises RuntimeError if one fails. All have ended when it returns, also after an error or Ctrl-C.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    shared |= {"OMP_NUM_THREADS": "1"}
+    command, ranks = [sys.executable, "-m", __name__], list[Popen[bytes]]()
+    with ExitStack() as stack:
+        for i in range(size):
+            own = os.environ | shared | {"RANK": str(i), "LOCAL_RANK": str(i)}
+            # Ctrl-C does not reach another session: this process ends its ranks.
+            rank = Popen(command, env=own, stdout=PIPE, start_new_session=True)
+            ranks.append(stack.enter_context(rank))
+            stack.callback(rank.kill)
+        while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            time.sleep(0.05)
+        if any(codes):
+            raise RuntimeError(f"a rank has failed (exit statuses {codes}); its error is above")
+        return [json.loads(rank.communicate()[0]) for rank in ranks]
+
+
+def run_rank() -> dict[str, Any]:
+    """What this process has of the model, what it generates, and what a decode exchanges."""
+    calls, all_reduce = list[int](), Ranks.all_reduce
+
+    def counted(self: Ranks, x: Tensor) -> Tensor:
+        calls.append(x.nbytes)
+        return all_reduce(self, x)
+
+    Ranks.all_reduce = counted  # type: ignore[method-assign]
+    llm = make_llm(**OPTIONS, tensor_parallel_size=int(os.environ["WORLD_SIZE"]))
+    outputs, seconds = timed(lambda: ask(llm, PROMPTS, max_tokens=16, ignore_eos=True))
+    c, a_step = runner_of(llm).model.config, len(calls) // (3 * 16)
+    has = (
+        c.num_heads,
+        c.num_kv_heads,
+        f"{c.num_weights * 4 / 2**20:.1f}",
+        a_step,
+        sum(calls[-a_step:]),
+    )
+    return {"has": has, "tokens": [o["token_ids"] for o in outputs], "ms": seconds * 1e3 / 16}
+
+
+def show_by_hand() -> None:
+    """Compute a feed-forward network in two parts, one after the other, and add these."""
+    mlp = runner_of(make_llm(**OPTIONS)).model.layers[0].mlp
+    gate, up = mlp.gate_up_proj.weight.chunk(2)  # [F, E] each
+    down, half = mlp.down_proj.weight, len(gate) // 2  # [E, F]
+    x = torch.randn(1, gate.shape[1], generator=torch.Generator().manual_seed(0))
+    y = []
+    for some in (slice(0, half), slice(half, None)):
+        inner = silu_and_mul(x @ torch.cat((gate[some], up[some])).T)
+        y.append(inner @ down[:, some].T)
+    torch.testing.assert_close(y[0] + y[1], mlp(x))
+    say(f"""By hand, in one process: the feed-forward network of the first layer has {2 * half} inner units.
+        Rank 0 has the first {half} of them, and rank 1 the others. The first numbers of the results:""")
+    results = {"y0": y[0], "y1": y[1], "y0 + y1": y[0] + y[1], "one device": mlp(x)}
+    show_table(
+        ("result", *"1234"), [(n, *(f"{v:.4f}" for v in r[0, :4])) for n, r in results.items()]
+    )
+
+
+def run() -> list[Question]:
+    show_by_hand()
+    say("""Now two real ranks. torchrun would start a script once for each and tell it its RANK in the
+        environment; here the lesson does. Each makes LLM(..., tensor_parallel_size=2) and the same calls.
+        Nothing sends them plans: both schedulers see the same requests and so plan the same steps. Before
+        each step the ranks compare a hash of the plan.""")
+    [one], both = start_ranks(1), start_ranks(2)
+    names = ("one device", "rank 0 of 2", "rank 1 of 2")
+    head = ("query heads", "KV heads", "MiB of weights", "all-reduces", "bytes of them")
+    rows = [(name, *rank["has"]) for name, rank in zip(names, (one, *both), strict=True)]
+    show_table(("process", *head), rows)
+    assert both[0]["tokens"] == both[1]["tokens"] == one["tokens"]
+    *_, calls, size = both[0]["has"]
+    layers, large = embedded_config().num_layers, shape_of("qwen3-0.6b")
+    say(f"""The last two columns are of a decode of {len(PROMPTS)} sequences. Each of the {layers} layers has two
+        all-reduces, and the embeddings, whose rows are divided too, have one. One adds up
+        {size // calls:,} bytes: {len(PROMPTS)} tokens of {embedded_config().hidden_size} numbers in
+        float32. At the end each rank has the logits of one half of the vocabulary. The ranks exchange
+        these and sample the same tokens, which are also those of one device.""")
+    say(f"""A step takes {one["ms"]:.1f} ms on one device and {both[0]["ms"]:.1f} ms on two: two ranks are
+        {faster(one["ms"], both[0]["ms"])}. Here a rank is a process with one thread, and an all-reduce is
+        a message between processes. On GPUs it takes microseconds, and each rank reads a half of the
+        weights.""")
+    show_source(
+        link(config_of_rank, "num_heads=heads // size"),
+        link(parts_of_rank, "BY_COLUMNS"),
+        link(Linear.__call__, "self.join"),
+        link(Ranks.connect, "self.all_reduce"),
+        link(AgreeingRunner.run, "self.ranks.agree"),
+    )
+    return [
+        Question(
+            f"Qwen3-0.6B has {large.num_layers} layers. How many all-reduces does a step have?",
+            str(calls + 2 * (large.num_layers - layers)),
+            "Two in each layer, and one of the embeddings.",
+            f"The {layers} layers of the embedded model have {calls}, with that of the embeddings.",
+        ),
+        Question(
+            "How many bytes does one of them add up in a decode of 16 sequences in bfloat16? A token "
+            f"has {large.hidden_size:,} numbers between the layers of Qwen3-0.6B.",
+            str(16 * large.hidden_size * 2),
+            "A number has 2 bytes. The messages have this size however many weights a layer has: the "
+            "larger the model, the less they count.",
+            "As in the text above: tokens * numbers * bytes of a number.",
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    logging.getLogger("nanovllm").setLevel(logging.WARNING)
+    print(json.dumps(run_rank()))
