@@ -219,7 +219,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.save_pretrained(path)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Qwen3ForCausalLM(config).named_parameters()}
-    weights = {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    weights = {
+        name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()
+    }
     save_torch_state_dict(weights, path, max_shard_size="40MB")
     return path
 

@@ -1,8 +1,9 @@
 """Runs code in new processes, which have imported torch and nothing else.
 
 They are forks of a server, one of each process of pytest, because an import of torch takes two
-seconds. It has not used torch, so that OpenMP's threads start in the forks as in any new process: two,
-whatever the environment says, because torch reads OMP_NUM_THREADS when it is imported.
+seconds. It has not used torch, so that OpenMP's threads start in the forks as in any new process.
+They have one thread, as conftest.py says, or two, whatever OMP_NUM_THREADS is there: torch reads it
+when it is imported.
 """
 
 import multiprocessing
@@ -25,11 +26,14 @@ class Done(NamedTuple):
 
 
 class Process:
-    """Runs code with these environment variables beside those of this process."""
+    """Runs code with one or two threads, with these environment variables beside those of this process."""
 
-    def __init__(self, code: str, cwd: Path | None = None, **variables: str) -> None:
+    def __init__(
+        self, code: str, cwd: Path | None = None, threads: int = 1, **variables: str
+    ) -> None:
         self.directory = TemporaryDirectory()
-        arguments = (code, str(cwd or Path.cwd()), dict(os.environ) | variables, self.directory.name)
+        variables = dict(os.environ) | variables
+        arguments = (code, str(cwd or Path.cwd()), threads, variables, self.directory.name)
         self.process = CONTEXT.Process(target=execute, args=arguments)
         with patch.dict(os.environ, OMP_NUM_THREADS="2"):
             forkserver.ensure_running()
@@ -49,11 +53,15 @@ class Process:
             return Done(self.process.exitcode, out, err)
 
 
-def run(code: str, cwd: Path | None = None, **variables: str) -> Done:
-    return Process(code, cwd, **variables).wait()
+def run(code: str, cwd: Path | None = None, threads: int = 1, **variables: str) -> Done:
+    return Process(code, cwd, threads, **variables).wait()
 
 
-def execute(code: str, cwd: str, variables: dict[str, str], directory: str) -> None:
+def execute(code: str, cwd: str, threads: int, variables: dict[str, str], directory: str) -> None:
+    import torch
+
+    if threads == 1:
+        torch.set_num_threads(threads)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)

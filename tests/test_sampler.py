@@ -114,7 +114,11 @@ def test_filters_at_the_ends_of_their_ranges(
     total = weights.sum(1)
     kept = (tokens >= 0) & (weight > 0)
     drawn = (cumulative - weight < (u + 1e-5) * total) & (cumulative > (u - 1e-5) * total)
-    wrong = [(*row, int(token)) for row, token, right in zip(rows, tokens, kept & drawn, strict=True) if not right]
+    wrong = [
+        (*row, int(token))
+        for row, token, right in zip(rows, tokens, kept & drawn, strict=True)
+        if not right
+    ]
     assert not wrong
 
 

@@ -380,7 +380,10 @@ def test_the_first_engines_start_at_once(case: str) -> None:
     if case == "numba":
         pytest.importorskip("numba")
     done = fresh.run(
-        FIRST_START.format(backend=case), NUMBA_THREADING_LAYER="workqueue", OMP_NUM_THREADS="2"
+        FIRST_START.format(backend=case),
+        threads=2,
+        NUMBA_THREADING_LAYER="workqueue",
+        OMP_NUM_THREADS="2",
     )
     assert done.returncode == 0, done.stderr
 
@@ -449,7 +452,7 @@ for backend in backends:
 @pytest.mark.slow
 def test_forked_processes() -> None:
     """They have none of OpenMP's threads: they work only if those had not started before the fork."""
-    done = fresh.run(FORK, OMP_NUM_THREADS="2")
+    done = fresh.run(FORK, threads=2, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     said: dict[tuple[str, str], list[str]] = {}
     for line in done.stdout.splitlines():
