@@ -22,6 +22,7 @@ from nanovllm.models.fp8 import FP8
 torch.set_num_threads(1)
 
 VOCAB = 199
+DTYPES = torch.bfloat16, torch.float32  # of the CPU's kernels
 
 # Tests that share an expensive result: two dry runs, answers of transformers, graded answers, a
 # process that forks ranks.
@@ -74,7 +75,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return  # without Numba
     if hasattr(session.config, "workerinput") and jit.DIRECTORY:
         share_compilation()
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in DTYPES:
         compile.compile_now(dtype)
 
 
@@ -84,11 +85,14 @@ def share_compilation() -> None:
     from nanovllm.cpu import compile, jit
 
     # The same kernel of several lists once: in the order of a list, in which attention comes first.
+    # Lists with a unit are last, because their kernels call those without: two processes that compile
+    # a kernel and its caller at once both compile the first.
+    lists = [(dtype, unit, dtype) for dtype in DTYPES for unit in compile.units(dtype)]
+    lists += [(dtype, None, FP8) for dtype in DTYPES]
     work: dict[tuple[Any, Any], int] = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        for unit, cache in [*((unit, dtype) for unit in compile.units(dtype)), (None, FP8)]:
-            for place, call in enumerate(compile.calls(dtype, unit, cache)):
-                work.setdefault(call, place)
+    for dtypes_and_unit in sorted(lists, key=lambda each: each[1] is not None):
+        for place, call in enumerate(compile.calls(*dtypes_and_unit)):
+            work.setdefault(call, place)
     calls = sorted(work, key=work.__getitem__)
     for wait in (False, True):
         for number, (kernel, types) in enumerate(calls):
@@ -106,28 +110,19 @@ def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def make_checkpoint(
-    path: Path,
+def make_config(
     family: str = "qwen3",
     head_dim: int = 32,
     kv_heads: int = 2,
     group: int = 2,
     tie: bool = False,
-    seed: int = 0,
     **config: object,
-) -> torch.nn.Module:
-    """Save a random checkpoint and return transformers' model of it, in float32.
-
-    The weights are large enough for decisive logits. Every norm weight and bias is random: fresh
-    ones are 1 and 0, which would hide a dropped term.
-    """
+) -> Any:
     # Tests that make no checkpoint do not wait for it.
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen2Config, Qwen3Config
 
-    torch.manual_seed(seed)
-    make = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
-    config_class, model_class = make[family]
     settings = dict(
+        architectures=["Qwen3ForCausalLM" if family == "qwen3" else "Qwen2ForCausalLM"],
         vocab_size=VOCAB,
         hidden_size=64 if family == "qwen3" else head_dim * kv_heads * group,
         intermediate_size=96,
@@ -141,7 +136,22 @@ def make_checkpoint(
     )
     if family == "qwen3":
         settings["head_dim"] = head_dim
-    model = model_class(config_class(**(settings | config))).float().eval()
+    return (Qwen3Config if family == "qwen3" else Qwen2Config)(**(settings | config))
+
+
+def make_checkpoint(
+    path: Path, family: str = "qwen3", *shape: int, seed: int = 0, **config: object
+) -> torch.nn.Module:
+    """Save a random checkpoint and return transformers' model of it, in float32.
+
+    The weights are large enough for decisive logits. Every norm weight and bias is random: fresh
+    ones are 1 and 0, which would hide a dropped term.
+    """
+    from transformers import Qwen2ForCausalLM, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model_class = Qwen3ForCausalLM if family == "qwen3" else Qwen2ForCausalLM
+    model = model_class(make_config(family, *shape, **config)).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -195,6 +205,25 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn
 @pytest.fixture(scope="session")
 def path(checkpoint: tuple[Path, torch.nn.Module]) -> Path:
     return checkpoint[0]
+
+
+@pytest.fixture(scope="session")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 160 MB in bfloat16, in several files, to measure memory. All weights are equal."""
+    from huggingface_hub import save_torch_state_dict
+    from transformers import Qwen3ForCausalLM
+
+    path = tmp_path_factory.mktemp("large")
+    sizes = dict(hidden_size=1024, intermediate_size=3072, vocab_size=20_000, num_hidden_layers=4)
+    config = make_config(tie=True, **sizes)
+    config.save_pretrained(path)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Qwen3ForCausalLM(config).named_parameters()}
+    weights = {
+        name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()
+    }
+    save_torch_state_dict(weights, path, max_shard_size="40MB")
+    return path
 
 
 @pytest.fixture(scope="session")

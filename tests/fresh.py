@@ -2,15 +2,18 @@
 
 They are forks of a server, one of each process of pytest, because an import of torch takes two
 seconds. It has not used torch, so that OpenMP's threads start in the forks as in any new process.
-What depends on variables that torch reads when it is imported (OMP_NUM_THREADS) needs a subprocess.
+They have one thread, as conftest.py says, or two, whatever OMP_NUM_THREADS is there: torch reads it
+when it is imported.
 """
 
 import multiprocessing
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+from unittest.mock import patch
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch"])
@@ -22,21 +25,43 @@ class Done(NamedTuple):
     stderr: str
 
 
-def run(code: str, cwd: Path | None = None, **variables: str) -> Done:
-    """Run it with these environment variables beside those of this process."""
-    with TemporaryDirectory() as directory:
-        arguments = (code, str(cwd or Path.cwd()), dict(os.environ) | variables, directory)
-        process = CONTEXT.Process(target=execute, args=arguments)
-        process.start()
-        process.join(300)
-        process.kill()  # unless it has ended
-        process.join()
-        out, err = (Path(directory, name).read_text() for name in ("stdout", "stderr"))
-        assert process.exitcode is not None
-        return Done(process.exitcode, out, err)
+class Process:
+    """Runs code with one or two threads, with these environment variables beside those of this process."""
+
+    def __init__(
+        self, code: str, cwd: Path | None = None, threads: int = 1, **variables: str
+    ) -> None:
+        self.directory = TemporaryDirectory()
+        variables = dict(os.environ) | variables
+        arguments = (code, str(cwd or Path.cwd()), threads, variables, self.directory.name)
+        self.process = CONTEXT.Process(target=execute, args=arguments)
+        with patch.dict(os.environ, OMP_NUM_THREADS="2"):
+            forkserver.ensure_running()
+        self.process.start()
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def wait(self) -> Done:
+        with self.directory as directory:
+            self.process.join(300)
+            self.process.kill()  # unless it has ended
+            self.process.join()
+            out, err = (Path(directory, name).read_text() for name in ("stdout", "stderr"))
+            assert self.process.exitcode is not None
+            return Done(self.process.exitcode, out, err)
 
 
-def execute(code: str, cwd: str, variables: dict[str, str], directory: str) -> None:
+def run(code: str, cwd: Path | None = None, threads: int = 1, **variables: str) -> Done:
+    return Process(code, cwd, threads, **variables).wait()
+
+
+def execute(code: str, cwd: str, threads: int, variables: dict[str, str], directory: str) -> None:
+    import torch
+
+    if threads == 1:
+        torch.set_num_threads(threads)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(variables)
@@ -44,3 +69,8 @@ def execute(code: str, cwd: str, variables: dict[str, str], directory: str) -> N
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{directory}/{name}", os.O_WRONLY | os.O_CREAT), number)
     exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+
+
+def module(name: str, *arguments: str) -> str:
+    """The code of `python -m name arguments ...`."""
+    return f"import runpy, sys; sys.argv = {['', *arguments]!r}\nrunpy.run_module({name!r}, None, '__main__')\n"

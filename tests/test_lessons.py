@@ -3,10 +3,10 @@
 import ast
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import fresh
 import pytest
 
 from nanovllm.engine.scheduler import Scheduler
@@ -112,8 +112,7 @@ def test_command(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    line = [sys.executable, "-m", "nanovllm.lessons", "3"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    done = fresh.run(fresh.module("nanovllm.lessons", "3"))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Lesson 3: blocks, block tables, slots.")
     assert "    block table   [      1      |" in done.stdout  # the picture

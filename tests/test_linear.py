@@ -1,12 +1,11 @@
 """Packed weights: the same numbers as plain ones, never two copies of the model while packing."""
 
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from conftest import make_checkpoint, make_config, random_llm
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,7 +104,7 @@ def test_engine_packs_bf16(tmp_path: Path, tie: bool) -> None:
 
 
 MEMORY = """
-import math, sys
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -125,7 +124,7 @@ def packed(weight):
     peak = max(peak, private())
     return tiles
 
-config = ModelConfig.from_file(Path(sys.argv[1]) / "config.json")
+config = ModelConfig.from_file(Path("{path}") / "config.json")
 model = Qwen3(config, 512, replace(PLAIN, empty=partial(torch.empty, dtype=torch.bfloat16)))
 size = 0
 for part in model.checkpoint_parts():
@@ -143,12 +142,9 @@ print((peak - before) / size, (private() - before) / size, model.lm_head.weight.
 @pytest.mark.slow
 @needs_tiles
 def test_packing_holds_one_weight_twice(tmp_path: Path) -> None:
-    make_checkpoint(
-        tmp_path, hidden_size=1024, intermediate_size=3072, vocab_size=10_000, num_hidden_layers=4
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    sizes = dict(hidden_size=1024, intermediate_size=3072, vocab_size=10_000, num_hidden_layers=4)
+    make_config(**sizes).save_pretrained(tmp_path)
+    done = fresh.run(MEMORY.format(path=tmp_path))
     assert done.returncode == 0, done.stderr
     peak, after, head = map(float, done.stdout.split())
     assert peak < head + 0.1  # the untied head is the largest and comes last

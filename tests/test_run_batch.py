@@ -6,14 +6,13 @@ import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import fresh
 import numpy as np
 import pytest
 
@@ -399,21 +398,21 @@ def until(condition: Callable[[], bool], seconds: float = 120) -> None:
 def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
     lines = [line(f"q{i}", CHAT, **ask(f"Count from {i + 1} to {i + 21}")) for i in range(30)]
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "nanovllm.run_batch", "-i", str(source), "-o", str(target)]
-    command += ["--max-in-flight", "2", "--set", "max_num_seqs=2", "--set", "dtype=float32"]
-    command += ["--set", "device=cpu"]
+    arguments = ["-i", str(source), "-o", str(target), "--max-in-flight", "2"]
+    for option in ("max_num_seqs=2", "dtype=float32", "device=cpu"):
+        arguments += ["--set", option]
     for number, done in ((signal.SIGINT, 2), (signal.SIGKILL, 6)):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        process = fresh.Process(fresh.module("nanovllm.run_batch", *arguments))
         until(lambda least=done: target.exists() and target.read_bytes().count(b"\n") >= least)
         process.send_signal(number)
-        _, printed = process.communicate(timeout=60)
+        ended = process.wait()
         if number == signal.SIGINT:
-            assert process.returncode == 130
+            assert ended.returncode == 130
             kept = len(results(target))
             said = (
                 f"interrupted; {kept} of 30 lines are done: start the same command again to go on"
             )
-            assert printed.splitlines()[-1] == said
+            assert ended.stderr.splitlines()[-1] == said
         assert target.read_bytes().count(b"\n") < 30
     run(embedded, source, target)
     got = results(target)

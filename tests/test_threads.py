@@ -6,13 +6,12 @@ import os
 import pickle
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 from conftest import random_llm
@@ -371,14 +370,14 @@ def test_torch_defaults_of_the_program_change_nothing(path: Path, backend: str) 
 
 
 FIRST_START = """
-import sys, threading
+import threading
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 
 barrier, texts = threading.Barrier(4, timeout=60), []
 
 def start(dtype: str) -> None:
     barrier.wait()
-    llm = LLM(dtype=dtype, device="cpu", attention_backend=sys.argv[1], num_kvcache_blocks=64)
+    llm = LLM(dtype=dtype, device="cpu", attention_backend="{backend}", num_kvcache_blocks=64)
     for _ in range(5):
         barrier.wait()
         texts.append(llm.generate("What is 12 + 30?\\n", use_tqdm=False)[0]["text"])
@@ -400,11 +399,12 @@ def test_the_first_engines_start_at_once(case: str) -> None:
     """
     if case == "numba":
         pytest.importorskip("numba")
-    variables = os.environ | {"NUMBA_THREADING_LAYER": "workqueue", "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_START, case],
-        env=variables, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = fresh.run(
+        FIRST_START.format(backend=case),
+        threads=2,
+        NUMBA_THREADING_LAYER="workqueue",
+        OMP_NUM_THREADS="2",
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -435,6 +435,7 @@ def test_copies_are_refused(embedded: LLM, make_copy: Callable) -> None:
 FORK = """
 import os, signal, sys, torch
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.runner import openmp
 
 def make(backend: str) -> LLM:
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True)
@@ -460,6 +461,7 @@ backends = ("auto", "sdpa")
 for backend in backends:
     fork("nothing", backend)
 torch.ones(1 << 20).exp()
+openmp.PATIENCE = 1  # seconds, for which each of the following waits once or twice
 for backend in backends:
     fork("torch", backend)
 for backend in backends:
@@ -470,11 +472,7 @@ for backend in backends:
 @pytest.mark.slow
 def test_forked_processes() -> None:
     """They have none of OpenMP's threads: they work only if those had not started before the fork."""
-    variables = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORK],
-        env=variables, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = fresh.run(FORK, threads=2, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     said: dict[tuple[str, str], list[str]] = {}
     for line in done.stdout.splitlines():
