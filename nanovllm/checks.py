@@ -50,7 +50,7 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> 
     """Raise TypeError or ValueError with the name, the value and what is accepted."""
     accepted: Any = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{name} must be {KINDS[kind]}, not {value!r}")
+        raise TypeError(f"{name} must be {KINDS[kind]}, not {value!r:.200}")
     if kind in (str, list, dict):
         if limits and value not in limits:
             raise ValueError(f"{name} must be one of {', '.join(limits)}, not {value!r}")

@@ -7,7 +7,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias
 
 from tqdm import tqdm
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # The default of `prompts`. With `prompt_token_ids` alone the error says what to pass instead.
 MISSING: Any = None
 P = ParamSpec("P")
+Submit: TypeAlias = Callable[[Any, Any], Request]  # of a prompt and its parameters
 
 
 def with_parameters_of(
@@ -125,7 +126,7 @@ class LLM:
         """
         check_call(self.generate, vllm)
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        requests = self._run(self.engine.submit, *pairs, use_tqdm)
+        requests = self._run(self.engine.submit, pairs, use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
         if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
             raise GenerationError(outputs, [request.params for request in requests])
@@ -148,7 +149,7 @@ class LLM:
         check_call(self.beam_search, vllm)
         submit = functools.partial(beam_search.submit, self.engine)
         pairs = pair_up(prompts, params, BeamSearchParams, "params")
-        requests = self._run(submit, *pairs, use_tqdm, "Searching")
+        requests = self._run(submit, pairs, use_tqdm, "Searching")
         return [request.output for request in requests]
 
     def embed(
@@ -177,7 +178,7 @@ class LLM:
         elif fields != PoolingParams():
             raise TypeError("set the fields of pooling_params, or pass them alone")
         pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
-        return unaborted(self._run(self.engine.submit, *pairs, use_tqdm, "Embedding"))
+        return unaborted(self._run(self.engine.submit, pairs, use_tqdm, "Embedding"))
 
     def loglikelihood(
         self,
@@ -194,20 +195,19 @@ class LLM:
         may have max_model_len + 1 tokens. Raises as `embed` does.
         """
         pairs = self.engine.inputs.tokenize_pairs(prompts, continuations)
-        return unaborted(self._run(self.engine.submit, *pairs, use_tqdm, "Scoring"))
+        return unaborted(self._run(self.engine.submit, pairs, use_tqdm, "Scoring"))
 
     def _run(
         self,
-        submit: Callable[[Any, Any], Request],
-        items: Sequence[Any],
-        params: Sequence[Any],
+        submit: Submit,
+        pairs: Sequence[tuple[Any, Any]],
         use_tqdm: bool,
         what: str = "Generating",
     ) -> list[Request]:
-        """Submit each item with its parameters, and run them to their ends."""
+        """Submit each pair of a prompt and its parameters, and run the requests to their ends."""
         requests: list[Request] = []
         with self._abort_on_error(requests) as interrupt:
-            submit_all(requests, submit, items, params, interrupt)
+            submit_all(requests, submit, pairs, interrupt)
             start = last_shown = time.monotonic()
             quiet = not use_tqdm or self._config.rank > 0
             with tqdm(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
@@ -248,7 +248,7 @@ class LLM:
         try:
             with self._abort_on_error(requests) as interrupt:
                 submit = functools.partial(self.engine.submit, stream=True)
-                submit_all(requests, submit, *pairs, interrupt)
+                submit_all(requests, submit, pairs, interrupt)
             steps = self.engine.run(requests)
             while True:
                 with self._abort_on_error(requests) as interrupt:
@@ -301,15 +301,14 @@ class LLM:
 
 def submit_all(
     requests: list[Request],
-    submit: Callable[[Any, Any], Request],
-    items: Sequence[Any],
-    params: Sequence[Any],
+    submit: Submit,
+    pairs: Sequence[tuple[Any, Any]],
     interrupt: DeferredInterrupt,
 ) -> None:
-    """Submit each item with its parameters, and append the requests."""
-    for i, (prompt, p) in enumerate(zip(items, params, strict=True)):
-        with located(f"prompts[{i}]: " * (len(items) > 1)):
-            requests.append(submit(prompt, p))
+    """Submit each pair of a prompt and its parameters, and append the requests."""
+    for i, pair in enumerate(pairs):
+        with located(f"prompts[{i}]: " * (len(pairs) > 1)):
+            requests.append(submit(*pair))
         interrupt.check()
 
 

@@ -46,8 +46,8 @@ def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[P
 
 def pair_up(
     prompts: Prompt | Iterable[Prompt], params: Any, kind: type, name: str
-) -> tuple[list[Prompt], list[Any]]:
-    """Return as many parameters of a `kind`, or None, as prompts; a single object is repeated."""
+) -> list[tuple[Prompt, Any]]:
+    """Return each prompt with its parameters of a `kind`, or None; a single object is repeated."""
     items = as_list(prompts)
     each = list(params) if isinstance(params, list | tuple) else [params] * len(items)
     if len(each) != len(items):
@@ -55,7 +55,7 @@ def pair_up(
     for one in each:
         if one is not None and not isinstance(one, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, not {one!r}")
-    return items, each
+    return list(zip(items, each, strict=True))
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:

@@ -30,6 +30,7 @@ import numpy as np
 import xxhash
 from tqdm import tqdm
 
+from nanovllm.checks import check_scalar
 from nanovllm.config import EMBEDDED, EngineConfig
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.request import Request
@@ -193,10 +194,8 @@ def parse_line(llm: LLM, line: bytes, model: str) -> Job:
         request = json.loads(line)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"the line is not JSON: {error}") from None
-    if not isinstance(request, dict):
-        raise TypeError(f"the line must be an object, not {request!r:.80}")
-    if not isinstance(request.get("custom_id"), str):
-        raise TypeError(f"custom_id must be a string, not {request.get('custom_id')!r:.80}")
+    check_scalar("the line", request, dict, ())
+    check_scalar("custom_id", request.get("custom_id"), str, ())
     if request.get("method") != "POST":
         raise ValueError(f"method must be 'POST', not {request.get('method')!r:.80}")
     return parse(llm, request.get("url"), request.get("body"), model)

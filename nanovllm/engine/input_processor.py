@@ -128,8 +128,8 @@ class InputProcessor:
 
     def tokenize_pairs(
         self, prompts: "Prompt | Iterable[Prompt]", continuations: "Prompt | Iterable[Prompt]"
-    ) -> tuple[list[Prompt], list[Params | None]]:
-        """Return a prompt for each pair, with its continuation, and what to score of it."""
+    ) -> list[tuple[Prompt, ScoringParams]]:
+        """Return each prompt with its continuation, and what to score of it."""
         stems, ends = as_list(prompts), as_list(continuations, "continuations")
         if len(stems) == 1:
             stems = stems * len(ends)
@@ -138,14 +138,12 @@ class InputProcessor:
                 f"{len(stems)} prompts but {len(ends)} continuations; give one for each, or one "
                 "prompt for all"
             )
-        whole: list[Prompt] = []
-        params: list[Params | None] = []
+        pairs: list[tuple[Prompt, ScoringParams]] = []
         for i, (stem, end) in enumerate(zip(stems, ends, strict=True)):
             with located(f"pair {i}: " * (len(stems) > 1)):
                 ids, new = self._tokenize_pair(stem, end)
-            whole.append([*ids, *new])
-            params.append(ScoringParams(len(new)))
-        return whole, params
+            pairs.append(([*ids, *new], ScoringParams(len(new))))
+        return pairs
 
     def _tokenize_pair(self, stem: Prompt, end: Prompt) -> tuple[list[int], list[int]]:
         if isinstance(stem, str) and isinstance(end, str):
