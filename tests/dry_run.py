@@ -47,7 +47,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.batch import SamplingBatch
 from nanovllm.gpu import graphs
 from nanovllm.gpu.kernels import attention, pointwise
-from nanovllm.models import layers, sampler
+from nanovllm.models import layers, logit_rules, sampler
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 from nanovllm.runner import host_pool, tensor_parallel
 from nanovllm.runner import memory as runner_memory
@@ -749,7 +749,13 @@ def memory(directory: str) -> Any:
     kinds = {"plain": [{"top_k": 9, "top_p": 0.9}], "ruled": SAMPLING["ruled"]}
     kinds["long"] = [{"frequency_penalty": 0.1, "logprobs": 20, "logit_bias": {3: 1.0}}]
     kinds["prompts"] = [{"prompt_logprobs": 20, "top_k": 9}]
-    found = []
+    found, read = [], logit_rules.RulesState.read
+    lengths: list[int] = []  # of the known tokens that penalties read, at the start
+
+    def recorded(state: Any, rows: Tensor, positions: Tensor, length: int) -> Any:
+        lengths.append(length)
+        return read(state, rows, positions, length)
+
     for scratch in (runner_memory._scratch_bytes, lambda *_: 0):
         gc.collect()
         GPU.pool, GPU.memory = 0, GPU.allocated + (14 << 20)
@@ -759,7 +765,8 @@ def memory(directory: str) -> Any:
             patch.object(runner_memory, "_scratch_bytes", scratch),
         ):
             options = dict(max_num_seqs=8, max_num_batched_tokens=64, skip_tokenizer_init=True)
-            llm = LLM(directory, device="cuda", gpu_memory_utilization=1.0, **options)
+            with patch.object(logit_rules.RulesState, "read", recorded):
+                llm = LLM(directory, device="cuda", gpu_memory_utilization=1.0, **options)
             most = {}
             for kind, fields in kinds.items():
                 params = [
@@ -769,7 +776,7 @@ def memory(directory: str) -> Any:
                 GPU.most = 0
                 llm.generate(prompts, params, use_tqdm=False)
                 most[kind] = GPU.most
-        found.append(dict(memory=GPU.memory, most=most))
+        found.append(dict(memory=GPU.memory, most=most, read=lengths))
         kinds = {"plain": kinds["plain"]}
         del llm
     GPU.memory = 80 << 30

@@ -103,6 +103,7 @@ def test_the_profile_reserves_what_later_steps_need(runs: dict[str, Any]) -> Non
     reserved, nothing = runs["memory"]["found"]
     for what, most in reserved["most"].items():
         assert most <= reserved["memory"], what
+    assert max(reserved["read"]) == 512  # tokens, as many as a request can have
     assert max(nothing["most"].values()) > nothing["memory"]
 
 

@@ -190,11 +190,11 @@ class Rows:
         """Move arrays to the device by one copy, aligned to 16 bytes; see `to_device`."""
         if self.device.type != "cuda":
             return [to_device(x, self.device) for x in arrays]
-        padded = [x.tobytes().ljust(-(-x.nbytes // 16) * 16) for x in arrays]
+        padded = [part for x in arrays for part in (x.tobytes(), bytes(-x.nbytes % 16))]
         packed = to_device(np.frombuffer(bytearray().join(padded), np.uint8), self.device)
         return [
-            part[: x.nbytes].view(getattr(torch, x.dtype.name)).view(x.shape)
-            for part, x in zip(packed.split([*map(len, padded)]), arrays, strict=True)
+            part.view(torch.from_numpy(x).dtype).view(x.shape)
+            for part, x in zip(packed.split([*map(len, padded)])[::2], arrays, strict=True)
         ]
 
 
