@@ -1,6 +1,5 @@
 """Lessons 10 to 15: what they show is computed by their functions, and holds for other numbers too."""
 
-import re
 import signal
 import subprocess
 import sys
@@ -161,8 +160,6 @@ def test_lesson_12(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "plan 1, commit 1, plan 2" in printed
     assert "plan 1, plan 2, commit 1" in printed
-    operators = re.search(r"calls (\d+) of torch's operators", " ".join(printed.split()))
-    assert int(operators[1]) > 50  # five layers have at least ten operators each
     assert "captured for 1, 2, 4, 8 sequences" in " ".join(printed.split())
     assert [question.answer for question in questions] == ["5", "8"]
     assert max(map(len, printed.splitlines())) <= 100
@@ -183,9 +180,6 @@ def test_int8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(int8, "SAMPLES", int8.SAMPLES[::4])
     questions = int8.run()
     printed = capsys.readouterr().out
-    for _, weight, value, restored in table(printed, "input"):
-        assert float(restored) == pytest.approx(float(weight), abs=0.0015)  # half of the scale
-        assert -127 <= int(value) <= 127
     rows = {row[0]: row for row in table(printed, "weights")}
     errors = [float(row[1].removesuffix("%")) for row in rows.values()]
     assert errors[0] == 0 < errors[1] == errors[2] < errors[3] < errors[4] < errors[5]

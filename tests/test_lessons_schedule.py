@@ -52,7 +52,7 @@ def test_prefix_sharing(capsys):
     assert [row(printed, str(block)) for block in range(1, 6)] == [["2"], *[["1"]] * 4]
     assert "Prefix hit: positions 0-3 of request B are cached (block 1)." in printed
     assert "Copy-on-write: block 3 to 4" in printed
-    assert "finds 8 tokens of A, 4 of B, and of the prompt of 8 tokens only 4." in " ".join(
+    assert "finds 8 tokens of A, 8 of B, and of the prompt of 8 tokens only 4." in " ".join(
         printed.split()
     )
     encode = make_llm(num_kvcache_blocks=64).get_tokenizer().encode

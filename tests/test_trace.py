@@ -18,11 +18,12 @@ import pytest
 from test_overlap import FakeRunner, greedy, make  # noqa: F401
 from test_threads import run_in_threads
 
-from nanovllm import LLM, GenerationError, SamplingParams, Trace
+from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
 from nanovllm.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.plan import HostTier, StepOutput
 from nanovllm.trace import Event, State
 from nanovllm.trace_show import describe_changes, steps
@@ -165,6 +166,11 @@ def test_the_first_line_counts_sequences(llm: LLM) -> None:
     assert " of 2 sequences, " in str(trace).splitlines()[0]
 
 
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def test_the_table(embedded_run: Trace) -> None:
     lines = str(embedded_run).splitlines()
     assert max(map(len, lines)) <= 100
@@ -209,6 +215,42 @@ def kinds(trace: Trace) -> list[dict[int, str]]:
                 steps[-1][n] = "again" if start < reached.get(n, 0) else output
                 reached[n] = max(reached.get(n, 0), start + count)
     return steps
+
+
+def test_the_table_fits_the_terminal(embedded_run: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def head(columns: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = str(embedded_run).splitlines()
+        assert max(map(len, lines)) <= max(80, min(100, columns))
+        return next(line for line in lines if line.startswith("step"))
+
+    assert head(200) == head(100) != head(90) != head(80) == head(40)
+    assert head(80).split() == head(100).split()
+    assert printed_kinds(embedded_run) == kinds(embedded_run)
+
+
+def test_a_beam_names_the_beam_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the search forks them. A search in a small pool too, where forks wait and are preempted."""
+    for num_blocks in (64, 9):
+        llm = LLM(kvcache_block_size=4, num_kvcache_blocks=num_blocks, dtype="float32")
+        forks, fork = [], Scheduler.fork
+
+        def noted(self, parent, child, number, forks=forks, fork=fork) -> None:
+            forks.append((child, parent))
+            fork(self, parent, child, number)
+
+        with monkeypatch.context() as patch, Trace(llm) as trace:
+            patch.setattr(Scheduler, "fork", noted)
+            params = BeamSearchParams(4, 10, ignore_eos=True)
+            llm.beam_search(["How does ", "What is "], params, use_tqdm=False)
+        named = {trace._numbers[child]: trace._numbers[parent] for child, parent in forks}
+        assert len(named) == len(forks) > 6
+        for number, seq in enumerate(trace._state.seqs):
+            assert seq.parent == named.get(number, -1)
+        names = [seq.name for seq in trace._state.seqs]
+        said = re.findall(r"Fork: request (\S+) continues request (\S+)\.", str(trace))
+        assert said == [(names[child], names[parent]) for child, parent in sorted(named.items())]
+        assert "Prefix hit: positions 0-2 " not in str(trace)  # what a fork shares is no hit
 
 
 def printed_kinds(trace: Trace) -> list[dict[int, str]]:
@@ -762,24 +804,35 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
         assert any("the most likely others are" in text for text in found["seen"][-4]["odds"])
 
 
-@pytest.fixture(scope="module")
-def large_trace() -> Trace:
-    """60 requests, of which 16 run at a time, in about 500 steps."""
+def run_many(number: int, rows: int, num_blocks: int) -> Trace:
     config = EngineConfig.from_options(
-        {"max_num_seqs": 16, "max_num_batched_tokens": 256, "kvcache_block_size": 16}
+        {"max_num_seqs": rows, "max_num_batched_tokens": 16 * rows, "kvcache_block_size": 16}
     )
     runner, rng = WideRunner(), random.Random(0)
-    runner.num_blocks = 150
+    runner.num_blocks = num_blocks
     inputs = InputProcessor(None, 200_000, 4096, frozenset(), SamplingParams(), 0)
     engine = LLMEngine(config, runner, inputs)
-    for _ in range(60):
+    for _ in range(number):
         prompt = [rng.randrange(1000) for _ in range(rng.randint(8, 120))]
         engine.add_request(prompt, greedy(max_tokens=rng.randint(60, 190)))
     with Trace(engine) as trace:
         while engine.has_unfinished_requests():
             engine.step()
+    return trace
+
+
+@pytest.fixture(scope="module")
+def large_trace() -> Trace:
+    """60 requests, of which 16 run at a time, in about 500 steps."""
+    trace = run_many(60, 16, 150)
     assert 400 < trace.num_steps < 700
     return trace
+
+
+@pytest.fixture(scope="module")
+def wide_trace() -> Trace:
+    """80 requests, all of which run in step 8."""
+    return run_many(80, 80, 900)
 
 
 @browser
@@ -808,7 +861,7 @@ def test_a_large_trace_fits_on_a_screen(large_trace: Trace, tmp_path: Path) -> N
 
 @browser
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["embedded_run", "large_trace"])
+@pytest.mark.parametrize("which", ["embedded_run", "large_trace", "wide_trace"])
 def test_a_step_is_printed_on_one_page(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -119,13 +119,11 @@ PLAIN = SHARING | {"enable_prefix_caching": False}
 CHUNKS = SHARING | {"max_num_batched_tokens": BUDGET}
 KERNELS = CHUNKS | {"attention_backend": "numba"}
 ASYNC = KERNELS | {"async_scheduling": True}
-no_cache = partial(by_hand, way=lesson1_no_cache.generate, reserved=0)
-kv_cache = partial(by_hand, way=lesson2_kv_cache.generate, reserved=1)
 static, continuous = partial(by_engine, group=ROWS), partial(by_engine, group=sys.maxsize)
 
 RUNGS = [
-    Rung(1, "no cache", PLAIN, no_cache),
-    Rung(2, "a KV cache", PLAIN, kv_cache),
+    Rung(1, "no cache", PLAIN, partial(by_hand, way=lesson1_no_cache.generate, reserved=0)),
+    Rung(2, "a KV cache", PLAIN, partial(by_hand, way=lesson2_kv_cache.generate, reserved=1)),
     Rung(3, "blocks", PLAIN, partial(by_engine, group=1)),
     Rung(4, f"static batches of {ROWS}", PLAIN, static),
     Rung(4, "continuous batching", PLAIN, continuous),
@@ -210,12 +208,8 @@ def run() -> None:
         plain = {"attention_backend": "sdpa"}
         rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 11]
     show(climb(rungs, NUM_REQUESTS, repeats=3))
-    say("""Lessons 2, 4, 6 and 11 are about speed: fewer tokens are computed, more tokens are computed
-        for each read of the weights, or the same is computed in fewer operations. Blocks are about
-        memory: compare the slots of the two rungs, so that more requests fit. A small token budget is
-        about waiting: a step with many prompt tokens is cut into chunks, so that the longest step is
-        shorter and running requests get their next token earlier, in a few more steps.
-
-        Async scheduling is for a GPU, where it hides the host's work; a CPU does not compute while the
-        host plans. The defaults run all requests at once, with a budget of 8,192 tokens. Gains depend
-        on the machine and on what else it does; a gain of less than 1 is a loss.""")
+    say("""Lessons 2, 4, 6 and 11 are about speed. Blocks are about memory: compare the slots of the
+        two rungs. A small token budget is about waiting: a step with many prompt tokens is cut into
+        chunks, so that the longest step is shorter, in a few more steps. Async scheduling is for a GPU; a
+        CPU does not compute while the host plans. The defaults run all requests at once, with a budget of
+        8,192 tokens. A gain of less than 1 is a loss; gains depend on the machine and its other work.""")

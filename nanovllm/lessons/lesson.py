@@ -1,4 +1,4 @@
-"""What the lessons run: the embedded model, runners, plans that are written by hand, and timing."""
+"""What the lessons run: the embedded model, plans that are written by hand, and timing."""
 
 import importlib
 import os
@@ -12,14 +12,13 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmarks.workloads import SHAPES
-from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.config import EMBEDDED
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.models.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
-from nanovllm.runner import start
 from nanovllm.runner.model_runner import ModelRunner
 
 T = TypeVar("T")
@@ -86,14 +85,6 @@ def shape_of(name: str, **sizes: int) -> ModelConfig:
         tie_word_embeddings=tied,
     )
     return replace(config, **sizes)  # type: ignore[arg-type]
-
-
-def make_runner(
-    model: ModelConfig | None, max_model_len: int, capture: Any = None, **options: Any
-) -> ModelRunner:
-    """A ModelRunner without an engine: of the embedded model, or with load_format="dummy" of another."""
-    config, directory = EngineConfig(device="cpu", **options), find_checkpoint(EMBEDDED)
-    return start.make_runner(config, model or embedded_config(), directory, max_model_len, capture)
 
 
 def prompt_plan(prompts: Sequence[list[int]], tables: Sequence[list[int]]) -> StepPlan:

@@ -41,10 +41,7 @@ Partial: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[Partial, list[list[str]]]:
-    """Attention of one query q [D] over tiles of k and v [L, D], before the division by l.
-
-    Also returns a table of what it did.
-    """
+    """Attention of q [D] over tiles of k and v [L, D], not divided by l, and a table of the tiles."""
     m, total, acc, rows = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(len(q)), []
     for k, v in tiles:
         scores = k @ q / len(q) ** 0.5

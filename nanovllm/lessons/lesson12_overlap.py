@@ -15,9 +15,6 @@ and replays them by one call.
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
@@ -28,7 +25,6 @@ from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.gpu.graphs import DecodeGraphs, batch_sizes
-from nanovllm.lessons.lesson import decode_plan, make_runner, prompt_plan
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.plan import HostTier, StepOutput, StepPlan
 
@@ -103,18 +99,6 @@ def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, int, float
     return host, device.sampled, 2 * (time.perf_counter() - start) / len(host.events)
 
 
-class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts torch's operators, each about one launch on a GPU. A view launches nothing."""
-
-    operators = 0
-
-    def __torch_dispatch__(
-        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.operators += not operator.is_view
-        return operator(*args, **(kwargs or {}))
-
-
 def show_overlap(params: list[SamplingParams]) -> None:
     say(f"""First overlap. The real LLMEngine runs two requests on a device that takes
         {DEVICE_SECONDS * 1e3:g} ms for a step, while an observer makes the host take
@@ -138,26 +122,15 @@ def show_overlap(params: list[SamplingParams]) -> None:
         sampled a stop token. That sequence is computed once more, and the token is dropped.""")
 
 
-def show_graphs(sizes: list[int]) -> None:
-    options = dict(dtype="float32", max_num_seqs=8, num_kvcache_blocks=64, attention_backend="sdpa")
-    runner = make_runner(None, 128, **options)
-    runner.run(prompt_plan([[97] * 16], [[1, 2]]))()
-    runner.run(decode_plan(1))()  # the first one also sends the list of rows
-    with Counter() as counter:  # type: ignore[no-untyped-call]
-        runner.run(decode_plan(1))()
-    say(f"""Then graphs. A decode step of the embedded model, for one sequence in plain torch, calls
-        {counter.operators} of torch's operators, each of which is about one launch on a GPU. A CUDA graph
-        replays all of them by one call, and the copy of the tokens to the host remains. It has a fixed
-        number of rows: with max_num_seqs=8, graphs are captured for {", ".join(map(str, sizes))}
-        sequences.""")
-    say("""On a CPU calls cost time as well: with AMX or AVX512-BF16 and bfloat16, one call computes all
-        layers of a decode.""")
-
-
 def run() -> list[Question]:
     by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
     show_overlap([by_token, by_length])
-    show_graphs(sizes := batch_sizes(8))
+    sizes = batch_sizes(8)
+    say(f"""Then graphs. Each of torch's operators that a step calls is about one launch, and a decode step
+        has hundreds. Each costs the host microseconds, whatever it computes. A CUDA graph replays all of
+        them by one call, and the copy of the tokens to the host remains. A graph has a fixed number of
+        rows: with max_num_seqs=8, graphs are captured for {", ".join(map(str, sizes))} sequences. On a CPU
+        calls cost time as well: with AMX or AVX512-BF16 and bfloat16, one call computes all layers.""")
     show_source(
         link(EngineCore.run_step, "max_in_flight"),
         link(Scheduler.commit, "Status.FINISHED"),

@@ -68,12 +68,6 @@ def show_losses(llm: LLM) -> None:
 def run() -> list[Question]:
     llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=256)
     weight = next(runner_of(llm).model.linears()).weight
-    values, scale = quantize(weight[:1])
-    say(f"""The first 5 weights of the first row of the first layer. The largest magnitude of the row is
-        {float(weight[0].abs().max()):.4f}, so that its scale is {float(scale[0]):.6f}:""")
-    cells = zip(weight[0, :5].tolist(), values[0, :5].tolist(), strict=True)
-    rows = [(i, f"{a:.5f}", b, f"{b * float(scale[0]):.5f}") for i, (a, b) in enumerate(cells)]
-    show_table(("input", "weight", "value", "value * scale"), rows)
     say(f"""What is lost: the embedded model answers {len(SAMPLES)} questions that were not in its
         training, with its weights rounded in several ways. The third line is what the engine does on a
         CPU with quantization="int8". The error is the length of the difference of all weights, divided by

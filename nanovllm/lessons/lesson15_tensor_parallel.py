@@ -31,7 +31,7 @@ from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, s
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.layers import Linear, silu_and_mul
 from nanovllm.models.shards import config_of_rank, parts_of_rank
-from nanovllm.runner.tensor_parallel import AgreeingRunner, Ranks
+from nanovllm.runner.tensor_parallel import Ranks
 
 PROMPTS = [f"What is 12 + {i}?\n" for i in range(4)]
 OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64)
@@ -45,12 +45,11 @@ def start_ranks(size: int) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
-    shared |= {"OMP_NUM_THREADS": "1"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     command, ranks = [sys.executable, "-m", __name__], list[Popen[bytes]]()
     with ExitStack() as stack:
         for i in range(size):
-            own = os.environ | shared | {"RANK": str(i), "LOCAL_RANK": str(i)}
+            own = os.environ | shared | {"RANK": str(i), "WORLD_SIZE": str(size)}
             # Ctrl-C does not reach another session: this process ends its ranks.
             rank = Popen(command, env=own, stdout=PIPE, start_new_session=True)
             ranks.append(stack.enter_context(rank))
@@ -131,7 +130,6 @@ def run() -> list[Question]:
         link(parts_of_rank, "BY_COLUMNS"),
         link(Linear.__call__, "self.join"),
         link(Ranks.connect, "self.all_reduce"),
-        link(AgreeingRunner.run, "self.ranks.agree"),
     )
     return [
         Question(

@@ -16,22 +16,20 @@ computes many tokens for each read of the weights. This is why a batch of decode
 to some number of rows, which this lesson calculates and then measures.
 """
 
+from typing import Any
+
 import torch
 
 from nanovllm.benchmarks import roofline
 from nanovllm.benchmarks.workloads import Workload
+from nanovllm.config import EMBEDDED, EngineConfig
 from nanovllm.lessons.ladder import has_numba
-from nanovllm.lessons.lesson import (
-    decode_plan,
-    embedded_config,
-    make_runner,
-    prompt_plan,
-    shape_of,
-    timed,
-)
+from nanovllm.lessons.lesson import decode_plan, embedded_config, prompt_plan, shape_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.models.checkpoint import find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.runner import start
 from nanovllm.runner.model_runner import ModelRunner
 
 LAYERS, VOCAB = 4, 16_384  # of the part of Qwen3-0.6B that is timed
@@ -51,9 +49,10 @@ def decode_costs(
 
 def random_runner(config: ModelConfig, quantization: str | None = None) -> ModelRunner:
     """A ModelRunner in bfloat16 with random weights, and blocks for all steps that are timed."""
-    options = dict(dtype="bfloat16", load_format="dummy", quantization=quantization)
-    blocks = max(ROWS) * CONTEXT // BLOCK
-    return make_runner(config, PROMPT, max_num_seqs=max(ROWS), num_kvcache_blocks=blocks, **options)
+    options: Any = dict(dtype="bfloat16", load_format="dummy", quantization=quantization)
+    options |= dict(max_num_seqs=max(ROWS), num_kvcache_blocks=max(ROWS) * CONTEXT // BLOCK)
+    engine = EngineConfig(device="cpu", **options)
+    return start.make_runner(engine, config, find_checkpoint(EMBEDDED), PROMPT)
 
 
 def time_decode(runner: ModelRunner, rows: int) -> float:

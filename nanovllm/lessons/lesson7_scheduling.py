@@ -35,11 +35,7 @@ def prompt(num_tokens: int) -> dict[str, list[int]]:
 
 
 def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Run prompts of these lengths, which arrive in this order.
-
-    Returns the step that admits each request, in the order of admission, and the step of its first
-    token.
-    """
+    """Run prompts in this order -> the step that admits each, as admitted, and of its first token."""
     llm = make_llm(**OPTIONS, scheduling_policy=policy, max_num_batched_tokens=BUDGET)
     with Trace(llm) as trace:
         ask(llm, [prompt(length) for length in lengths], ignore_eos=True, max_tokens=2)
@@ -55,10 +51,7 @@ def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[in
 
 
 def chunk_steps(llm: LLM) -> list[tuple[int, float]]:
-    """Let a prompt of LONG tokens arrive while other requests decode.
-
-    Returns the tokens and the milliseconds of each step until the first token of that prompt.
-    """
+    """Let a prompt of LONG tokens arrive while others decode -> tokens and ms of its steps."""
     engine, seconds = llm.engine, list[float]()
     for _ in range(DECODING):
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=64)

@@ -111,11 +111,7 @@ class OracleRunner:
 
     def run(self, plan: StepPlan) -> list[int]:
         size, memory = self.size, self.memory
-        for join in plan.joins:
-            self.tables[join.row] = dict(enumerate(join.block_table))
-            self.seeds[join.row] = join.sampling.seed
-        for row, index, block in plan.new_blocks:
-            self.tables[row][index] = block
+        self.take_blocks(plan)
         saved = {move.target for move in plan.saves}
         require(len(saved) == len(plan.saves), "host", "a host block is saved twice in a step")
         for block, host_block in plan.saves:
@@ -146,6 +142,13 @@ class OracleRunner:
                 self.last[row] = next_token(list(self.context(row)), self.seeds[row])
                 drawn.append(self.last[row])
         return drawn
+
+    def take_blocks(self, plan: StepPlan) -> None:
+        for join in plan.joins:
+            self.tables[join.row] = dict(enumerate(join.block_table))
+            self.seeds[join.row] = join.sampling.seed
+        for row, index, block in plan.new_blocks:
+            self.tables[row][index] = block
 
     def context(self, row: int) -> Iterator[tuple[int, int]]:
         """What the row reads through its block table."""
@@ -253,10 +256,7 @@ class History:
                 self.runner.host[host_block] = []
             for _, target in (*plan.block_moves, *plan.loads):
                 self.spoil(range(target * self.size, (target + 1) * self.size))
-            for join in plan.joins:
-                self.runner.tables[join.row] = dict(enumerate(join.block_table))
-            for row, index, block in plan.new_blocks:
-                self.runner.tables[row][index] = block
+            self.runner.take_blocks(plan)
             for c in plan.chunks:
                 self.spoil(self.runner.slot(c.row, c.start + i) for i in range(len(c.token_ids)))
         self.pending.clear()

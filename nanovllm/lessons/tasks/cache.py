@@ -14,8 +14,7 @@ What must stay true:
 Where it goes. PlainAttention.store and attend in nanovllm/models/attention.py, with blocks. The check
 makes an engine's model attend through your cache, and asks it a question.
 
-Hints: torch.cat grows a tensor. Tensor.repeat_interleave repeats KV heads. A score of -inf has the
-weight 0. How many tokens does query i see, if the cache held p tokens before?
+Hints: torch.cat grows a tensor. Tensor.repeat_interleave repeats KV heads. exp(-inf) is 0.
 """
 
 from torch import Tensor

@@ -15,7 +15,6 @@ What must stay true:
   - Among blocks with equally many hits, the least recently used one is evicted first.
   - Hits belong to the content of a block. A block that is evicted and filled anew starts at 0. A
     block keeps its hits when sequences take it and when they release it.
-  - Every request gets the same tokens as with the engine's own rule.
 
 Where it goes. BlockManager.choose_victim in nanovllm/engine/block_manager.py is the one place
 where the victim is chosen. Your class overrides it, and whatever else it needs to count hits.

@@ -20,9 +20,8 @@ Where it goes. See FilterFunction and FILTER_FUNCTIONS in nanovllm/models/sample
 keep_top_p is similar, and FILTERS in nanovllm/plan.py. The check generates with it as
 SamplingParams(typical_p=...).
 
-Hints: 0 * log 0 is NaN in torch, and one NaN makes the entropy NaN; Tensor.nansum leaves NaN out.
-Work in the sorted order to find the distance of the last token that is kept, and compare all
-distances with it. A token is kept if the sum of all tokens before it is less than p.
+Hints: 0 * log 0 is NaN in torch, and Tensor.nansum leaves NaN out. Work in the sorted order to find
+the distance of the last token that is kept, which is the first whose sum with those before reaches p.
 """
 
 from torch import Tensor

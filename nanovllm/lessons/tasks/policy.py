@@ -1,10 +1,9 @@
 """A scheduling policy: the request with the longest output first, aged.
 
-The task. Write a policy that admits first the request that may generate the most tokens, which is
-useful if only the total time counts ("longest processing time first", Graham 1969). Suppose that 2
-sequences run at a time, and that five requests may generate 40, 40, 40, 40 and 160 tokens. In the
-order of arrival the long one starts last: 80 steps, then 160 more in which half of the rows are
-unused. If it starts first, the short ones run beside it, and everything takes 160 steps.
+The task. Write a policy that admits first the request that may generate the most tokens ("longest
+processing time first", Graham 1969). Suppose that 2 sequences run at a time, and that five requests
+may generate 40, 40, 40, 40 and 160 tokens. In the order of arrival everything takes 80 + 160 steps. If
+the long one starts first, the short ones run beside it: 160 steps.
 
 In a stream of requests, a short one must not wait forever. A request therefore counts as AGING =
 16 tokens longer for each request that arrives after it. Example: requests 0, 1 and 2, in this
@@ -16,7 +15,6 @@ What must stay true:
     tokens longer. Equal requests are admitted in the order of arrival.
   - The key is an int, and it is a function of the arguments alone. The scheduler computes it once,
     when a request is queued, so it must not need what is unknown then. It changes nothing.
-  - Every request gets the same tokens as under any other policy.
 
 Where it goes. A policy is a key: the scheduler admits the waiting sequence with the smallest one.
 See PolicyKey and POLICIES in nanovllm/engine/policies.py, and the two policies there.

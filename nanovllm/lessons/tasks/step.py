@@ -14,8 +14,6 @@ fewer than max_num_seqs run; no waiting sequence overtakes another; `known` and 
 
 Where it goes. Scheduler.schedule in nanovllm/engine/scheduler.py, which also finds blocks for them.
 The check compares each step of random requests with the engine's scheduler, with enough blocks.
-
-Hints: a decode is the case in which one token is left to compute. No phases are needed.
 """
 
 from dataclasses import dataclass
