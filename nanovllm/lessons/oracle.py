@@ -10,7 +10,7 @@ import random
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
 from types import ModuleType
 from typing import NamedTuple
@@ -64,12 +64,12 @@ def next_token(pairs: list[tuple[int, int]], seed: int) -> int:
 
 def answer(prompt: list[int], max_length: int, stops: frozenset[int], seed: int) -> list[int]:
     """What a sequence must say, by the definition of the model."""
-    ids = list(prompt)
-    while len(ids) < max_length:
-        ids.append(next_token([(t, i) for i, t in enumerate(ids)], seed))
-        if ids[-1] in stops:
+    pairs = [(token, i) for i, token in enumerate(prompt)]
+    while len(pairs) < max_length:
+        pairs.append((next_token(pairs, seed), len(pairs)))
+        if pairs[-1][0] in stops:
             break
-    return ids[len(prompt) :]
+    return [token for token, _ in pairs[len(prompt) :]]
 
 
 def make_samples(
@@ -138,24 +138,26 @@ class OracleRunner:
             for position, token in enumerate(ids, start):
                 slot = self.slot(row, position)
                 require(slot >= size, "slots", "a slot of the null block was written")
-                require(slot not in written, "slots", f"slot {slot} was written twice in a step")
+                if slot in written:
+                    raise InvariantError("slots", f"slot {slot} was written twice in a step")
                 written.add(slot)
                 memory[slot] = (token, position)
             self.positions[row] = start + len(ids)
         drawn = []
         for row, _, _, sample in work:
             if sample:
-                self.last[row] = next_token(list(self.context(row)), self.seeds[row])
+                self.last[row] = next_token(self.context(row), self.seeds[row])
                 drawn.append(self.last[row])
         return drawn
 
-    def context(self, row: int) -> Iterator[tuple[int, int]]:
+    def context(self, row: int) -> list[tuple[int, int]]:
         """What the row reads through its block table."""
-        for position in range(self.positions[row]):
-            pair = self.memory[self.slot(row, position)]
-            if pair is None:
-                raise InvariantError("slots", f"position {position} was read and never written")
-            yield pair
+        pairs = [self.memory[self.slot(row, i)] for i in range(self.positions[row])]
+        read = [pair for pair in pairs if pair is not None]
+        if len(read) < len(pairs):
+            position = pairs.index(None)
+            raise InvariantError("slots", f"position {position} was read and never written")
+        return read
 
     def slot(self, row: int, position: int) -> int:
         return self.tables[row][position // self.size] * self.size + position % self.size
@@ -345,31 +347,36 @@ class History:
         require(
             sorted([*free, *evictable, *owned]) == list(range(1, self.num_blocks + 1)), "partition"
         )
-        require(all(blocks[i].identity for i in evictable), "partition", "evictable and not cached")
-        require(not any(blocks[i].identity for i in free), "partition", "free and cached")
-        cached = {b.hash: b.block_id for b in blocks if b.identity}
+        held = {b.block_id for b in blocks if b.identity}
+        require(held.issuperset(evictable), "partition", "evictable and not cached")
+        require(held.isdisjoint(free), "partition", "free and cached")
+        cached = {blocks[i].hash: i for i in held}
         require(cached == self.blocks.prefix_index, "index")
         for index in cached.values():
             self.check_cached(index)
         if self.has_tiers:
             self.check_host()
         for seq in self.seqs:
-            runs = seq.status is Status.RUNNING
-            require(
-                runs or not seq.block_table, "owners", "a sequence that does not run owns blocks"
-            )
-            if runs:
+            if seq.status is Status.RUNNING:
                 self.check_context(seq)
+            elif seq.block_table:
+                raise InvariantError("owners", "a sequence that does not run owns blocks")
 
     def check_context(self, seq: Sequence) -> None:
-        for position in range(min(seq.num_computed, len(seq.token_ids))):
-            slot = seq.block_table[position // self.size] * self.size + position % self.size
-            have, want = self.runner.memory[slot], (seq.token_ids[position], position)
-            if have != want:
-                name = f"slot {slot} of request {seq.request_id}"
-                raise InvariantError(
-                    "context", f"{name} holds (token, position) {have} and not {want}"
-                )
+        size, memory = self.size, self.runner.memory
+        wanted = list(
+            zip(seq.token_ids[: seq.num_computed], range(len(seq.token_ids)), strict=False)
+        )
+        held: list[tuple[int, int] | None] = []
+        for block in seq.block_table:
+            held += memory[block * size : (block + 1) * size]
+        if held[: len(wanted)] != wanted:
+            at = next(i for i, pair in enumerate(wanted) if held[i] != pair)
+            slot = seq.block_table[at // size] * size + at % size
+            name = f"slot {slot} of request {seq.request_id}"
+            raise InvariantError(
+                "context", f"{name} holds (token, position) {held[at]} and not {wanted[at]}"
+            )
 
     def check_cached(self, index: int) -> None:
         """A cached block holds the tokens that the index says."""
