@@ -1,6 +1,7 @@
 """Shared by the tests: random checkpoints, and LLMs that are made once."""
 
 import fcntl
+import gc
 import os
 import re
 from pathlib import Path
@@ -63,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of two processes, none should begin something long when the other is done."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Python's garbage collector need not look again and again at all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -177,13 +184,15 @@ def random_llm(path: Path, **options: object) -> LLM:
     return LLM(str(path), **(settings | options))
 
 
-def wrong_by_task(llm: LLM, every: int = 4) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
-    """Of each task, the wrong answers with what was said, and how many questions there were: 100 of
-    an open task, every so many of a closed one, each of whose answers is asked for in several
+def wrong_by_task(
+    llm: LLM, number: int = 100, every: int = 4
+) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
+    """Of each task, the wrong answers with what was said, and how many questions there were: `number`
+    of an open task, every so many of a closed one, each of whose answers is asked for in several
     phrasings.
     """
     asked = {
-        task: data.graded_samples(task, 100)[:: 1 if task in data.OPEN_TASKS else every]
+        task: data.graded_samples(task, number)[:: 1 if task in data.OPEN_TASKS else every]
         for task in data.ALL_TASKS
     }
     wrong = wrong_answers(llm, [s for samples in asked.values() for s in samples])

@@ -20,7 +20,8 @@ def floor_of(task: str) -> float:
 
 @pytest.mark.slow
 def test_accuracy(embedded: LLM) -> None:
-    for task, (failed, total) in wrong_by_task(embedded).items():
+    """The same weights answer twice as many questions in bfloat16, and `same_answers` compares tokens."""
+    for task, (failed, total) in wrong_by_task(embedded, number=50).items():
         assert len(failed) <= (1 - floor_of(task)) * total, (task, failed[:3])
 
 

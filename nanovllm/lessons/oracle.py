@@ -9,8 +9,9 @@ and `INVARIANTS` are what must hold after each of them. No torch.
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
+from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -62,12 +63,12 @@ def next_token(pairs: list[tuple[int, int]], seed: int) -> int:
 
 def answer(prompt: list[int], max_length: int, stops: frozenset[int], seed: int) -> list[int]:
     """What a sequence must say, by the definition of the model."""
-    ids = list(prompt)
-    while len(ids) < max_length:
-        ids.append(next_token([(t, i) for i, t in enumerate(ids)], seed))
-        if ids[-1] in stops:
+    pairs = [(token, i) for i, token in enumerate(prompt)]
+    while len(pairs) < max_length:
+        pairs.append((next_token(pairs, seed), len(pairs)))
+        if pairs[-1][0] in stops:
             break
-    return ids[len(prompt) :]
+    return [token for token, _ in pairs[len(prompt) :]]
 
 
 def make_samples(
@@ -132,14 +133,15 @@ class OracleRunner:
             for position, token in enumerate(ids, start):
                 slot = self.slot(row, position)
                 require(slot >= size, "slots", "a slot of the null block was written")
-                require(slot not in written, "slots", f"slot {slot} was written twice in a step")
+                if slot in written:
+                    raise InvariantError("slots", f"slot {slot} was written twice in a step")
                 written.add(slot)
                 memory[slot] = (token, position)
             self.positions[row] = start + len(ids)
         drawn = []
         for row, _, _, sample in work:
             if sample:
-                self.last[row] = next_token(list(self.context(row)), self.seeds[row])
+                self.last[row] = next_token(self.context(row), self.seeds[row])
                 drawn.append(self.last[row])
         return drawn
 
@@ -150,13 +152,14 @@ class OracleRunner:
         for row, index, block in plan.new_blocks:
             self.tables[row][index] = block
 
-    def context(self, row: int) -> Iterator[tuple[int, int]]:
+    def context(self, row: int) -> list[tuple[int, int]]:
         """What the row reads through its block table."""
-        for position in range(self.positions[row]):
-            pair = self.memory[self.slot(row, position)]
-            if pair is None:
-                raise InvariantError("slots", f"position {position} was read and never written")
-            yield pair
+        pairs = [self.memory[self.slot(row, i)] for i in range(self.positions[row])]
+        read = [pair for pair in pairs if pair is not None]
+        if len(read) < len(pairs):
+            position = pairs.index(None)
+            raise InvariantError("slots", f"position {position} was read and never written")
+        return read
 
     def slot(self, row: int, position: int) -> int:
         return self.tables[row][position // self.size] * self.size + position % self.size
@@ -334,25 +337,30 @@ class History:
         owned = [i for i, n in enumerate(owners) if n]
         every = sorted([*free, *evictable, *owned])
         require(every == list(range(1, self.num_blocks + 1)), "partition")
-        require(all(blocks[i].identity for i in evictable), "partition", "evictable and not cached")
-        require(not any(blocks[i].identity for i in free), "partition", "free and cached")
-        cached = {b.hash: b.block_id for b in blocks if b.identity}
+        held = {b.block_id for b in blocks if b.identity}
+        require(held.issuperset(evictable), "partition", "evictable and not cached")
+        require(held.isdisjoint(free), "partition", "free and cached")
+        cached = {blocks[i].hash: i for i in held}
         require(cached == self.blocks.prefix_index, "index")
         for index in cached.values():
             self.check_cached(index)
         for seq in self.seqs:
-            runs = seq.status is Status.RUNNING
-            require(runs or not seq.block_table, "owners", "a waiting sequence owns blocks")
-            if runs:
+            if seq.status is Status.RUNNING:
                 self.check_context(seq)
+            else:
+                require(not seq.block_table, "owners", "a waiting sequence owns blocks")
 
     def check_context(self, seq: Sequence) -> None:
-        for position in range(min(seq.num_computed, len(seq.token_ids))):
-            slot = seq.block_table[position // self.size] * self.size + position % self.size
-            have, want = self.runner.memory[slot], (seq.token_ids[position], position)
-            if have != want:
-                found = f"slot {slot} of request {seq.request_id} holds {have} and not {want}"
-                raise InvariantError("context", found)
+        size, memory = self.size, self.runner.memory
+        tokens = seq.token_ids[: seq.num_computed]
+        want = [(token, position) for position, token in enumerate(tokens)]
+        blocks = (memory[block * size : (block + 1) * size] for block in seq.block_table)
+        have = list(chain.from_iterable(blocks))
+        if have[: len(want)] != want:
+            i = next(i for i, pair in enumerate(want) if have[i] != pair)
+            slot = seq.block_table[i // size] * size + i % size
+            found = f"slot {slot} of request {seq.request_id} holds {have[i]} and not {want[i]}"
+            raise InvariantError("context", found)
 
     def check_cached(self, index: int) -> None:
         """A cached block holds the tokens that the index says."""
