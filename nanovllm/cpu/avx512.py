@@ -102,13 +102,17 @@ def attend_packs_avx512(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start
     scores = np.empty((max_rows, max_keys), f32)
     weights = np.empty((max_rows, max_keys), np.uint16)
     row_sum = np.empty(max_rows, f32)
-    for item in range(start, stop):
-        head, p = item // len(queries), item % len(queries)
+    num_kv_heads, item = k_cache.shape[1], start
+    while item < stop:
+        p, head = item // num_kv_heads, item % num_kv_heads
         table, count = block_tables[p], count_queries(queries[p])
         rows, context_len = count * group, context_lens[p, count - 1]
         if rows < ROWS:
-            attend_packs(qkv, out, lse, k_cache, v_cache, packs, is_prefix, item, item + 1)
+            following = min(stop, item + num_kv_heads - head)
+            attend_packs(qkv, out, lse, k_cache, v_cache, packs, is_prefix, item, following)
+            item = following
             continue
+        item += 1
         padded = (rows + ROWS - 1) // ROWS * ROWS
         num_keys = (context_len + KEYS - 1) // KEYS * KEYS
         query[rows:padded], scores[:padded, :num_keys], weights[rows:padded, :num_keys] = 0, 0, 0
