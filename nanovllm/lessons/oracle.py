@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
-from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -155,11 +154,10 @@ class OracleRunner:
     def context(self, row: int) -> list[tuple[int, int]]:
         """What the row reads through its block table."""
         pairs = [self.memory[self.slot(row, i)] for i in range(self.positions[row])]
-        read = [pair for pair in pairs if pair is not None]
-        if len(read) < len(pairs):
+        if None in pairs:
             position = pairs.index(None)
             raise InvariantError("slots", f"position {position} was read and never written")
-        return read
+        return [pair for pair in pairs if pair]
 
     def slot(self, row: int, position: int) -> int:
         return self.tables[row][position // self.size] * self.size + position % self.size
@@ -354,8 +352,7 @@ class History:
         size, memory = self.size, self.runner.memory
         tokens = seq.token_ids[: seq.num_computed]
         want = [(token, position) for position, token in enumerate(tokens)]
-        blocks = (memory[block * size : (block + 1) * size] for block in seq.block_table)
-        have = list(chain.from_iterable(blocks))
+        have = [p for b in seq.block_table for p in memory[b * size : (b + 1) * size]]
         if have[: len(want)] != want:
             i = next(i for i, pair in enumerate(want) if have[i] != pair)
             slot = seq.block_table[i // size] * size + i % size
