@@ -1,7 +1,6 @@
 """Shared by the tests: random checkpoints, and LLMs that are made once."""
 
 import fcntl
-import gc
 import os
 import re
 from pathlib import Path
@@ -64,12 +63,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Of two processes, none should begin something long when the other is done."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Python's garbage collector need not look again and again at all that was imported."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
