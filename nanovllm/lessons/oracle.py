@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
+from itertools import count
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -326,10 +327,8 @@ class History:
                 owners[index] += 1
         counts = [b.ref_count for b in blocks]
         if counts != owners:
-            i = next(i for i in range(len(owners)) if counts[i] != owners[i])
-            found = (
-                f"block {i} is in {owners[i]} block tables, and its reference count is {counts[i]}"
-            )
+            i, own, has = next(x for x in zip(count(), owners, counts) if x[1] != x[2])
+            found = f"block {i} is in {own} block tables, and its reference count is {has}"
             raise InvariantError("owners", found)
         free, evictable = self.blocks.free, self.blocks.evictable
         owned = [i for i, n in enumerate(owners) if n]
