@@ -127,6 +127,30 @@ def test_command(
     assert "block_table =" not in compared
 
 
+@pytest.mark.parametrize(
+    ("what", "begin"),
+    [
+        ("ladder", "The ladder: the same 16 requests"),
+        ("puzzle", "Lesson 10: how a Triton kernel is written."),
+        ("break", "Exercises that break the engine"),
+        ("build", "Build it: small parts"),
+        ("15", "Lesson 15: tensor parallelism."),
+        (None, "usage: python -m nanovllm.lessons"),
+    ],
+)
+def test_help(
+    what: str | None,
+    begin: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "nanovllm")
+    monkeypatch.setattr(sys, "argv", ["lessons", *([what] if what else []), "--help"])
+    command.main()
+    assert capsys.readouterr().out.startswith(begin)
+
+
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
     docs = (Path(__file__).parents[1] / "docs" / "lessons.md").read_text()
     for number in command.NUMBERS:

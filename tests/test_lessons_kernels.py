@@ -267,3 +267,15 @@ def is_running(process: int) -> bool:
         ["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False
     )
     return found.stdout.strip()[:1] not in ("", "Z")
+
+
+def test_a_pointer_to_no_memory_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the interpreter it ends the process that runs the line, and not this one."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU raises an error")
+    puzzles.run_puzzle("1", ["tl.store(out + 10**9 + i, a + b, mask=i < n)"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.startswith("That is not right. It reads or writes where no memory is (signal ")
+    puzzles.run_puzzle("1", ["tl.store(out + i, a + b, mask=i < n)"])
+    assert "That is right" in capsys.readouterr().out

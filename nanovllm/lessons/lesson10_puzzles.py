@@ -12,6 +12,7 @@ Without a GPU the same code runs in Triton's interpreter, one program after the 
 environment variable TRITON_INTERPRET is 1 when Triton is imported. The lessons set it themselves.
 """
 
+import faulthandler
 import inspect
 import multiprocessing
 import tempfile
@@ -90,6 +91,7 @@ def check(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
     receive, send = context.Pipe(duplex=False)
 
     def run() -> None:
+        faulthandler.disable()  # the answer says what happened
         torch.set_num_threads(1)  # those of this process do not exist there
         send.send(compare(kernels, puzzle, line))
 
