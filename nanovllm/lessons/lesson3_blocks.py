@@ -99,7 +99,7 @@ def run() -> list[Question]:
         available for each running sequence, so that it can go on (Scheduler.reserve).""")
     show_source(
         link(BlockManager.append_block),
-        link(Rows.forward_batch, "slot_mapping"),
+        link(Rows.slots),
         link(BlockManager._take_block),
         link(Scheduler.reserve),
     )
