@@ -8,8 +8,8 @@ the real dtypes and intercepts each launch before Triton looks for a device. It 
 what a GPU would run, with the specializations that Triton derives from the arguments.
 tests/dry_run.py runs whole engines and checks that this script compiles every variant that they meet.
 
-It checks that every kernel compiles within the shared memory of the target, that the bfloat16 and
-float16 decode kernels spill no registers, that as many decode programs fit a multiprocessor as
+It checks that every kernel compiles within the shared memory of the target, that no kernel
+spills registers but those of SPILLS, that as many decode programs fit a multiprocessor as
 configs.py says, and that float32 kernels do not use TF32.
 """
 
@@ -62,6 +62,17 @@ ALIKE = ("sm_86",)
 # (H, K): query heads and KV heads. The first is compiled for every target and head size, the others,
 # whose groups are 1, 5, 7 and 8 query heads, for sm_90 with a head size of 128 and no fp8.
 HEADS = ((16, 8), (8, 8), (40, 8), (28, 4), (64, 8))
+
+
+# What may spill registers, by a regular expression of what `compile_one` calls it, and the reason.
+SPILLS = {
+    r"float32 .* fp8": "it uses no matrix units, and is for comparisons",
+    r"_int8_linear .* ALIGNED=False": "layers whose inputs are no multiple of 16 are rare",
+    r"sm_75: _int8_linear": "2 to 3 KB with every tile; use the dtype of the model there",
+    r"sm_90: _int8_linear \(bfloat16 D=64 G=32 ": "8 bytes at 72 registers, which are not too few",
+}
+# The assemblers of older versions also spill elsewhere. With them only decode is checked.
+NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
 @cache
@@ -200,7 +211,8 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]
     if target.backend == "cuda":
         registers, spills = resources(compiled.asm["cubin"])
         fit = resident(target, limit_kib, shared, options.num_warps, int(registers))
-        if "decode" in kernel.__name__ and "float32" not in label and int(spills):
+        checked = NEWEST or ("decode" in kernel.__name__ and "float32" not in label)
+        if int(spills) and checked and not any(re.search(x, title) for x in SPILLS):
             errors.append(f"{title}: {spills} bytes of spills")
         if kernel is attention._attend_decode:
             q = variant.arguments["q"]
@@ -218,14 +230,16 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]
 
 
 def resident(target: GPUTarget, limit_kib: int, shared: int, warps: int, registers: int) -> int:
-    """How many programs fit a multiprocessor at a time, by its shared memory and 64K registers.
+    """How many programs fit a multiprocessor at a time: shared memory, 64K registers and threads.
 
     CUDA C++ Programming Guide: from compute capability 8.0 a program takes 1 KiB more, and the
-    multiprocessor has 1 KiB more than a program; a warp's registers are allotted by 256.
+    multiprocessor has 1 KiB more than a program; a warp's registers are allotted by 256. It has at
+    least 48 warps, or 32 of compute capability 7.5.
     """
     reserved = 1024 * (target.arch >= 80)
     by_shared = (limit_kib * 1024 + reserved) // max(1, shared + reserved)
-    return min(by_shared, 2**16 // (warps * -(-32 * registers // 256) * 256))
+    by_registers = 2**16 // (warps * -(-32 * registers // 256) * 256)
+    return min(by_shared, by_registers, (48 if target.arch >= 80 else 32) // warps)
 
 
 def resources(cubin: bytes) -> tuple[str, str]:

@@ -9,7 +9,7 @@ to 8, one block must be appended, because two blocks have room for the positions
 
 What must stay true: neither function changes its arguments; `count` may be 0.
 
-Where it goes. Rows.forward_batch in nanovllm/runner/rows.py computes slot_mapping for the whole
+Where it goes. Rows.slots in nanovllm/runner/rows.py computes the slots of all tokens of the
 batch, and BlockManager.num_needed the blocks. The check puts yours into the test suite's runner and
 block manager, which then serve random requests.
 
