@@ -349,8 +349,7 @@ class History:
 
     def check_context(self, seq: Sequence) -> None:
         size, memory = self.size, self.runner.memory
-        tokens = seq.token_ids[: seq.num_computed]
-        want = [(token, position) for position, token in enumerate(tokens)]
+        want = [(token, i) for i, token in enumerate(seq.token_ids[: seq.num_computed])]
         have = [p for b in seq.block_table for p in memory[b * size : (b + 1) * size]]
         if have[: len(want)] != want:
             i = next(i for i, pair in enumerate(want) if have[i] != pair)
@@ -360,9 +359,8 @@ class History:
 
     def check_cached(self, index: int) -> None:
         """A cached block holds the tokens that the index says."""
-        block, content = self.blocks.blocks[index], self.runner.memory
-        pairs = content[index * self.size : (index + 1) * self.size]
-        named = memoryview(block.token_ids).cast("I").tolist()
+        pairs = self.runner.memory[index * self.size : (index + 1) * self.size]
+        named = memoryview(self.blocks.blocks[index].token_ids).cast("I").tolist()
         held = [p[0] if p else None for p in pairs]
         if held != named:
             raise InvariantError("cached", f"block {index} holds {held}, the index says {named}")
