@@ -31,8 +31,11 @@ class FakeRunner:
     host_tier: HostTier | None = None
     attention, backend = SimpleNamespace(cache=torch.empty(0)), PLAIN
 
-    def __init__(self, _: object, config: object, *__: object, ranks: None) -> None:
+    def __init__(
+        self, _: object, config: object, __: object, max_model_len: int, ranks: None
+    ) -> None:
         self.model = SimpleNamespace(config=config)
+        self.max_model_len = min(max_model_len, 4 * self.num_blocks)
         self.oracle = OracleRunner(self.num_blocks, 4, 8, host_blocks=99)
         self.events: list[tuple[str, int]] = []
         self.steps = itertools.count()

@@ -29,9 +29,10 @@ LINK, GPU = 25e9, 400e12  # bytes per second to host memory, FLOPs per second: a
 
 def make(num_blocks: int, host_blocks: int) -> LLM:
     """An LLM with small blocks, and with so many of them in host memory."""
+    options = dict(kvcache_block_size=SLOTS, num_kvcache_blocks=num_blocks)
     swap_space = host_blocks * embedded_config().block_bytes(SLOTS, 4) / 2**30
-    options = dict(kvcache_block_size=SLOTS, num_kvcache_blocks=num_blocks, swap_min_blocks=1)
-    return make_llm(**options, swap_space=swap_space, attention_backend="sdpa")
+    tier = dict(swap_space=swap_space, swap_min_blocks=1) if host_blocks else {}
+    return make_llm(**options, **tier, attention_backend="sdpa")
 
 
 def converse(llm: LLM) -> tuple[int, int]:

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequence_
-from itertools import count
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -327,7 +326,8 @@ class History:
                 owners[index] += 1
         counts = [b.ref_count for b in blocks]
         if counts != owners:
-            i, own, has = next(x for x in zip(count(), owners, counts) if x[1] != x[2])
+            i = next(i for i in range(len(owners)) if counts[i] != owners[i])
+            own, has = owners[i], counts[i]
             found = f"block {i} is in {own} block tables, and its reference count is {has}"
             raise InvariantError("owners", found)
         free, evictable = self.blocks.free, self.blocks.evictable
@@ -359,9 +359,8 @@ class History:
 
     def check_cached(self, index: int) -> None:
         """A cached block holds the tokens that the index says."""
-        pairs = self.runner.memory[index * self.size : (index + 1) * self.size]
         named = memoryview(self.blocks.blocks[index].token_ids).cast("I").tolist()
-        held = [p[0] if p else None for p in pairs]
+        held = [p and p[0] for p in self.runner.memory[index * self.size : (index + 1) * self.size]]
         if held != named:
             raise InvariantError("cached", f"block {index} holds {held}, the index says {named}")
 
