@@ -9,7 +9,6 @@ Shapes: T tokens of the step, N sequences of a group, H = K * G query heads that
 groups of G, D head size, B slots of a block, P slots of the shared prefix.
 """
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +22,11 @@ from nanovllm.batch import ForwardBatch
 from nanovllm.cpu import amx, avx512, kernels
 from nanovllm.cpu.compile import compile_all
 from nanovllm.cpu.linear import PACKED_FOR
+from nanovllm.log import logger
 from nanovllm.models.attention import Gathered, PlainAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
-
-logger = logging.getLogger("nanovllm")
 
 # Returns (output, log-sum-exp), unlike scaled_dot_product_attention, which calls it.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

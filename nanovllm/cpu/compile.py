@@ -6,7 +6,6 @@ Later processes load the code in less than a second. A file beside it, the marke
 kernels of a dtype are there.
 """
 
-import logging
 import os
 import subprocess
 import sys
@@ -18,8 +17,7 @@ import torch
 from numba import typeof
 
 from nanovllm.cpu import amx, avx512, decode, int8, jit, kernels, sampler
-
-logger = logging.getLogger("nanovllm")
+from nanovllm.log import logger
 
 
 def calls(

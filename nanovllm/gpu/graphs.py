@@ -5,7 +5,6 @@ fixed addresses. A batch is padded to the next captured size with row N, the pad
 """
 
 import gc
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +15,9 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from nanovllm.batch import to_device
-
-logger = logging.getLogger("nanovllm")
+from nanovllm.log import logger, progress_bar
 
 # Takes the function to capture and returns the function that replays it.
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -95,8 +92,7 @@ class DecodeGraphs:
         # The largest size comes first: its memory in the pool is enough for all others.
         sizes = batch_sizes(num_rows)[::-1]
         with collector_paused():
-            quiet = not logger.isEnabledFor(logging.INFO)
-            for size in tqdm(sizes, desc="Capturing graphs", unit="graph", delay=1, disable=quiet):
+            for size in progress_bar("Capturing graphs", "graph", sizes):
                 self.replays[size] = self.capture(lambda size=size: step(size))  # type: ignore[misc]
         seconds = time.perf_counter() - start
         logger.info(f"captured decode for {len(sizes)} sizes up to {num_rows} in {seconds:.1f} s")
