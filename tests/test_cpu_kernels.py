@@ -17,7 +17,7 @@ from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rota
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.cpu import amx, avx512, decode  # noqa: E402
+from nanovllm.cpu import amx, avx512, compile, decode, int8, packs, parallel, primitives  # noqa: E402
 from nanovllm.cpu import kernels as cpu  # noqa: E402
 from nanovllm.cpu import sampler as cpu_sampler  # noqa: E402
 from nanovllm.cpu.layers import CompiledLayers  # noqa: E402
@@ -29,7 +29,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 def rounded(x, like):
     out = np.empty(len(x), np.uint16)
     for i in range(len(x)):
-        out[i] = cpu.from_float32(x[i], like)
+        out[i] = primitives.from_float32(x[i], like)
     return out
 
 
@@ -37,7 +37,7 @@ def rounded(x, like):
 def widened(x):
     out = np.empty(len(x), np.float32)
     for i in range(len(x)):
-        out[i] = cpu.to_float32(x[i])
+        out[i] = primitives.to_float32(x[i])
     return out
 
 
@@ -45,7 +45,7 @@ def widened(x):
 def exps(x):
     out = np.empty_like(x)
     for i in range(len(x)):
-        out[i] = cpu.exp(x[i])
+        out[i] = primitives.exp(x[i])
     return out
 
 
@@ -84,7 +84,7 @@ def test_between_the_products(
     dtype: torch.dtype, few: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one thread and on all; a NaN stays in its row."""
-    monkeypatch.setattr(cpu, "SERIAL_ELEMENTS", few)
+    monkeypatch.setattr(parallel, "SERIAL_ELEMENTS", few)
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(*s).to(dtype) for s in ((rows, 40), (rows, 40), (40,)))
     if rows > 1:
@@ -102,10 +102,13 @@ def test_between_the_products(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("threads", [0, 1, 2])
+@pytest.mark.parametrize("few", [0, 1 << 30])
 @pytest.mark.parametrize("normed", [False, True])
-def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
-    """In place, and to the slots that were named and no others. Zero threads: the part for few rows."""
+def test_turn_and_store(
+    dtype: torch.dtype, few: int, normed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place, and to the slots that were named and no others, on one thread and on all."""
+    monkeypatch.setattr(parallel, "SERIAL_ELEMENTS", few)
     heads, kv_heads, dim, size, rows, eps = 4, 2, 6, 3, 5, 0.01
     torch.manual_seed(0)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
@@ -120,13 +123,10 @@ def test_turn_and_store(dtype: torch.dtype, threads: int, normed: bool) -> None:
     q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
     arguments = (
         qkv.data_ptr(), *(0 if w is None else w.data_ptr() for w in weights), cos.data_ptr(),
-        sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, tuple(cache.shape[1:]),
-        heads, eps, *[cpu.DTYPE_EXAMPLE[dtype]] * 2, (1.0, 1.0),
+        sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, *cache.shape[1:],
+        heads, eps, *[primitives.DTYPE_EXAMPLE[dtype]] * 2, 1.0, 1.0,
     )  # fmt: skip
-    if threads:
-        cpu.norm_rope_store(*arguments, threads)
-    else:
-        cpu.norm_rope_store_rows(*arguments, 0, rows)
+    parallel.run(cpu.norm_rope_store_rows, (dtype, dtype), arguments, rows, qkv.numel())
     # torch rounds each product to bfloat16, the kernel the sum alone
     near = (
         {"atol": 0.01, "rtol": 0.016} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}
@@ -216,8 +216,8 @@ def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     """What `compile_all` compiled fits every call: prompts, decodes, a prefix in common."""
     llm = LLM(dtype=dtype, device="cpu")
-    every = {**vars(cpu), **vars(amx), **vars(decode), **vars(cpu_sampler)}.values()
-    kernels = [k for k in every if hasattr(k, "signatures")]
+    modules = cpu, packs, amx, avx512, decode, int8, parallel, cpu_sampler
+    kernels = [k for m in modules for k in vars(m).values() if hasattr(k, "signatures")]
     before = [len(k.signatures) for k in kernels]
     assert max(before) > 0
     params = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -234,24 +234,23 @@ NO_PRODUCTS = not (amx.has_amx() or avx512.has_avx512_bf16())
 def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     """However large: the queries of a pack read the same blocks, each only so far."""
     torch.manual_seed(0)
-    shape, like = (2, 1, 16, 32), cpu.DTYPE_EXAMPLE[dtype]
-    unit = None
-    if dtype is torch.bfloat16 and not NO_PRODUCTS:
-        unit = amx.has_amx() or avx512.UNIT
+    shape, like = (2, 1, 16, 32), primitives.DTYPE_EXAMPLE[dtype]
+    unit = compile.units(dtype)[-1]
+    kernel = compile.compile_all(dtype, unit, dtype)[unit.attend_packs]
     qkv, k, v = (torch.randn(n).to(dtype) for n in ((4, 3, 32), shape, shape))
     none = np.empty((0, 4), np.int64)
     queries, contexts = np.arange(4)[None], np.arange(1, 5)[None]
-    own = cpu.Packs(queries, contexts, np.array([[1]], np.int32))
-    reads = cpu.AttentionWork(
-        cpu.Packs(none, none, none.astype(np.int32)), own, np.full((4, 1), -np.inf, np.float32)
+    own = packs.Packs(queries, contexts, np.array([[1]], np.int32))
+    reads = packs.AttentionWork(
+        packs.Packs(none, none, none.astype(np.int32)), own, np.full((4, 1), -np.inf, np.float32)
     )
     found = []
     for last in (0.0, 3e38):
         v[1, 0, 3] = last
         out = torch.empty(4, 32, dtype=dtype)
-        cpu.attend(
+        packs.attend(
             qkv.data_ptr(), 4, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
-            like, unit, 2,
+            like, kernel, 2,
         )  # fmt: skip
         found.append(out)
     assert torch.equal(found[0][:3], found[1][:3])
@@ -291,7 +290,7 @@ def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> Non
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "decode_layers", lambda *a: (calls.append(a[3]), layers(*a)))
+        patch.setattr(decode, "decode_layers", lambda *a: (calls.append(a[4]), layers(*a)))
         llm.generate(prompts, params, use_tqdm=False)
     assert {1, 16, 17, 33, 64, 65} <= set(sizes)
     assert {1, 16, 17, 33, 64} <= set(calls)
@@ -324,15 +323,15 @@ def test_without_amx(tmp_path) -> None:
     """The AMX kernels are not compiled on a processor without AMX, where LLVM would fail.
 
     What is compiled is not optimized. torch samples, because the kernels of the sampler are the same,
-    as are the parallel ones of the layers, which so few tokens do not use, and nothing is in int8.
+    and nothing is in int8.
     """
     code = (
         "from dataclasses import replace\n"
         "from nanovllm import LLM\n"
-        "from nanovllm.cpu import amx, backend, decode, int8, kernels, sampler\n"
+        "from nanovllm.cpu import amx, avx512, backend, int8, packs, sampler\n"
         "from nanovllm.models.backend import PLAIN\n"
-        "same = [sampler._draw, sampler._token_logprobs, int8.product, kernels._add_rms_norm]\n"
-        "same += [kernels._silu_and_mul, kernels.norm_rope_store]\n"
+        "same = [sampler._weigh_chunks, sampler._draw_rows, sampler._logprobs_of_rows, int8.product]\n"
+        "same += [int8.quantize_rows, int8.product_blocks]\n"
         "for kernel in same: kernel.compile = lambda _: None\n"
         "make, plain = backend.make_backend, dict(sample=PLAIN.sample)\n"
         "backend.make_backend = lambda *arguments: replace(make(*arguments), **plain)\n"
@@ -340,8 +339,8 @@ def test_without_amx(tmp_path) -> None:
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
         "assert llm.engine.runner.compiled_model is llm.engine.runner.model\n"
-        "assert not amx.attend_packs_amx.signatures and not decode.linear.signatures\n"
-        "assert kernels.attend_packs.signatures and int8.tile is int8.plain_tile\n"
+        "assert not amx.attend_packs.signatures and not avx512.linear_blocks.signatures\n"
+        "assert packs.attend_packs.signatures and int8.tile is int8.plain_tile\n"
     )
     variables = dict(NUMBA_CPU_NAME="x86-64-v3", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="0")
     done = fresh.run(code, **variables)

@@ -45,7 +45,7 @@ def test_first_start_answers_while_kernels_are_compiled(
     source = jit.DIRECTORY
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     directory = jit.make_directory()
-    missing = "kernels._silu_and_mul-"
+    missing = "kernels.silu_and_mul_rows-"
     assert list(source.glob(f"{missing}*.nbc"))
     for path in source.glob("*.nb[ic]"):
         if not path.name.startswith(missing):
@@ -113,10 +113,10 @@ from nanovllm.cpu import amx
 amx.linear_blocks.compile((int64,) * 9)
 qkv, cache = np.empty((0, 1, 32), np.uint16), np.empty((0, 1, 16, 32), np.uint16)
 ints, lse = np.empty((0, 1), np.int64), np.empty((0, 1), np.float32)
-packs = (ints, ints, ints.astype(np.int32))
-arguments = (qkv, qkv, lse, cache, cache, packs, True, 0, 0)
-amx.attend_packs_amx.compile(tuple(map(typeof, arguments)))
-for kernel in (amx.linear_blocks, amx.attend_packs_amx):
+packs = ints, ints, ints.astype(np.int32)
+arguments = (qkv, qkv, lse, cache, cache, *packs, True, 0, 0)
+amx.attend_packs.compile(tuple(map(typeof, arguments)))
+for kernel in (amx.linear_blocks, amx.attend_packs):
     print("tdpbf16ps" in kernel.inspect_asm(kernel.signatures[0]))
 """
     processor = dict(NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES="+amx-tile,+amx-bf16")
@@ -159,11 +159,11 @@ def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
-    """A kernel of the sampler calls `exp` of cpu/kernels.py, which Numba's own cache overlooks."""
+    """A kernel of the sampler calls `exp` of cpu/primitives.py, which Numba's own cache overlooks."""
     package, found = tmp_path / "nanovllm", []
     ignored = shutil.ignore_patterns("__pycache__", "demo", "lessons", "benchmarks")
     shutil.copytree(Path(nanovllm.__file__).parent, package, ignore=ignored)
-    source = package / "cpu" / "kernels.py"
+    source = package / "cpu" / "primitives.py"
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import numpy as np; from nanovllm.cpu import jit, sampler\n"
@@ -187,9 +187,9 @@ def test_nowhere_to_keep_kernels(tmp_path: Path) -> None:
     """
     code = "import numba.core.caching as c; c.CacheImpl._locator_classes = []\n" + ANSWER
     code += (
-        "import numpy as np; from nanovllm.cpu import jit, kernels\n"
+        "import numpy as np; from nanovllm.cpu import jit, primitives\n"
         "assert jit.DIRECTORY is None\n"
-        "assert kernels.maximum(np.ones(20, np.float32)) == 1\n"
+        "assert primitives.maximum(np.ones(20, np.float32)) == 1\n"
     )
     lines, log = start(tmp_path, code)
     assert lines == ["34 + 58 = 92", "PlainAttention"]

@@ -27,7 +27,7 @@ from nanovllm.runner import backends
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.cpu import amx, kernels  # noqa: E402
+from nanovllm.cpu import amx, packs, primitives  # noqa: E402
 from nanovllm.cpu.attention import NumbaAttention  # noqa: E402
 
 ONES = [(1.0, 1.0), (1.0, 1.0)]
@@ -37,10 +37,10 @@ NAN = float("nan")
 
 @numba.njit
 def convert(x: Any, example: Any) -> tuple[Any, Any]:
-    stored, read = kernels.np.empty(len(x), kernels.np.uint8), kernels.np.empty_like(x)
+    stored, read = primitives.np.empty(len(x), primitives.np.uint8), primitives.np.empty_like(x)
     for i in range(len(x)):
-        stored[i] = kernels.from_float32(x[i], example)
-        read[i] = kernels.to_float32(stored[i])
+        stored[i] = primitives.from_float32(x[i], example)
+        read[i] = primitives.to_float32(stored[i])
     return stored, read
 
 
@@ -58,12 +58,12 @@ def test_conversions() -> None:
     wanted = references.round_to_e4m3(x)
     assert torch.equal(references.round_to_e4m3(finite), finite)
     assert torch.equal(to_fp8(x, 1.0).float(), wanted)
-    stored, read = (torch.from_numpy(y) for y in convert(x.numpy(), kernels.np.uint8(0)))
+    stored, read = (torch.from_numpy(y) for y in convert(x.numpy(), primitives.np.uint8(0)))
     assert torch.equal(read, wanted)
     assert torch.equal(stored, to_fp8(x, 1.0).view(torch.uint8))
     for nan in (
         to_fp8(torch.tensor([NAN, -NAN]), 1.0).float(),
-        torch.from_numpy(convert(torch.full((2,), NAN).numpy(), kernels.np.uint8(0))[1]),
+        torch.from_numpy(convert(torch.full((2,), NAN).numpy(), primitives.np.uint8(0))[1]),
     ):
         assert nan.isnan().all()
 
@@ -123,7 +123,7 @@ def test_the_matrix_units_are_not_used(
     with caplog.at_level(logging.INFO, logger="nanovllm"):
         made = make(NumbaAttention, (8, 1), 2, 16, torch.bfloat16, 32, scales=ONES[0])
     assert isinstance(made, NumbaAttention)
-    assert made.unit is None
+    assert made.unit is packs
     assert "an fp8 KV cache is read without AMX" in caplog.text
 
 

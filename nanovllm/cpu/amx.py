@@ -16,17 +16,15 @@ import sys
 import numba
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
-from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from nanovllm.cpu.jit import compiled
-from nanovllm.cpu.kernels import (
-    BFLOAT16, MAX_PACK_ROWS, PREFETCH_TILES, array, count_queries, exp, f32, from_float32,
-    instruction, kv_address, maximum, prefetch_range, select_attend_packs, to_float32)
+from nanovllm.cpu.packs import MAX_PACK_ROWS, PREFETCH_TILES, count_queries, kv_address
+from nanovllm.cpu.primitives import (
+    BFLOAT16, array, exp, f32, from_float32, instruction, maximum, prefetch_range, to_float32)
 
 TILE_ROWS = 16
 WIDTH = 32  # outputs of a block of the packed weight
-UNIT = True  # see kernels.select_attend_packs; a bool, because Numba looks at the type only
 # Prefetch distance of weights: the layers of Qwen3-0.6B take 36 ms instead of 42 ms.
 PREFETCH_BYTES = 4096
 
@@ -56,18 +54,19 @@ tile_dot = _literal(lambda typing, c, a, b: instruction(
     "x86.tdpbf16ps", "tile tile tile", (c, a, b)))
 
 
-# The tiles of attend_packs_amx. Tiles 0 to 3 accumulate.
+# The tiles of attend_packs. Tiles 0 to 3 accumulate.
 WEIGHTS, KV, QUERY, SCORES = 4, 5, 6, 7
 
 
 def fits_amx(group_size: int, block_size: int, head_dim: int) -> bool:
-    """Whether attend_packs_amx supports these sizes."""
+    """Whether attend_packs supports these sizes."""
     return group_size <= MAX_PACK_ROWS and block_size % TILE_ROWS == 0 and head_dim % 32 == 0
 
 
 @compiled(no_nan=True)
-def attend_packs_amx(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start, stop):
-    """attend_packs in bfloat16 by AMX, with tiles of K and V as they are in the cache.
+def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
+                 start, stop):
+    """packs.attend_packs in bfloat16 by AMX, with tiles of K and V as they are in the cache.
 
     scores = K q. A is 16 tokens by 32 dimensions of K, and B the same dimensions of the rows' q:
 
@@ -86,7 +85,6 @@ def attend_packs_amx(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start, s
     The weights are rounded before they are summed. As 0 times infinity is NaN, an infinity in V
     makes the other number of its pair NaN, and both in rows that do not attend to its token.
     """
-    queries, context_lens, block_tables = packs
     block_size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]
     row_bytes, scale, columns = 2 * dim, f32(1) / np.sqrt(f32(dim)), dim // 32
     max_tiles, max_rows = block_tables.shape[1] * block_size // TILE_ROWS, queries.shape[1] * group
@@ -215,12 +213,6 @@ def attend_packs_amx(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start, s
                     high = np.uint32(from_float32(odd[d] * inv_sum, BFLOAT16)) << np.uint32(16)
                     pair[d] = np.uint32(high | np.uint32(from_float32(even[d] * inv_sum, BFLOAT16)))
     tile_release()
-
-
-@overload(select_attend_packs)
-def _attend_packs_with_amx(unit, *arguments):
-    chosen = unit == types.boolean
-    return (lambda unit, *arguments: attend_packs_amx(*arguments)) if chosen else None
 
 
 @compiled()

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.batch import ForwardBatch
-from nanovllm.cpu import amx, avx512, kernels
+from nanovllm.cpu import amx, avx512, kernels, packs
 from nanovllm.cpu.compile import compile_all
 from nanovllm.cpu.linear import PACKED_FOR
+from nanovllm.cpu.parallel import run
+from nanovllm.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.log import logger
 from nanovllm.models.attention import Gathered, PlainAttention
 from nanovllm.models.config import ModelConfig
@@ -54,7 +56,7 @@ class AttentionPlan:
     """What `prepare` computes once for all layers."""
 
     slot_mapping: Any  # [T] int64
-    work: kernels.AttentionWork | None  # the kernel's part
+    work: packs.AttentionWork | None  # the kernel's part
     prefixes: list[Prefix]
     # Whole prompts: their tokens, and those of their keys, padded with the first one.
     prompts: list[tuple[slice, Tensor]]
@@ -77,21 +79,20 @@ class NumbaAttention(PlainAttention):
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group_size, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
-        self.examples = kernels.DTYPE_EXAMPLE[dtype], kernels.DTYPE_EXAMPLE[self.cache.dtype]
+        self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        self.unit: bool | int | None = None  # Numba selects the kernel by the type
-        self.max_pack_rows = kernels.MAX_PACK_ROWS
-        # The other kernels multiply bfloat16 as it is in the cache.
+        # The module whose attend_packs is called. Two of them multiply bfloat16 as it is in the cache.
+        self.unit: Any = packs
         if self.cache.dtype is torch.bfloat16 and amx.has_amx():
-            fits = amx.fits_amx(self.group_size, block_size, self.dim)
-            self.unit = amx.UNIT if fits else None
+            if amx.fits_amx(self.group_size, block_size, self.dim):
+                self.unit = amx
         elif self.cache.dtype is torch.bfloat16 and avx512.has_avx512_bf16() and self.dim % 32 == 0:
-            self.unit, self.max_pack_rows = avx512.UNIT, avx512.MAX_PACK_ROWS
+            self.unit = avx512
         elif fp8_scales and dtype is torch.bfloat16 and (amx.has_amx() or avx512.has_avx512_bf16()):
             logger.info("an fp8 KV cache is read without AMX and AVX512-BF16, layer by layer")
-        compile_all(dtype, self.unit, self.cache.dtype)
+        self.code = compile_all(dtype, self.unit, self.cache.dtype)
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -115,17 +116,18 @@ class NumbaAttention(PlainAttention):
         contexts = batch.context_lens.numpy().astype(np.int64)
         tables, queries = batch.block_tables.numpy(), np.diff(starts)
         first_decode = len(queries) - batch.num_decodes
-        groups = self._short_chunks(first_decode, queries, contexts, tables)
-        chunks = np.setdiff1d(
-            np.arange(first_decode), [i for members, _ in groups for i in members]
-        )
+        groups: list[tuple[Any, int]] = []
+        chunks = np.arange(first_decode)
+        if first_decode:
+            groups = self._short_chunks(first_decode, queries, contexts, tables)
+            chunks = np.setdiff1d(chunks, [i for members, _ in groups for i in members])
         if batch.num_decodes:
             decodes = slice(first_decode, None)
             for members, shared in shared_prefixes(
                 tables[decodes], contexts[decodes], self.block_size
             ):
                 groups.append((first_decode + members, shared))
-        if self.unit == avx512.UNIT and len(chunks):
+        if self.unit is avx512 and len(chunks):
             groups.append((chunks, 0))  # its kernel is faster than torch's attention
             chunks = chunks[:0]
         step = AttentionPlan(batch.slot_mapping.numpy(), None, [], [], [])
@@ -150,10 +152,10 @@ class NumbaAttention(PlainAttention):
         tables: Any,
     ) -> None:
         """Fill in the kernel's work from groups of (sequences, number of shared leading blocks)."""
-        size, pack_size = self.block_size, max(1, self.max_pack_rows // self.group_size)
+        size, pack_size = self.block_size, max(1, self.unit.MAX_PACK_ROWS // self.group_size)
         # Steps of few rows are one call (cpu/layers.py), which cannot include flash attention.
         many_rows = sum(int(queries[members].sum()) for members, _ in groups) > PACKED_FOR
-        by_torch = many_rows and self.unit != avx512.UNIT
+        by_torch = many_rows and self.unit is not avx512
 
         # 1. The shared prefixes: packs of any tokens that attend to the same blocks.
         packed, first_members, lengths = [np.empty((0, pack_size), np.int64)], [], []
@@ -173,29 +175,33 @@ class NumbaAttention(PlainAttention):
                     shared = 0  # one query fills a pack, so there is nothing to save
             own_sequences.append(members)
             own_starts.append(np.full(len(members), shared))
-        prefixes = kernels.Packs(
+        prefixes = packs.Packs(
             np.concatenate(packed),
             np.repeat(np.array(lengths, np.int64)[:, None] * size, pack_size, axis=1),
             tables[np.array(first_members, np.int64), : max(lengths, default=0)],
         )
 
         # 2. The rest of each context: packs of consecutive tokens of one sequence.
-        seqs = np.concatenate(own_sequences)
-        pack_size = min(pack_size, int(queries[seqs].max()))
-        num_packs = -(-queries[seqs] // pack_size)
-        pack_index = np.arange(num_packs.sum()) - np.repeat(
-            np.cumsum(num_packs) - num_packs, num_packs
-        )
-        seqs = np.repeat(seqs, num_packs)[:, None]
-        past = np.repeat(np.concatenate(own_starts), num_packs)[:, None]  # blocks of the prefix
-        tokens = starts[seqs] + pack_index[:, None] * pack_size + np.arange(pack_size)
-        own_contexts = contexts[seqs] - starts[seqs + 1] + 1 + tokens - past * size
-        tokens[tokens >= starts[seqs + 1]] = -1
+        seqs, past = np.concatenate(own_sequences), np.concatenate(own_starts)  # blocks of prefixes
+        most, pack_index = int(queries[seqs].max()), 0
+        if most > 1:
+            pack_size = min(pack_size, most)
+            num_packs = -(-queries[seqs] // pack_size)
+            before = np.repeat(np.cumsum(num_packs) - num_packs, num_packs)
+            pack_index = np.arange(num_packs.sum())[:, None] - before[:, None]
+            seqs, past = np.repeat(seqs, num_packs), np.repeat(past, num_packs)
+        else:
+            pack_size = 1
+        seqs, past = seqs[:, None], past[:, None]
+        ends = starts[seqs + 1]
+        tokens = starts[seqs] + pack_index * pack_size + np.arange(pack_size)
+        own_contexts = contexts[seqs] - ends + 1 + tokens - past * size
+        tokens[tokens >= ends] = -1
         columns = past + np.arange(-(-int((contexts[seqs] - past * size).max()) // size))
         own_tables = tables[seqs, np.minimum(columns, tables.shape[1] - 1)]
-        own = kernels.Packs(tokens, own_contexts, own_tables)
+        own = packs.Packs(tokens, own_contexts, own_tables)
         lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
-        step.work = kernels.AttentionWork(prefixes, own, lse)
+        step.work = packs.AttentionWork(prefixes, own, lse)
 
     def _short_chunks(
         self, num_chunks: int, queries: Any, contexts: Any, tables: Any
@@ -222,12 +228,10 @@ class NumbaAttention(PlainAttention):
         slot_mapping = batch.attention.slot_mapping
         weights = (0, 0) if norms is None else [weight.data_ptr() for weight in norms]
         tensors = (qkv.data_ptr(), *weights, *(table.data_ptr() for table in rope))
-        cache = (*self.kv_addresses[layer], slot_mapping, self.shape)
-        arguments = (*tensors, *cache, self.heads, self.eps, *self.examples, self.scales[layer])
-        if qkv.numel() <= kernels.SERIAL_ELEMENTS:
-            kernels.norm_rope_store_rows(*arguments, 0, len(slot_mapping))
-        else:
-            kernels.norm_rope_store(*arguments, numba.get_num_threads())
+        cache = (*self.kv_addresses[layer], slot_mapping, *self.shape)
+        arguments = (*tensors, *cache, self.heads, self.eps, *self.examples, *self.scales[layer])
+        dtypes = qkv.dtype, self.cache.dtype
+        run(kernels.norm_rope_store_rows, dtypes, arguments, len(slot_mapping), qkv.numel())
         return qkv.view(len(qkv), -1, self.dim)
 
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
@@ -249,8 +253,9 @@ class NumbaAttention(PlainAttention):
             for prefix in step.prefixes:
                 self._attend_prefix(prefix, step.work.lse, layer, qkv[:, : self.heads], out)
             tensors = (qkv.data_ptr(), len(qkv), out.data_ptr(), self.heads)
-            work = (step.work, *self.examples, self.unit, numba.get_num_threads())
-            kernels.attend(*tensors, *self.kv_addresses[layer], self.shape, *work)
+            packs_kernel = self.code[self.unit.attend_packs]
+            work = (step.work, *self.examples, packs_kernel, numba.get_num_threads())
+            packs.attend(*tensors, *self.kv_addresses[layer], self.shape, *work)
         _, v_scale = self.scales[layer]
         return (out if v_scale == 1 else out.mul_(v_scale)).flatten(1)
 

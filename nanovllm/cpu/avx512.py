@@ -12,26 +12,13 @@ import sys
 import numba
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
-from numba import types
-from numba.extending import overload
 
+from nanovllm.cpu import packs
 from nanovllm.cpu.dot import BF16, dot_rows
 from nanovllm.cpu.jit import compiled
-from nanovllm.cpu.kernels import (
-    BFLOAT16,
-    array,
-    attend_packs,
-    count_queries,
-    exp,
-    f32,
-    from_float32,
-    kv_address,
-    maximum,
-    select_attend_packs,
-    to_float32,
-)
+from nanovllm.cpu.packs import count_queries, kv_address
+from nanovllm.cpu.primitives import BFLOAT16, array, exp, f32, from_float32, maximum, to_float32
 
-UNIT = 512  # see kernels.select_attend_packs; an int, because Numba looks at the type only
 WIDTH = 64  # outputs of a block of the packed weight: four vectors of 16
 # Prefetch distance of weights.
 PREFETCH_BYTES = 4096
@@ -84,14 +71,14 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
 
 
 @compiled(no_nan=True)
-def attend_packs_avx512(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start, stop):
-    """attend_packs in bfloat16: tiles of 8 rows and 32 keys, for packs of 8 rows and more.
+def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
+                 start, stop):
+    """packs.attend_packs in bfloat16: tiles of 8 rows and 32 keys, for packs of 8 rows and more.
 
     For each pack K is transposed to pairs of dimensions of 32 tokens, and V to pairs of tokens. A
     prompt of 512 tokens with the heads of Qwen3-0.6B takes 8 ms, and torch's attention 26. The weights are rounded before they are summed. As 0 times
     infinity is NaN, an infinity in V makes NaN in rows that do not attend to its token.
     """
-    queries, context_lens, block_tables = packs
     block_size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]
     scale, row_bytes = f32(1) / np.sqrt(f32(dim)), 2 * dim
     max_rows = (queries.shape[1] * group + ROWS - 1) // ROWS * ROWS
@@ -109,7 +96,9 @@ def attend_packs_avx512(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start
         rows, context_len = count * group, context_lens[p, count - 1]
         if rows < ROWS:
             following = min(stop, item + num_kv_heads - head)
-            attend_packs(qkv, out, lse, k_cache, v_cache, packs, is_prefix, item, following)
+            packs.attend_packs(
+                qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix, item,
+                following)
             item = following
             continue
         item += 1
@@ -177,9 +166,3 @@ def attend_packs_avx512(qkv, out, lse, k_cache, v_cache, packs, is_prefix, start
             result = out[queries[p, r // group], head * group + r % group]
             for d in range(dim):
                 result[d] = from_float32(acc[r, d] / row_sum[r], BFLOAT16)
-
-
-@overload(select_attend_packs)
-def _attend_packs_with_avx512(unit, *arguments):
-    chosen = isinstance(unit, types.Integer)
-    return (lambda unit, *arguments: attend_packs_avx512(*arguments)) if chosen else None

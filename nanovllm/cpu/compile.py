@@ -14,69 +14,92 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import typeof
+from numba import boolean, float32, float64, int32, int64, typeof, types
 
-from nanovllm.cpu import amx, avx512, decode, int8, jit, kernels, sampler
+from nanovllm.cpu import amx, avx512, decode, int8, jit, kernels, packs, parallel, sampler
+from nanovllm.cpu.parallel import Types
+from nanovllm.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.log import logger
 
 
-def calls(
-    dtype: torch.dtype, unit: bool | int | None, cache_dtype: torch.dtype
-) -> list[tuple[Any, tuple[Any, ...]]]:
+def kernels_in_parts(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> dict[Any, Types]:
+    """The kernels that cpu/parallel.py calls, with the types of their arguments.
+
+    `unit` is as in NumbaAttention. The types are as in the signatures of the kernels: int64 is an
+    address or a size.
+    """
+    example, cached = typeof(DTYPE_EXAMPLE[dtype]), typeof(DTYPE_EXAMPLE[cache_dtype])
+    qkv, cache = example[:, :, ::1], cached[:, :, :, ::1]
+    ints, floats, tables = int64[::1], float32[::1], float32[:, ::1]
+    blocks, logits = (int64[:, ::1], int64[:, ::1], int32[:, ::1]), (int64, boolean, int64)
+    weighed = boolean[::1], tables, tables, tables
+    found = {
+        unit.attend_packs: (qkv, qkv, tables, cache, cache, *blocks, boolean),
+        kernels.add_rms_norm_rows: (*[int64] * 5, float64, example),
+        kernels.silu_and_mul_rows: (*[int64] * 4, example),
+        kernels.norm_rope_store_rows: tuple(
+            [int64] * 7 + [ints] + [int64] * 5 + [float64, example, cached, float64, float64]
+        ),
+        sampler._weigh_chunks: (*logits, floats, *weighed),
+        sampler._draw_rows: (*logits, floats, ints, ints, tables, *weighed, ints),
+        sampler._logprobs_of_rows: (*logits, ints, float64[:, ::1]),
+        **int8.types_of_code(dtype),
+    }
+    if unit is not packs:
+        found[unit.linear_blocks] = (int64,) * 7
+    return {kernel: (*argument_types, int64, int64) for kernel, argument_types in found.items()}
+
+
+def calls(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> list[tuple[Any, Types]]:
     """All kernels that two dtypes, of the model and of the KV cache, need, with the types of their
     arguments. The later ones call the earlier ones.
     """
-
-    def empty(dims: int, number: type = np.int64) -> Any:
-        return np.empty((0,) * dims, number)
-
-    example, zeros, eps, shape = kernels.DTYPE_EXAMPLE[dtype], (0,) * 7, 0.0, (1, 1, 1, 2)
-    cached = kernels.DTYPE_EXAMPLE[cache_dtype]
-    store = (*zeros, empty(1), shape, 1, eps, example, cached, (1.0, 1.0))
-    packs = kernels.Packs(empty(2), empty(2), empty(2, np.int32))
-    work = kernels.AttentionWork(packs, packs, empty(2, np.float32))
-    draw = (empty(1, np.float32), empty(1), empty(1), empty(2, np.float32), empty(1), 1)
-    found: list[tuple[Any, tuple[Any, ...]]] = [
-        (kernels.attend, (*zeros[:6], shape, work, example, cached, unit, 1)),
-        (int8.product, (*zeros[:5], 1, 1, 1, example, 1)),
-        (sampler._draw, (0, False, 0, 1, *draw)),
-        (sampler._token_logprobs, (0, False, 0, 1, empty(1), empty(2, np.float64))),
-        (kernels._add_rms_norm_rows, (*zeros[:5], eps, example, 0, 0)),
-        (kernels._add_rms_norm, (*zeros[:5], eps, example, 1)),
-        (kernels._silu_and_mul_rows, (*zeros[:4], example, 0, 0)),
-        (kernels._silu_and_mul, (*zeros[:4], example, 1)),
-        (kernels.norm_rope_store_rows, (*store, 0, 0)),
-        (kernels.norm_rope_store, (*store, 1)),
+    example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
+    queries, shape = np.empty((0, 0), np.int64), (1,) * 4
+    some = packs.Packs(queries, queries, queries.astype(np.int32))
+    work = packs.AttentionWork(some, some, queries.astype(np.float32))
+    in_parts = kernels_in_parts(dtype, unit, cache_dtype)
+    parallel.CALLED_AT.update(in_parts.values())
+    found = list(in_parts.items())
+    for argument_types in in_parts.values():
+        arguments = types.BaseTuple.from_types(argument_types[:-2])
+        found.append((parallel.in_parts, (int64, arguments, int64, int64)))
+    samples = [
+        (packs.attend, (*[0] * 6, shape, work, example, cached, 0, 1)),
+        (int8.product, ((0, 0), *[0] * 8, example, 1)),
     ]
-    if unit is not None:
-        sizes = (1, 1, eps, shape, empty(1), work, unit, 1)
-        found.append((decode.decode_layers, (empty(2), *zeros[:6], *sizes)))
-    return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in found]
+    if unit is not packs:
+        code, slots = decode.Code(*[0] * 6), np.empty(0, np.int64)
+        sizes = 1, 1, 0.0, shape, slots, work, 1
+        samples.append((decode.decode_layers, (code, queries, *[0] * 6, *sizes)))
+    return found + [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in samples]
 
 
-def compile_all(dtype: torch.dtype, unit: bool | int | None, cache_dtype: torch.dtype) -> None:
+def compile_all(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> dict[Any, int]:
     """Compile all kernels that two dtypes, of the model and of the KV cache, need, or load their
-    code. None of them is called.
+    code. None of them is called. Returns the addresses of those of `kernels_in_parts`.
     """
     with jit.guard():
         missed = False
-        for kernel, types in calls(dtype, unit, cache_dtype):
+        for kernel, argument_types in calls(dtype, unit, cache_dtype):
             misses = kernel.stats.cache_misses.total()
-            kernel.compile(types)
+            kernel.compile(argument_types)
             if not missed and kernel.stats.cache_misses.total() > misses:
                 missed = True
                 kept = "and keeping them" if jit.DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
-                logger.info(f"compiling the CPU kernels, which takes 20 to 40 s ({kept})")
+                logger.info(f"compiling the CPU kernels, which takes 10 to 20 s ({kept})")
+    in_parts = kernels_in_parts(dtype, unit, cache_dtype)
+    return {call[0]: parallel.address_of(*call) for call in in_parts.items()}
 
 
-def units(dtype: torch.dtype) -> list[bool | int | None]:
-    """What attention may multiply this dtype with here; see kernels.select_attend_packs."""
-    # With AMX both kernels of attention are needed: fits_amx depends on model and blocks.
+def units(dtype: torch.dtype) -> list[Any]:
+    """What may compute attention in this dtype here; see NumbaAttention."""
+    # Both kernels of attention are needed: fits_amx depends on model and blocks.
     if dtype is torch.bfloat16 and amx.has_amx():
-        return [None, amx.UNIT]
+        return [packs, amx]
     if dtype is torch.bfloat16 and avx512.has_avx512_bf16():
-        return [None, avx512.UNIT]
-    return [None]
+        return [packs, avx512]
+    return [packs]
 
 
 def marker(dtype: torch.dtype) -> Path | None:
@@ -120,7 +143,7 @@ def is_ready(dtype: torch.dtype) -> bool:
         start_new_session=True,
     )
     logger.info(
-        "the CPU's kernels are compiled in the background for later starts, which takes 20 to 40 s;"
+        "the CPU's kernels are compiled in the background for later starts, which takes 10 to 20 s;"
         " this process runs in plain torch, which is slower. attention_backend='numba' waits instead"
     )
     return False

@@ -15,19 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 from llvmlite.binding import get_host_cpu_features
-from numba import get_num_threads, prange
+from numba import get_num_threads, int64, typeof, types
 from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.cpu.dot import INT8, dot_rows
 from nanovllm.cpu.jit import compiled
-from nanovllm.cpu.kernels import DTYPE_EXAMPLE, SERIAL_ELEMENTS, array, from_float32, to_float32
+from nanovllm.cpu.parallel import SERIAL_ELEMENTS, Types, address_of, call_at, in_parts
+from nanovllm.cpu.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
 from nanovllm.models.int8 import LARGEST, SMALLEST, Int8Weight
 from nanovllm.models.layers import Linear
 
@@ -165,21 +167,37 @@ def product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr,
                         out[t + i, o : o + OUTPUTS])
 
 
-@compiled(parallel=True)
-def product(x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, example, parts):
+@compiled()
+def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, example,
+            parts):
+    """code: the addresses of quantize_rows and product_blocks."""
+    quantize, blocks = code
     values = np.empty((tokens, (size + 3) // 4 * 4), np.int8)
     token_scale, excess = np.empty(tokens, f32), np.empty(tokens, np.int32)
+    rows = (x_ptr, values, token_scale, excess, size, example)
     if tokens * size <= SERIAL_ELEMENTS:
-        quantize_rows(x_ptr, values, token_scale, excess, size, example, 0, tokens)
+        call_at(quantize, (*rows, np.int64(0), tokens))
     else:
-        for p in prange(parts):
-            start, stop = p * tokens // parts, (p + 1) * tokens // parts
-            quantize_rows(x_ptr, values, token_scale, excess, size, example, start, stop)
-    blocks = (outputs + OUTPUTS - 1) // OUTPUTS
-    for p in prange(parts):
-        start, stop = p * blocks // parts, (p + 1) * blocks // parts
-        product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr,
-                       outputs, example, start, stop)
+        in_parts(quantize, rows, tokens, parts)
+    arguments = (values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
+                 example)
+    in_parts(blocks, arguments, (outputs + OUTPUTS - 1) // OUTPUTS, parts)
+
+
+def types_of_code(dtype: torch.dtype) -> dict[Any, Types]:
+    """The types of the arguments, but for (start, stop), of the kernels that `product` calls."""
+    example = typeof(DTYPE_EXAMPLE[dtype])
+    values, scale, excess = types.int8[:, ::1], types.float32[::1], types.int32[::1]
+    return {
+        quantize_rows: (int64, values, scale, excess, int64, example),
+        product_blocks: (values, scale, excess, *[int64] * 5, example),
+    }
+
+
+@cache
+def code(dtype: torch.dtype) -> tuple[int, ...]:
+    called = types_of_code(dtype).items()
+    return tuple(address_of(kernel, (*types, int64, int64)) for kernel, types in called)
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
@@ -190,5 +208,5 @@ def linear(x: Tensor, module: Linear) -> Tensor:
     addresses = (x.data_ptr(), weight.values.data_ptr(), weight.scale.data_ptr(),
                  0 if bias is None else bias.data_ptr(), out.data_ptr())
     sizes = len(x), inputs, outputs
-    product(*addresses, *sizes, DTYPE_EXAMPLE[x.dtype], get_num_threads())
+    product(code(x.dtype), *addresses, *sizes, DTYPE_EXAMPLE[x.dtype], get_num_threads())
     return out

@@ -13,23 +13,31 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.batch import ForwardBatch
-from nanovllm.cpu import amx, avx512, decode
+from nanovllm.cpu import decode, kernels, packs
 from nanovllm.cpu.attention import NumbaAttention
 from nanovllm.cpu.kernels import add_rms_norm
 from nanovllm.cpu.linear import PACKED_FOR, address, is_packed_by
+from nanovllm.cpu.parallel import in_parts
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 
 class CompiledLayers:
     """It has the model's `forward` and `logits`, and owns the addresses of its weights."""
 
-    def __init__(self, model: Qwen3, attention: NumbaAttention, width: int) -> None:
-        """width: the outputs of a block of the packed weights."""
-        self.model, self.unit = model, attention.unit
+    def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
+        self.model, unit = model, attention.unit
+        self.code = decode.Code(
+            norm=attention.code[kernels.add_rms_norm_rows],
+            store=attention.code[kernels.norm_rope_store_rows],
+            packs=attention.code[unit.attend_packs],
+            linear=attention.code[unit.linear_blocks],
+            width=unit.WIDTH,
+            activation=attention.code[kernels.silu_and_mul_rows],
+        )
         layers = zip(model.layers, attention.kv_addresses, strict=True)
         self.addresses = np.array([(*addresses(layer), *kv) for layer, kv in layers], np.int64)
         head = model.lm_head.weight
-        self.head = address(head) if is_packed_by(width, head) else 0
+        self.head = address(head) if is_packed_by(unit.WIDTH, head) else 0
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Same as Qwen3.forward, which runs large steps and those that need torch's attention."""
@@ -43,8 +51,8 @@ class CompiledLayers:
         eps, threads = config.rms_norm_eps, numba.get_num_threads()
         tensors = (x.data_ptr(), residual.data_ptr(), *x.shape, cos.data_ptr(), sin.data_ptr())
         sizes = (config.intermediate_size, config.num_heads, eps, attention.shape)
-        work = (step.slot_mapping, step.work, attention.unit, threads)
-        decode.decode_layers(self.addresses, *tensors, *sizes, *work)
+        work = (step.slot_mapping, step.work, threads)
+        decode.decode_layers(self.code, self.addresses, *tensors, *sizes, *work)
         return add_rms_norm(x, residual, model.norm, eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -54,19 +62,18 @@ class CompiledLayers:
         vocab_size = self.model.config.vocab_size
         logits = hidden.new_empty((len(hidden), vocab_size))
         pointers = (hidden.data_ptr(), self.head, 0, logits.data_ptr())
-        sizes = (*hidden.shape, vocab_size, self.unit, numba.get_num_threads())
-        decode.linear(*pointers, *sizes)
+        arguments, blocks = (*pointers, *hidden.shape, vocab_size), vocab_size // self.code.width
+        in_parts(self.code.linear, arguments, blocks, numba.get_num_threads())
         return logits
 
 
 def compile_layers(model: Qwen3, attention: NumbaAttention) -> CompiledLayers | None:
     """Return None if the processor lacks the instructions or a weight does not have the layout."""
-    if attention.unit is None:
+    if attention.unit is packs:
         return None
-    width = avx512.WIDTH if attention.unit == avx512.UNIT else amx.WIDTH
     weights = {m.weight.shape: m.weight for layer in model.layers for m in layer.linears()}
-    fits = all(is_packed_by(width, weight) for weight in weights.values())
-    return CompiledLayers(model, attention, width) if fits else None
+    fits = all(is_packed_by(attention.unit.WIDTH, weight) for weight in weights.values())
+    return CompiledLayers(model, attention) if fits else None
 
 
 def addresses(layer: DecoderLayer) -> list[int]:

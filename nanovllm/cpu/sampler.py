@@ -1,6 +1,6 @@
 """The sampler on a CPU: filters, draws and log-probabilities, each logit read once or twice.
 
-The reference is models/sampler.py: it has the same filters and the same random numbers. `_draw` takes
+The reference is models/sampler.py: it has the same filters and the same random numbers. `sample` takes
 the maximum and the sum of the weights e^((logit - maximum) / temperature) of each chunk of the
 vocabulary, chooses a chunk, and reads that chunk again. With filters, a row is drawn from its
 candidates: with top-k these are the few tokens whose logit is at least the k-th largest of the
@@ -9,18 +9,18 @@ maxima of all groups of tokens, because at least k tokens are as large as that.
 
 import numpy as np
 import torch
-from numba import get_num_threads, prange
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
 from nanovllm.cpu.jit import compiled
-from nanovllm.cpu.kernels import BFLOAT16, array, exp, maximum, maximum_in, to_float32
+from nanovllm.cpu.parallel import run
+from nanovllm.cpu.primitives import BFLOAT16, array, exp, maximum, maximum_in, to_float32
 from nanovllm.models import logit_rules, sampler
 from nanovllm.plan import FILTERS
 
 f32 = np.float32
 INFINITY = f32(np.inf)
-# The filters of `_draw`, in its order. With any other, models/sampler.py samples the tokens.
+# The filters of `sample`, in its order. With any other, models/sampler.py samples the tokens.
 IN_KERNEL = ("top_k", "top_p", "min_p")
 # Tokens of a chunk and of a group; a chunk is a whole number of groups.
 CHUNK, GROUP = 1024, 256
@@ -29,7 +29,7 @@ GROUPS = CHUNK // GROUP
 MIN_TEMPERATURE = f32(1.2e-38)
 # For more candidates than this, top-p searches the bits of floats: a quickselect's branches cost more.
 MANY = 4096
-# `_token_logprobs` inserts the most likely tokens one by one, which is slow for more of them.
+# `_logprobs_of_rows` inserts the most likely tokens one by one, which is slow for more of them.
 MAX_LOGPROBS = 64
 
 
@@ -38,14 +38,20 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     values = batch.filters
     if not values.keys() <= set(IN_KERNEL):
         return sampler.sample(logits, batch)
-    logits, tokens = logits.contiguous(), np.empty(len(logits), np.int64)
-    numbers = (x.numpy() for x in (batch.temperature, batch.seeds, batch.positions))
-    filters = np.empty((len(IN_KERNEL), len(logits)), np.float32)
+    logits, (rows, size) = logits.contiguous(), logits.shape
+    tokens, filters = np.empty(rows, np.int64), np.empty((len(IN_KERNEL), rows), np.float32)
     for i, name in enumerate(IN_KERNEL):
         filters[i] = values[name].numpy() if name in values else FILTERS[name]
-    is_bf16 = logits.dtype is torch.bfloat16
-    parts = min(len(logits), get_num_threads())
-    _draw(logits.data_ptr(), is_bf16, *logits.shape, *numbers, filters, tokens, parts)
+    top_k, top_p, min_p = filters
+    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    chunks = -(-size // CHUNK)
+    chunk_max, sums = np.empty((2, rows, chunks), np.float32)
+    maxima = np.empty((rows, chunks * GROUPS), np.float32)
+    source = logits.data_ptr(), logits.dtype is torch.bfloat16, size
+    temperature, found = batch.temperature.numpy(), (filtered, maxima, chunk_max, sums)
+    run(_weigh_chunks, None, (*source, temperature, *found), rows * chunks, rows * size)
+    numbers = temperature, batch.seeds.numpy(), batch.positions.numpy()
+    run(_draw_rows, None, (*source, *numbers, filters, *found, tokens), rows, rows * size)
     return torch.from_numpy(tokens)
 
 
@@ -54,8 +60,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     if k > MAX_LOGPROBS:
         return logit_rules.token_logprobs(logits, tokens, k)
     logits, packed = logits.contiguous(), np.empty((len(logits), 2 + 2 * k))
-    is_bf16 = logits.dtype is torch.bfloat16
-    _token_logprobs(logits.data_ptr(), is_bf16, *logits.shape, tokens.numpy(), packed)
+    source = logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[1]
+    run(_logprobs_of_rows, None, (*source, tokens.numpy(), packed), len(logits), logits.numel())
     return torch.from_numpy(packed)
 
 
@@ -90,9 +96,10 @@ def _uniform(seed, position):
 
 @compiled()
 def _group_maxima(wide, lanes, maxima):
-    """Set maxima [GROUPS] to the maximum of each group of a chunk; those past its end do not change."""
-    for group in range((len(wide) + GROUP - 1) // GROUP):
-        maxima[group] = maximum_in(wide[group * GROUP : (group + 1) * GROUP], lanes)
+    """Set maxima [GROUPS] to the maximum of each group of a chunk; -inf for those past its end."""
+    for group in range(GROUPS):
+        part = wide[group * GROUP : (group + 1) * GROUP]
+        maxima[group] = maximum_in(part, lanes) if len(part) else -INFINITY
 
 
 @compiled()
@@ -249,80 +256,81 @@ def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, 
     return tokens[chosen + index] if few else chosen + index
 
 
-@compiled(parallel=True)
-def _draw(address, is_bf16, rows, size, temperatures, seeds, positions, filters, tokens, parts):
-    """Draw tokens [R] from logits [R, V]; filters [3, R] are top_k, top_p and min_p.
+@compiled()
+def _weigh_chunks(address, is_bf16, size, temperatures, filtered, maxima, chunk_max, sums, start, stop):
+    """Fill maxima [R, chunks * GROUPS], and chunk_max and sums [R, chunks]: one pass over all logits.
 
-    All logits are read once, for the maximum and the sum of each chunk.
+    An item is a chunk of a row. Rows that are greedy or filtered need no sums.
     """
-    chunks = (size + CHUNK - 1) // CHUNK
-    maxima = np.full((rows, chunks * GROUPS), f32(-np.inf))
-    chunk_max, sums = np.empty((rows, chunks), f32), np.zeros((rows, chunks), f32)
-    filtered = (filters[0] > 0) | (filters[1] < 1) | (filters[2] > 0)
-    # Memory for each part: allocating it for each row would cost more than drawing the row.
-    length = size if filtered.any() else 0
-    scratch, ids = np.empty((parts, 2, length), f32), np.empty((parts, length), np.int32)
-    for item in prange(rows * chunks):
+    chunks, wide, weights = chunk_max.shape[1], np.empty(CHUNK, f32), np.empty(CHUNK, f32)
+    for item in range(start, stop):
         row, chunk = item // chunks, item % chunks
         first = chunk * CHUNK
-        wide, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
-        wide = wide[: min(CHUNK, size - first)]
-        _load(address, is_bf16, row * size + first, wide)
+        part = wide[: min(CHUNK, size - first)]
+        _load(address, is_bf16, row * size + first, part)
         groups = maxima[row, chunk * GROUPS : (chunk + 1) * GROUPS]
-        _group_maxima(wide, weights[:16], groups)
+        _group_maxima(part, weights[:16], groups)
         top = max(max(groups[0], groups[1]), max(groups[2], groups[3]))
-        chunk_max[row, chunk] = top
+        chunk_max[row, chunk], sums[row, chunk] = top, 0
         if temperatures[row] > 0 and top > -np.inf and not filtered[row]:
             temperature = max(temperatures[row], MIN_TEMPERATURE)
-            sums[row, chunk] = _exp_weights(wide, top, temperature, weights)
-    for part in prange(parts):
-        wide, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
-        for row in range(part * rows // parts, (part + 1) * rows // parts):
-            top, temperature = maximum(chunk_max[row]), max(temperatures[row], MIN_TEMPERATURE)
-            u = _uniform(seeds[row], positions[row])
-            if not -INFINITY < top < INFINITY:
-                tokens[row] = -1
-            elif temperatures[row] > 0 and filtered[row]:
-                groups = maxima[row, : (size + GROUP - 1) // GROUP]
-                tokens[row] = _draw_filtered(
-                    address, is_bf16, row * size, size, groups, temperature, filters[:, row], u,
-                    scratch[part], ids[part])
-            elif temperatures[row] > 0:
-                total = 0.0
-                for chunk in range(chunks):
-                    sums[row, chunk] *= _weight((chunk_max[row, chunk] - top) / temperature)
-                    total += sums[row, chunk]
-                chunk, before = _search_cumsum(sums[row], u * total)
-                some = wide[: min(CHUNK, size - chunk * CHUNK)]
-                _load(address, is_bf16, row * size + chunk * CHUNK, some)
-                _exp_weights(some, top, temperature, weights)
-                index, _ = _search_cumsum(weights[: len(some)], u * total - before)
-                tokens[row] = chunk * CHUNK + index
-            else:
-                chunk = 0
-                while chunk < chunks - 1 and chunk_max[row, chunk] != top:
-                    chunk += 1
-                some = wide[: min(CHUNK, size - chunk * CHUNK)]
-                _load(address, is_bf16, row * size + chunk * CHUNK, some)
-                index = 0
-                while index < len(some) - 1 and some[index] != top:
-                    index += 1
-                tokens[row] = chunk * CHUNK + index
+            sums[row, chunk] = _exp_weights(part, top, temperature, weights)
 
 
-@compiled(parallel=True)
-def _token_logprobs(address, is_bf16, rows, size, tokens, packed):
+@compiled()
+def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, filtered, maxima,
+               chunk_max, sums, tokens, start, stop):
+    """Draw tokens [R] from what _weigh_chunks found; filters [3, R] are top_k, top_p and min_p."""
+    chunks, wide, weights = chunk_max.shape[1], np.empty(CHUNK, f32), np.empty(CHUNK, f32)
+    # Allocating it for each row would cost more than drawing the row.
+    length = size if filtered[start:stop].any() else 0
+    scratch, ids = np.empty((2, length), f32), np.empty(length, np.int32)
+    for row in range(start, stop):
+        top, temperature = maximum(chunk_max[row]), max(temperatures[row], MIN_TEMPERATURE)
+        u = _uniform(seeds[row], positions[row])
+        if not -INFINITY < top < INFINITY:
+            tokens[row] = -1
+        elif temperatures[row] > 0 and filtered[row]:
+            groups = maxima[row, : (size + GROUP - 1) // GROUP]
+            tokens[row] = _draw_filtered(
+                address, is_bf16, row * size, size, groups, temperature, filters[:, row], u,
+                scratch, ids)
+        elif temperatures[row] > 0:
+            total = 0.0
+            for chunk in range(chunks):
+                sums[row, chunk] *= _weight((chunk_max[row, chunk] - top) / temperature)
+                total += sums[row, chunk]
+            chunk, before = _search_cumsum(sums[row], u * total)
+            some = wide[: min(CHUNK, size - chunk * CHUNK)]
+            _load(address, is_bf16, row * size + chunk * CHUNK, some)
+            _exp_weights(some, top, temperature, weights)
+            index, _ = _search_cumsum(weights[: len(some)], u * total - before)
+            tokens[row] = chunk * CHUNK + index
+        else:
+            chunk = 0
+            while chunk < chunks - 1 and chunk_max[row, chunk] != top:
+                chunk += 1
+            some = wide[: min(CHUNK, size - chunk * CHUNK)]
+            _load(address, is_bf16, row * size + chunk * CHUNK, some)
+            index = 0
+            while index < len(some) - 1 and some[index] != top:
+                index += 1
+            tokens[row] = chunk * CHUNK + index
+
+
+@compiled()
+def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
     """Fill packed [R, 2 + 2k]; see models/logit_rules.py."""
     k = (packed.shape[1] - 2) // 2
-    for row in prange(rows):
-        buffer, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
+    buffer, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
+    for row in range(start, stop):
         _load(address, is_bf16, row * size + tokens[row], buffer[:1])
         own, rank = buffer[0], 1
         values, ids = np.full(k, f32(-np.inf)), np.zeros(k, np.int64)
         top, total = f32(-np.inf), f32(0)
-        for start in range(0, size, CHUNK):
-            wide = buffer[: min(CHUNK, size - start)]
-            _load(address, is_bf16, row * size + start, wide)
+        for first in range(0, size, CHUNK):
+            wide = buffer[: min(CHUNK, size - first)]
+            _load(address, is_bf16, row * size + first, wide)
             for i in range(len(wide)):
                 rank += np.int64(wide[i] > own)
             chunk_max = maximum(wide)
@@ -338,7 +346,7 @@ def _token_logprobs(address, is_bf16, rows, size, tokens, packed):
                         while at > 0 and wide[i] > values[at - 1]:
                             values[at], ids[at] = values[at - 1], ids[at - 1]
                             at -= 1
-                        values[at], ids[at] = wide[i], start + i
+                        values[at], ids[at] = wide[i], first + i
         log_sum = top + np.log(total)
         packed[row, 0], packed[row, 1] = own - log_sum, rank
         for i in range(k):

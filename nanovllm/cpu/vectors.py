@@ -45,7 +45,7 @@ def copies(builder, number):
 
 
 def to_float32(builder, x):
-    """Convert stored numbers; see kernels.to_float32."""
+    """Convert stored numbers; see primitives.to_float32."""
 
     def vector(bits):
         return ir.VectorType(ir.IntType(bits), LANES)
