@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import random
 import sys
 from dataclasses import asdict, replace
@@ -19,6 +20,12 @@ from nanovllm.models.config import ModelConfig
 spec = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
 bench = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench)
+
+
+def test_an_import_of_the_peer_changes_no_path_and_no_variable():
+    before = list(sys.path), dict(os.environ)
+    importlib.reload(throughput.vllm_peer)
+    assert before == (sys.path, dict(os.environ))
 
 
 def test_nano_is_nano_vllms_benchmark():

@@ -10,12 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-# Otherwise `import kernels` would find kernels.py beside this script and not the installed package.
-sys.path.pop(0)
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-# GiB; the KV cache of nanovllm has at most the same size on a CPU.
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-
 
 def main() -> None:
     import vllm
@@ -41,4 +35,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # Otherwise `import kernels` would find kernels.py beside this script and not the installed package.
+    sys.path.pop(0)
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # GiB; the KV cache of nanovllm has at most the same size on a CPU.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     main()
