@@ -37,7 +37,7 @@ def render(
 ) -> str:
     """Return the text of a conversation. `variables` are passed to `apply_chat_template`."""
     if chat_template is not None:
-        check_scalar("chat_template", chat_template, str, ())
+        check_scalar("chat_template", chat_template, str)
     messages = plain_messages(conversation, tokenizer, chat_template)
     try:
         text = tokenizer.apply_chat_template(

@@ -194,8 +194,8 @@ def parse_line(llm: LLM, line: bytes, model: str) -> Job:
         request = json.loads(line)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"the line is not JSON: {error}") from None
-    check_scalar("the line", request, dict, ())
-    check_scalar("custom_id", request.get("custom_id"), str, ())
+    check_scalar("the line", request, dict)
+    check_scalar("custom_id", request.get("custom_id"), str)
     if request.get("method") != "POST":
         raise ValueError(f"method must be 'POST', not {request.get('method')!r:.80}")
     return parse(llm, request.get("url"), request.get("body"), model)

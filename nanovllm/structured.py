@@ -49,7 +49,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        check_scalars(self, {})
+        check_scalars(self)
         names = [field.name for field in fields(self)]
         given = [n for n in names if getattr(self, n) is not None and getattr(self, n) is not False]
         if len(given) != 1:
