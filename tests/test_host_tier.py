@@ -57,10 +57,10 @@ def fails(tiers: object) -> bool:
 TIER = host_tier
 TIER_MUTANTS = {
     "a host block is found although its parent is gone": Mutant(
-        TIER, "_lookup_host", "A.parent == B and C", "C"
+        TIER, "_find", "A.holds(B, C)", "A.token_ids == C"
     ),
     "the tokens of a host block are not compared": Mutant(
-        TIER, "_lookup_host", "A and B.token_ids == C", "A"
+        TIER, "_find", "A.holds(B, C)", "A.parent == B"
     ),
     "a save is not planned": Mutant(TIER, "_save", "self._saves.append(A)", "pass"),
     "a block is saved after it was overwritten": Mutant(
@@ -79,7 +79,7 @@ TIER_MUTANTS = {
         "HostBlock(A, 1, B, C, D, E)",
     ),
     "a block takes the identity of another": Mutant(
-        TIER, "_cache", "A and B.parent == C and D", "A and D"
+        TIER, "_cache", "A.holds(B, C)", "A.token_ids == C"
     ),
     "a saved block is not forgotten when it is replaced": Mutant(TIER, "_drop", "del A[B]", "pass"),
     "the parent of what follows is lost": Mutant(
