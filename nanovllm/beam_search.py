@@ -150,25 +150,22 @@ class BeamSearch:
             if beam not in kept:
                 self.scheduler.finish(beam, "abort")  # its row and blocks are free for the forks
         beams = []
-        for _, beam, token in chosen:
+        for index, (_, beam, token) in enumerate(chosen):
             if beam in kept:
                 kept.remove(beam)
-                beams.append(beam)
             else:
-                beams.append(
-                    Sequence(
-                        beam.request_id,
-                        beam.arrival,
-                        [*beam.token_ids, token],
-                        beam.num_prompt,
-                        beam.max_length,
-                        beam.stop_token_ids,
-                        beam.sampling,
-                        yields=beam.yields,
-                    )
+                beam = Sequence(
+                    beam.request_id,
+                    beam.arrival,
+                    [*beam.token_ids, token],
+                    beam.num_prompt,
+                    beam.max_length,
+                    beam.stop_token_ids,
+                    beam.sampling,
+                    yields=beam.yields,
                 )
-        for index, beam in enumerate(beams):
             beam.index = index
+            beams.append(beam)
         request.samples[:] = [Sample(beam) for beam in beams]
         # Before a token is appended to its parent, because it may share the parent's last block.
         for (_, parent, _), beam in zip(chosen, beams, strict=True):
