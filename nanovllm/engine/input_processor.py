@@ -6,10 +6,11 @@ message names the value and what would work instead.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from nanovllm.chat import Message, render
 from nanovllm.checks import located
+from nanovllm.detokenizer import Tokenizer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
 from nanovllm.pooling import PoolingParams, PoolingSettings
@@ -18,16 +19,13 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import ScoringParams, encode_pair
 from nanovllm.structured import GrammarCompiler
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 # What a request asks for: new tokens, an embedding, or the log-probabilities of its last tokens.
 Params: TypeAlias = SamplingParams | PoolingParams | ScoringParams
 
 
 @dataclass(eq=False)
 class InputProcessor:
-    tokenizer: "PreTrainedTokenizerBase | None"
+    tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
@@ -183,7 +181,7 @@ class InputProcessor:
         text = render(conversation, self.get_tokenizer(), chat_template, **variables)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
-    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+    def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError("the engine has no tokenizer (skip_tokenizer_init); give token ids")
         return self.tokenizer

@@ -7,9 +7,9 @@ strings that end a sequence, and builds a RequestOutput when all samples of a re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from nanovllm.detokenizer import Detokenizer
+from nanovllm.detokenizer import Detokenizer, Tokenizer
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.request import Request, Sample, Search
 from nanovllm.engine.scheduler import InFlightStep
@@ -22,9 +22,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import LoglikelihoodOutput, ScoringParams, check_logprobs
 from nanovllm.structured import OutputComplete
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 # A RequestOutput, EmbeddingRequestOutput or LoglikelihoodOutput. A union would make every program that
 # runs the loop check which of them it gets.
 Output: TypeAlias = Any
@@ -32,9 +29,7 @@ NO_TEXT = SamplingParams(detokenize=False)  # stands for those of a request that
 
 
 class OutputProcessor:
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase | None", eos_token_ids: frozenset[int]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]) -> None:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.requests: dict[str, Request] = {}
