@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.models.backend import Attention, Backend, CaptureDecode
+from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
@@ -40,10 +40,8 @@ def make_runner(
     model_config: ModelConfig,
     directory: Path,
     max_model_len: int,
-    capture_decode: CaptureDecode | None = None,
     ranks: Ranks | None = None,
 ) -> ModelRunner:
-    """capture_decode captures decode steps, unless enforce_eager; None takes the backend's."""
     check_openmp()
     whole = model_config
     if ranks is not None:
@@ -68,14 +66,13 @@ def make_runner(
         max_model_len = memory.fitted_length(config, max_model_len, most)
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
-        capture_decode = capture_decode or backend.capture_decode
         model = load_model(
             config, model_config, whole, directory, max_model_len, backend, device, ranks
         )
         max_blocks = -(-max_model_len // block_size)
         rows = Rows(config.max_num_seqs, max_blocks, block_size, whole.vocab_size, device)
         # What can be captured is built from the mirror, so that eager steps compute the same.
-        mirror = None if capture_decode is None else Mirror(rows)
+        mirror = None if backend.capture_decode is None else Mirror(rows)
         limits = ThreadLimit() if device.type == "cpu" else partial(device_guard, device)
         runner = ModelRunner(model, backend, rows, mirror, limits)
         scales = None
@@ -86,7 +83,7 @@ def make_runner(
         runner.max_model_len = memory.fitted_length(config, max_model_len, runner.num_blocks)
         if ranks is None:  # compiled layers have no all-reduce
             runner.compiled_model = backend.compile_layers(model, runner.attention) or model
-        if capture_decode is not None and not config.enforce_eager:
+        if backend.capture_decode is not None and not config.enforce_eager:
             shape = config.max_num_seqs, model_config.hidden_size
             hidden = torch.empty(shape, dtype=dtype, device=device)
             with (
@@ -96,7 +93,7 @@ def make_runner(
                     "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"
                 ),
             ):
-                runner.graphs = capture_decode(runner.decode, hidden)
+                runner.graphs = backend.capture_decode(runner.decode, hidden)
         if runner.host_pool is not None:
             runner.host_tier = make_host_tier(
                 runner, runner.host_pool, config, max_model_len, ranks
