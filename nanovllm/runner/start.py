@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.backend import Attention
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
@@ -37,15 +37,14 @@ if TYPE_CHECKING:
 
 def make_runner(
     config: EngineConfig,
-    model_config: ModelConfig,
+    whole: ModelConfig,
     directory: Path,
     max_model_len: int,
     ranks: Ranks | None = None,
 ) -> ModelRunner:
+    """`whole` is the model in `directory`, of which each of the ranks has a part."""
     check_openmp()
-    whole = model_config
-    if ranks is not None:
-        model_config = config_of_rank(whole, ranks.size)
+    model_config = whole if ranks is None else config_of_rank(whole, ranks.size)
     device, block_size = pick_device(config.device), config.kvcache_block_size
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
     remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
@@ -66,9 +65,8 @@ def make_runner(
         max_model_len = memory.fitted_length(config, max_model_len, most)
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
-        model = load_model(
-            config, model_config, whole, directory, max_model_len, backend, device, ranks
-        )
+        model = Qwen3(model_config, max_model_len, backend)
+        load_model(config, model, whole, directory, ranks)
         max_blocks = -(-max_model_len // block_size)
         rows = Rows(config.max_num_seqs, max_blocks, block_size, whole.vocab_size, device)
         # What can be captured is built from the mirror, so that eager steps compute the same.
@@ -94,38 +92,28 @@ def make_runner(
                 ),
             ):
                 runner.graphs = backend.capture_decode(runner.decode, hidden)
-        if runner.host_pool is not None:
-            runner.host_tier = make_host_tier(
-                runner, runner.host_pool, config, max_model_len, ranks
-            )
+        if (pool := runner.host_pool) is not None:
+            runner.host_tier = make_host_tier(runner, pool, config, max_model_len, ranks)
             if runner.host_tier is None:
                 runner.host_pool = None
     return runner
 
 
 def load_model(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    whole: ModelConfig,
-    directory: Path,
-    max_model_len: int,
-    backend: Backend,
-    device: torch.device,
-    ranks: Ranks | None,
-) -> Qwen3:
-    model = Qwen3(model_config, max_model_len, backend)
+    config: EngineConfig, model: Qwen3, whole: ModelConfig, directory: Path, ranks: Ranks | None
+) -> None:
+    """Load the weights of `model`, which is the part of a rank if there are ranks."""
     parts = model.checkpoint_parts()
     if ranks is not None:
         parts = parts_of_rank(parts, whole, ranks.rank, ranks.size)
     if config.load_format == "dummy":
-        random_weights(parts, config.seed, device)
+        random_weights(parts, config.seed, model.norm.device)
     else:
         load_weights(parts, weight_files(directory))
     for module in model.linears():  # one after the other, to save memory
-        backend.pack(module)
+        model.backend.pack(module)
     if ranks is not None:
         ranks.connect(model, whole.vocab_size)
-    return model
 
 
 def make_cache(
