@@ -334,7 +334,7 @@ def test_plans_are_reproducible() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 def test_copies_of_every_dtype(dtype: torch.dtype) -> None:
     cache = torch.randn(3, 2, 6, 2, 4, 8).to(dtype)
-    before, pool = cache.clone(), HostPool(4, (3, 2, 2, 4, 8), dtype)
+    before, pool = cache.clone(), HostPool(4, cache[:, :, 0])
     pool.save(cache, [BlockMove(5, 0), BlockMove(2, 3)])
     cache.view(torch.uint8).fill_(255)  # NaN
     pool.load(cache, [BlockMove(3, 1), BlockMove(0, 4)])
@@ -371,7 +371,7 @@ def test_the_log_level_hides_the_progress_bar(
     )
     for level in (logging.INFO, logging.WARNING):
         caplog.set_level(level, "nanovllm")
-        host_pool.PinnedPool(2, (1, 2, 1, 4, 8), torch.float32, torch.device("cpu"))
+        host_pool.PinnedPool(2, torch.zeros(1, 2, 1, 4, 8))
     assert hidden == [False, True]
 
 

@@ -1,7 +1,6 @@
 """Computes how many KV blocks fit into memory."""
 
 import gc
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -241,10 +240,8 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
 
 def available_host_memory() -> int:
     """Bytes that can be allocated without swapping, within the container's limit."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
+    info = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(info["MemAvailable:"]) * 1024  # it is in KiB
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip() != "max":

@@ -24,7 +24,7 @@ from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
 from nanovllm.runner import memory
 from nanovllm.runner.backends import device_guard, pick_backend, pick_device, pick_dtype
-from nanovllm.runner.host_pool import make_host_pool, make_host_tier
+from nanovllm.runner.host_pool import HostPool, PinnedPool, make_host_tier
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.openmp import check_openmp
@@ -142,12 +142,12 @@ def make_cache(
         runner.run(plan)
 
     if host_blocks:  # its buffers on a GPU come first, because the cache takes what remains
-        shape = make_attention(1).cache.shape
+        block = make_attention(1).cache[:, :, 0]
+        make_pool = PinnedPool if block.device.type == "cuda" else HostPool
         with memory.explain_out_of_memory(
             f"swap_space={config.swap_space} takes more host memory than there is; lower it"
         ):
-            block_shape, dtype = (*shape[:2], *shape[3:]), FP8 if scales else runner.dtype
-            runner.host_pool = make_host_pool(host_blocks, block_shape, dtype, runner.device)
+            runner.host_pool = make_pool(host_blocks, block)
     plans = memory.largest_plans(
         config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size
     )
