@@ -6,11 +6,13 @@ A U+FFFD at the end is therefore held back, so that the returned parts, joined, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 # The type, in other files too. transformers is imported when a tokenizer is loaded.
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    Tokenizer: TypeAlias = PreTrainedTokenizerBase
 else:
     Tokenizer = Any
 
