@@ -76,9 +76,13 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...] = ()
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return an error message for an unknown name, with the most similar known one."""
     known = list(known)
+    return f"unknown {kind} {name!r}; {similar(name, known) or 'known: ' + ', '.join(known)}"
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """Return a question about the most similar known name; empty if there is none."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"unknown {kind} {name!r}; {hint}"
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def refuse_unknown_fields(

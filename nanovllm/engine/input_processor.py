@@ -201,11 +201,8 @@ class InputProcessor:
         size = self.vocab_size
         bias, allowed = params.logit_bias or {}, params.allowed_token_ids
         for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
-            for token in ids:
-                if token >= size:
-                    raise ValueError(
-                        f"{name} has token id {token}; the vocabulary ends at {size - 1}"
-                    )
+            if (token := max(ids, default=0)) >= size:
+                raise ValueError(f"{name} has token id {token}; the vocabulary ends at {size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > size:
                 raise ValueError(
