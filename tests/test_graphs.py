@@ -269,7 +269,7 @@ def test_profile_steps_are_the_largest_that_can_occur(
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
         seen.append((len(batch.input_ids), len(batch.context_lens))) or forward(batch, attention)
     )
-    for plan in memory.largest_plans(64, num_seqs, 32, 16):
+    for plan in memory.largest_plans(config, 32):
         runner.run(plan)
     assert seen == [(num_seqs, num_seqs), (1, 1), (chunk * num_seqs, num_seqs)]
 

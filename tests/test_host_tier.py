@@ -578,4 +578,4 @@ def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = memory.Snapshot.of(torch.device("cpu"), ranks=2)
     for size, blocks in ((1, 2048 - 1), (2, 768 - 1)):
         config = EngineConfig(swap_space=1, tensor_parallel_size=size)
-        assert memory.num_kv_blocks(config, 10**6, 2**20, cpu, [], NotImplemented) == blocks
+        assert memory.num_kv_blocks(config, 10**6, 2**20, cpu, NotImplemented) == blocks

@@ -148,10 +148,7 @@ def make_cache(
             f"swap_space={config.swap_space} takes more host memory than there is; lower it"
         ):
             runner.host_pool = make_pool(host_blocks, block)
-    plans = memory.largest_plans(
-        config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size
-    )
-    num = memory.num_kv_blocks(config, max_model_len, block_bytes, before, plans, profile)
+    num = memory.num_kv_blocks(config, max_model_len, block_bytes, before, profile)
     if ranks is not None:
         num = ranks.smallest(num)
     with memory.explain_out_of_memory(
