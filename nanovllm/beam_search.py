@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from nanovllm.checks import Limits, check_scalars, refuse_unknown_fields
+from nanovllm.checks import Positive, check_scalars, refuse_unknown_fields
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -27,13 +27,6 @@ from nanovllm.structured import StructuredOutputsParams
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
 
-LIMITS: Limits = {
-    "beam_width": (1, 16_384),
-    "max_tokens": (1, math.inf),
-    "temperature": (0, math.inf),
-    "length_penalty": (-10, 10),  # beyond, a length to this power could overflow
-}
-
 
 @refuse_unknown_fields("field of BeamSearchParams")
 @dataclass
@@ -43,21 +36,22 @@ class BeamSearchParams:
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
     """
 
-    beam_width: int  # beams of each prompt, and results of each prompt
-    max_tokens: int  # output tokens of a beam
+    beam_width: Annotated[int, 1, 16_384]  # beams of each prompt, and results of each prompt
+    max_tokens: Positive  # output tokens of a beam
     ignore_eos: bool = False  # continue after an end-of-sequence token
     # As in vLLM it changes nothing: scores are log-probabilities before the temperature.
-    temperature: float = 0.0
+    temperature: Annotated[float, 0, math.inf] = 0.0
     # Finished beams are compared by cum_logprob / (output tokens) ** length_penalty. 0 compares the
-    # sums, which favours short outputs; a larger value favours longer ones. Between -10 and 10.
-    length_penalty: float = 1.0
+    # sums, which favours short outputs; a larger value favours longer ones. Beyond 10 a length to
+    # this power could overflow.
+    length_penalty: Annotated[float, -10, 10] = 1.0
     include_stop_str_in_output: bool = False  # whether `tokens` has the end-of-sequence token
     # A grammar that every result follows, as in SamplingParams. Its tokens keep their scores.
     structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True  # leave special tokens out of the text
 
     def __post_init__(self) -> None:
-        check_scalars(self, LIMITS)
+        check_scalars(self)
 
 
 @dataclass
@@ -156,25 +150,22 @@ class BeamSearch:
             if beam not in kept:
                 self.scheduler.finish(beam, "abort")  # its row and blocks are free for the forks
         beams = []
-        for _, beam, token in chosen:
+        for index, (_, beam, token) in enumerate(chosen):
             if beam in kept:
                 kept.remove(beam)
-                beams.append(beam)
             else:
-                beams.append(
-                    Sequence(
-                        beam.request_id,
-                        beam.arrival,
-                        [*beam.token_ids, token],
-                        beam.num_prompt,
-                        beam.max_length,
-                        beam.stop_token_ids,
-                        beam.sampling,
-                        yields=beam.yields,
-                    )
+                beam = Sequence(
+                    beam.request_id,
+                    beam.arrival,
+                    [*beam.token_ids, token],
+                    beam.num_prompt,
+                    beam.max_length,
+                    beam.stop_token_ids,
+                    beam.sampling,
+                    yields=beam.yields,
                 )
-        for index, beam in enumerate(beams):
             beam.index = index
+            beams.append(beam)
         request.samples[:] = [Sample(beam) for beam in beams]
         # Before a token is appended to its parent, because it may share the parent's last block.
         for (_, parent, _), beam in zip(chosen, beams, strict=True):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from nanovllm.checks import check_scalar
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from nanovllm.detokenizer import Tokenizer
 
 Message = dict[str, Any]
 
@@ -31,13 +29,13 @@ def as_conversations(
 
 def render(
     conversation: Iterable[Message],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     chat_template: str | None,
     **variables: Any,
 ) -> str:
     """Return the text of a conversation. `variables` are passed to `apply_chat_template`."""
     if chat_template is not None:
-        check_scalar("chat_template", chat_template, str, ())
+        check_scalar("chat_template", chat_template, str)
     messages = plain_messages(conversation, tokenizer, chat_template)
     try:
         text = tokenizer.apply_chat_template(
@@ -54,7 +52,7 @@ def render(
 
 
 def plain_messages(
-    conversation: Iterable[Message], tokenizer: PreTrainedTokenizerBase, chat_template: str | None
+    conversation: Iterable[Message], tokenizer: Tokenizer, chat_template: str | None
 ) -> list[Message]:
     """Check the messages. Join content parts, unless the chat template accepts parts."""
     messages, joins = [], None  # whether parts are joined; tested at the first message with parts
@@ -89,7 +87,7 @@ def part_text(part: Any) -> str:
     return part
 
 
-def takes_parts(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> bool:
+def takes_parts(tokenizer: Tokenizer, chat_template: str | None) -> bool:
     """Whether the chat template renders the text of a content part, and nothing else of it."""
     parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
     probe: list[Message] = [{"role": "user", "content": parts}]

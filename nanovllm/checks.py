@@ -1,4 +1,8 @@
-"""Checks of fields and of their names, with errors that say what is accepted."""
+"""Checks of fields and of their names, with errors that say what is accepted.
+
+The type of a field says what it accepts: Annotated[int, 1, 9] is a number from 1 to 9,
+Annotated[str, "a", "b"] one of these strings.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 KINDS = {
     int: "an int",
@@ -20,33 +24,38 @@ KINDS = {
     dict: "an object",
 }
 T = TypeVar("T")
-# Name -> (lowest, highest) value of a number, or the strings to choose from.
-Limits = Mapping[str, tuple[Any, ...]]
+Positive: TypeAlias = Annotated[int, 1, math.inf]
+Seed: TypeAlias = Annotated[int, -(2**63), 2**64 - 1]
 
 
 @functools.cache
-def scalar_fields(cls: type) -> dict[str, tuple[type, bool]]:
-    """The int, float, bool and str fields of a dataclass: name -> (type, whether optional)."""
+def scalar_fields(cls: type) -> dict[str, tuple[type, tuple[Any, ...], bool]]:
+    """The int, float, bool and str fields of a dataclass: name -> (type, limits, whether optional).
+
+    Limits are the lowest and the highest number, or the strings to choose from.
+    """
     fields = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        is_union = isinstance(hint, types.UnionType)
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
         members = typing.get_args(hint) if is_union else (hint,)
-        kinds = [kind for kind in members if kind is not type(None)]
-        if len(kinds) == 1 and kinds[0] in KINDS:
-            fields[name] = (kinds[0], len(members) > 1)
+        hints = [member for member in members if member is not type(None)]
+        is_annotated = typing.get_origin(hints[0]) is Annotated
+        kind, *limits = typing.get_args(hints[0]) if is_annotated else hints[:1]
+        if len(hints) == 1 and kind in KINDS:
+            fields[name] = kind, tuple(limits), len(members) > 1
     return fields
 
 
-def check_scalars(thing: Any, limits: Limits) -> None:
-    """Check the type of every scalar field, and its value against `limits`."""
+def check_scalars(thing: Any) -> None:
+    """Check the type and the value of every scalar field of a dataclass object."""
     cls: Any = type(thing)
-    for name, (kind, optional) in scalar_fields(cls).items():
+    for name, (kind, limits, optional) in scalar_fields(cls).items():
         value = getattr(thing, name)
         if value is not None or not optional:
-            check_scalar(name, value, kind, limits.get(name, ()))
+            check_scalar(name, value, kind, limits)
 
 
-def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> None:
+def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...] = ()) -> None:
     """Raise TypeError or ValueError with the name, the value and what is accepted."""
     accepted: Any = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
@@ -67,9 +76,13 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
     """Return an error message for an unknown name, with the most similar known one."""
     known = list(known)
+    return f"unknown {kind} {name!r}; {similar(name, known) or 'known: ' + ', '.join(known)}"
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """Return a question about the most similar known name; empty if there is none."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-    return f"unknown {kind} {name!r}; {hint}"
+    return f"did you mean {near[0]!r}?" if near else ""
 
 
 def refuse_unknown_fields(

@@ -9,14 +9,15 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias, get_args
 
-from nanovllm.checks import Limits, check_scalars, unknown_name
+from nanovllm.checks import Positive, Seed, check_scalars, unknown_name
 from nanovllm.log import logger
 from nanovllm.vllm_names import OTHER_NAMES, VLLM_OPTIONS, check_unused
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+Dtype: TypeAlias = Annotated[str, "auto", "float32", "bfloat16", "float16"]
+DTYPES: tuple[str, ...] = get_args(Dtype)[1:]
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -28,30 +29,37 @@ class EngineConfig:
     _: KW_ONLY
     device: str = "auto"  # "auto": "cuda" if torch finds a GPU, else "cpu"
     # "auto": on a GPU the checkpoint's; on a CPU bfloat16 if that is fast, else float32.
-    dtype: str = "auto"
-    seed: int = 0  # for requests without a seed, and for load_format="dummy"
-    # Prompt and output tokens. None: the checkpoint's maximum, or as many as fit the memory.
-    max_model_len: int | None = None
-    max_num_seqs: int = 256  # sequences that run at a time
-    max_num_batched_tokens: int = 8192  # the token budget of one step
-    gpu_memory_utilization: float = 0.9  # fraction of the GPU's memory that the engine may use
-    kv_cache_dtype: str = "auto"  # "auto": `dtype`; "fp8" or "fp8_e4m3": half as large as bfloat16
-    kv_cache_memory_bytes: int | None = None  # size of the KV cache; None: what the memory allows
-    kvcache_block_size: int = 16  # tokens
-    num_kvcache_blocks: int | None = None  # for requests; the null block is additional
-    swap_space: float = 0  # GiB of host memory to which evicted KV blocks are saved
+    dtype: Dtype = "auto"
+    seed: Seed = 0  # for requests without a seed, and for load_format="dummy"
+    # Prompt and output tokens, at least one each. None: the checkpoint's maximum, or as many as fit
+    # the memory.
+    max_model_len: Annotated[int, 2, math.inf] | None = None
+    max_num_seqs: Annotated[int, 1, 2**20] = 256  # sequences that run at a time
+    max_num_batched_tokens: Positive = 8192  # the token budget of one step
+    # Fraction of the GPU's memory that the engine may use.
+    gpu_memory_utilization: Annotated[float, 0, 1] = 0.9
+    # "auto": `dtype`; "fp8" or "fp8_e4m3": half as large as bfloat16
+    kv_cache_dtype: Annotated[str, "auto", "fp8", "fp8_e4m3"] = "auto"
+    kv_cache_memory_bytes: Positive | None = None  # of the KV cache; None: what the memory allows
+    kvcache_block_size: Annotated[int, 1, 2**20] = 16  # tokens
+    num_kvcache_blocks: Positive | None = None  # for requests; the null block is additional
+    # GiB of host memory to which evicted KV blocks are saved.
+    swap_space: Annotated[float, 0, math.inf] = 0
     # Fewer blocks are computed again and not loaded from there. None: measured at the start.
-    swap_min_blocks: int | None = None
+    swap_min_blocks: Positive | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # no CUDA graphs
     # Plan and launch a step before the tokens of the previous step are read. None: on a GPU only,
     # which works while the host plans. On a CPU it would compute an unused token for each sequence.
     async_scheduling: bool | None = None
-    scheduling_policy: str = "fcfs"  # or "sjf", shortest job first
-    attention_backend: str = "auto"  # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
-    tensor_parallel_size: int = 1  # ranks that share the model, started by torchrun
-    load_format: str = "auto"  # "dummy": random weights; needs config.json only
-    quantization: str | None = None  # "int8": linear layers and head are quantized while loading
+    scheduling_policy: Annotated[str, "fcfs", "sjf"] = "fcfs"  # "sjf": shortest job first
+    # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
+    attention_backend: Annotated[str, "auto", "triton", "numba", "sdpa"] = "auto"
+    tensor_parallel_size: Positive = 1  # ranks that share the model, started by torchrun
+    # "dummy": random weights; needs config.json only.
+    load_format: Annotated[str, "auto", "dummy"] = "auto"
+    # "int8": linear layers and head are quantized while loading.
+    quantization: Annotated[str, "int8"] | None = None
     tokenizer: str | None = None  # a directory or hub id; None: the model's
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only
@@ -80,7 +88,7 @@ class EngineConfig:
         # A dtype may be torch's own: str(torch.float32) is "torch.float32".
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
-        check_scalars(self, LIMITS)
+        check_scalars(self)
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
         if not re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?", self.device):
@@ -116,24 +124,3 @@ class EngineConfig:
     def rank(self) -> int:
         """Which of the processes that share the model this is. torchrun sets RANK."""
         return int(os.environ["RANK"]) if self.tensor_parallel_size > 1 else 0
-
-
-LIMITS: Limits = {
-    "dtype": DTYPES,
-    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3"),
-    "seed": (-(2**63), 2**64 - 1),
-    "gpu_memory_utilization": (0, 1),
-    "scheduling_policy": ("fcfs", "sjf"),
-    "attention_backend": ("auto", "triton", "numba", "sdpa"),
-    "load_format": ("auto", "dummy"),
-    "quantization": ("int8",),
-    "swap_space": (0, math.inf),
-    "max_num_seqs": (1, 2**20),
-    "kvcache_block_size": (1, 2**20),
-    "max_model_len": (2, math.inf),  # a prompt and an output have at least one token each
-    "max_num_batched_tokens": (1, math.inf),
-    "kv_cache_memory_bytes": (1, math.inf),
-    "num_kvcache_blocks": (1, math.inf),
-    "swap_min_blocks": (1, math.inf),
-    "tensor_parallel_size": (1, math.inf),
-}

@@ -6,19 +6,22 @@ A U+FFFD at the end is therefore held back, so that the returned parts, joined, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+# The type, in other files too. transformers is imported when a tokenizer is loaded.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    Tokenizer: TypeAlias = PreTrainedTokenizerBase
+else:
+    Tokenizer = Any
 
 # If no text was final for this many tokens, the window is shortened. This needs invalid bytes.
 WINDOW = 32
 
 
 class Detokenizer:
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.window: list[int] = []  # tokens since the last complete character

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig
+from nanovllm.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.log import logger
@@ -25,8 +26,6 @@ from nanovllm.runner.memory import weight_bytes
 from nanovllm.runner.start import make_runner
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from nanovllm.runner.tensor_parallel import Ranks
 
 # Held while a tokenizer is loaded: transformers imports its modules when they are first used, and an
@@ -118,7 +117,7 @@ def load_engine(
     return LLMEngine(config, runner, inputs)
 
 
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(directory: Path) -> Tokenizer:
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     if not any((directory / name).is_file() for name in names):
         raise ValueError(

@@ -111,7 +111,7 @@ def parse(llm: LLM, url: Any, body: Any, model: str) -> Job:
     """
     if not isinstance(url, str) or url not in KNOWN:
         raise ValueError(f"url must be one of {', '.join(KNOWN)}, not {url!r:.80}")
-    check_scalar("body", body, dict, ())
+    check_scalar("body", body, dict)
     given = {name: value for name, value in body.items() if value is not None}
     if (asked := given.pop("model", model)) != model:
         raise UnknownModel(f"the model {asked!r:.80} does not exist; the name is {model!r}")
@@ -146,11 +146,11 @@ def chat_prompt(llm: LLM, given: Fields) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {messages!r:.80}")
     template, more = given.pop("chat_template", None), given.pop("chat_template_kwargs", {})
-    check_scalar("chat_template_kwargs", more, dict, ())
+    check_scalar("chat_template_kwargs", more, dict)
     variables = {"add_generation_prompt": True}
     variables |= {name: given.pop(name) for name in sorted(TEMPLATE) if name in given}
     for name, value in variables.items():
-        check_scalar(name, value, bool, ())
+        check_scalar(name, value, bool)
     return llm.engine.inputs.chat_prompt(messages, template, **(variables | more))
 
 
@@ -164,7 +164,7 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
     own["logprobs"] = given.get("logprobs")
     if chat:
         top, wanted = given.get("top_logprobs", 0), given.get("logprobs", False)
-        check_scalar("logprobs", wanted, bool, ())
+        check_scalar("logprobs", wanted, bool)
         check_scalar("top_logprobs", top, int, (-1, math.inf))
         if top and not wanted:
             raise ValueError(f"top_logprobs={top!r} needs logprobs=true")
@@ -179,8 +179,8 @@ def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> Samp
 
 def structured_outputs(given: Fields) -> StructuredOutputsParams | None:
     own, form = given.get("structured_outputs", {}), given.get("response_format", {"type": "text"})
-    check_scalar("structured_outputs", own, dict, ())
-    check_scalar("response_format", form, dict, ())
+    check_scalar("structured_outputs", own, dict)
+    check_scalar("response_format", form, dict)
     kind = form.get("type")
     if kind == "json_object":
         own = own | {"json_object": True}

@@ -9,10 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from nanovllm.checks import Limits, check_scalars, refuse_unknown_fields
+from nanovllm.checks import Positive, check_scalars, refuse_unknown_fields
 from nanovllm.outputs import RequestMetrics
-
-LIMITS: Limits = {"dimensions": (1, math.inf)}
 
 
 @refuse_unknown_fields("field of PoolingParams")
@@ -26,14 +24,14 @@ class PoolingParams:
 
     # How many numbers are kept, the first ones (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147);
     # without it all.
-    dimensions: int | None = None
+    dimensions: Positive | None = None
     normalize: bool | None = None  # divide what is kept by its length (L2); without it True
     # The name of a prompt of the checkpoint, such as "query", that is put before the text.
     prompt_name: str | None = None
     use_activation: bool | None = None  # vLLM's name of `normalize`
 
     def __post_init__(self) -> None:
-        check_scalars(self, LIMITS)
+        check_scalars(self)
         if self.use_activation is not None:
             if self.normalize not in (None, self.use_activation):
                 raise ValueError("normalize and use_activation are two names of one field")

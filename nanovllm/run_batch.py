@@ -42,7 +42,7 @@ GO_ON = "start the same command again to go on"
 
 
 class BatchFiles:
-    """The two files of a run, and one bit for each line of the input: whether it is done.
+    """The two files of a run, and a byte for each line of the input: whether it is done.
 
     The output file is all that is kept between runs. Each result begins with its id, which is the
     fingerprint of the input file and the number of the line that it answers. A start reads from it
@@ -62,7 +62,7 @@ class BatchFiles:
         with contextlib.ExitStack() as files:
             self.lines = files.enter_context(source.open("rb"))
             self.num_lines, self.num_requests, self.fingerprint = self._scan()
-            self.done = bytearray(self.num_lines // 8 + 1)
+            self.done = bytearray(1 + self.num_lines)  # by number of the line, from 1
             self.num_done = 0
             self.results = files.enter_context(target.open("ab", buffering=0))
             try:
@@ -78,10 +78,6 @@ class BatchFiles:
 
     def __exit__(self, *_: object) -> None:
         self.files.close()
-
-    @property
-    def num_left(self) -> int:
-        return self.num_requests - self.num_done
 
     def _scan(self) -> tuple[int, int, str]:
         """Read the input once. Returns its lines, those that are not empty, and its fingerprint.
@@ -137,11 +133,8 @@ class BatchFiles:
         return size
 
     def _note(self, number: int) -> None:
-        self.num_done += not self.is_done(number)
-        self.done[number >> 3] |= 1 << (number & 7)
-
-    def is_done(self, number: int) -> bool:
-        return bool(self.done[number >> 3] >> (number & 7) & 1)
+        self.num_done += not self.done[number]
+        self.done[number] = 1
 
     def left(self) -> Iterator[tuple[int, bytes]]:
         """Read the lines that are not done, with their numbers, as they are asked for.
@@ -152,7 +145,7 @@ class BatchFiles:
         digest = xxhash.xxh3_64()
         for number, line in zip(range(1, self.num_lines + 1), self.lines, strict=False):
             digest.update(line)
-            if line.strip() and not self.is_done(number):
+            if line.strip() and not self.done[number]:
                 yield number, line
         if digest.hexdigest() != self.fingerprint:
             raise ValueError(f"{self.source} has changed while it was read")
@@ -194,8 +187,8 @@ def parse_line(llm: LLM, line: bytes, model: str) -> Job:
         request = json.loads(line)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"the line is not JSON: {error}") from None
-    check_scalar("the line", request, dict, ())
-    check_scalar("custom_id", request.get("custom_id"), str, ())
+    check_scalar("the line", request, dict)
+    check_scalar("custom_id", request.get("custom_id"), str)
     if request.get("method") != "POST":
         raise ValueError(f"method must be 'POST', not {request.get('method')!r:.80}")
     return parse(llm, request.get("url"), request.get("body"), model)
@@ -287,12 +280,9 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m nanovllm.run_batch", description=__doc__, formatter_class=raw
     )
     add = parser.add_argument
-    add(
-        "-i", "--input-file", type=Path, required=True, metavar="FILE", help="the requests (.jsonl)"
-    )
-    add(
-        "-o", "--output-file", type=Path, required=True, metavar="FILE", help="the results (.jsonl)"
-    )
+    file: dict[str, Any] = {"type": Path, "required": True, "metavar": "FILE"}
+    add("-i", "--input-file", **file, help="the requests (.jsonl)")
+    add("-o", "--output-file", **file, help="the results (.jsonl)")
     add("--model", default=EMBEDDED, help=f"directory or hub id ({EMBEDDED})")
     served = "what `model` is in the lines, if they name another (that of --model)"
     add("--served-model-name", metavar="NAME", help=served)
@@ -315,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
         with BatchFiles(args.input_file, args.output_file) as files:
             num_failed = 0
             try:
-                if files.num_left:
+                if files.num_done < files.num_requests:
                     max_in_flight = args.max_in_flight or 2 * config.max_num_seqs
                     num_failed = run_batch(LLM(args.model, **options), files, model, max_in_flight)
             finally:

@@ -7,9 +7,9 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from nanovllm.checks import Limits, check_scalar, check_scalars, refuse_unknown_fields
+from nanovllm.checks import Positive, Seed, check_scalar, check_scalars, refuse_unknown_fields
 from nanovllm.structured import StructuredOutputsParams
 
 # (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits). Called on the
@@ -68,26 +68,27 @@ class SamplingParams:
     AttributeError. None for a list is an empty list.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 64
-    min_tokens: int = 0
+    n: Annotated[int, 1, 16_384] = 1
+    temperature: Annotated[float, 0, math.inf] = 1.0
+    top_p: Annotated[float, 0, 1] = 1.0
+    top_k: Annotated[int, -1, math.inf] = 0
+    min_p: Annotated[float, 0, 1] = 0.0
+    seed: Seed | None = None
+    max_tokens: Positive | None = 64
+    min_tokens: Annotated[int, 0, math.inf] = 0
     stop: str | Sequence[str] | None = ()
     stop_token_ids: Sequence[int] | None = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    presence_penalty: Annotated[float, -2, 2] = 0.0
+    frequency_penalty: Annotated[float, -2, 2] = 0.0
+    # A logit divided by less could be infinite.
+    repetition_penalty: Annotated[float, 0.01, math.inf] = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Annotated[int, -1, math.inf] | None = None
+    prompt_logprobs: Annotated[int, -1, math.inf] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     logits_processors: Sequence[LogitsProcessor] | None = ()
@@ -104,7 +105,7 @@ class SamplingParams:
         return replace(self, logit_bias=copy.copy(self.logit_bias))
 
     def __post_init__(self) -> None:
-        check_scalars(self, LIMITS)
+        check_scalars(self)
         if self.top_p == 0:
             raise ValueError("top_p must be more than 0, not 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -137,7 +138,7 @@ class SamplingParams:
                 )
             for token, bias in self.logit_bias.items():
                 check_scalar("a token id of logit_bias", token, int, TOKEN_IDS)
-                check_scalar("a logit_bias", bias, float, ())
+                check_scalar("a logit_bias", bias, float)
         for processor in self._as_list("logits_processors"):
             if not callable(processor):
                 raise TypeError(f"logits_processors must be functions, not {processor!r}")
@@ -181,18 +182,3 @@ def takes_prompt(processor: LogitsProcessor) -> bool:
 
 
 TOKEN_IDS = (0, math.inf)
-LIMITS: Limits = {
-    "n": (1, 16_384),
-    "temperature": (0, math.inf),
-    "top_p": (0, 1),
-    "top_k": (-1, math.inf),
-    "min_p": (0, 1),
-    "seed": (-(2**63), 2**64 - 1),
-    "max_tokens": (1, math.inf),
-    "min_tokens": (0, math.inf),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0.01, math.inf),  # a logit divided by less could be infinite
-    "logprobs": (-1, math.inf),
-    "prompt_logprobs": (-1, math.inf),
-}

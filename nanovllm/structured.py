@@ -13,10 +13,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import check_scalars, refuse_unknown_fields
+from nanovllm.detokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from transformers import PreTrainedTokenizerBase
 
 CACHED_GRAMMARS = 64
 # Between the parts of JSON. Where more is allowed, weak models write spaces and nothing else.
@@ -49,7 +49,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        check_scalars(self, {})
+        check_scalars(self)
         names = [field.name for field in fields(self)]
         given = [n for n in names if getattr(self, n) is not None and getattr(self, n) is not False]
         if len(given) != 1:
@@ -140,10 +140,7 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase | None,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> None:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self.vocabulary: LLTokenizer | None = None  # made for the first grammar

@@ -111,15 +111,11 @@ class Trace(Observer):
         decodes: list[int] = []
         if step is not None:
             plan = step.plan
-            chunked = [self._numbers[seq] for seq in step.chunked]
-            first_decode = len(step.sampling_seqs) - len(plan.decode_rows)
-            decodes = [self._numbers[seq] for seq in step.sampling_seqs[first_decode:]]
-            event["chunks"] = [
-                [seq, chunk.start, len(chunk.token_ids)]
-                for seq, chunk in zip(chunked, plan.chunks, strict=True)
-            ]
+            numbers = {row: self._numbers[seq] for row, seq in step.seqs.items()}
+            decodes = [numbers[row] for row in plan.decode_rows]
+            event["chunks"] = [[numbers[c.row], c.start, len(c.token_ids)] for c in plan.chunks]
             if plan.joins:
-                event["joins"] = chunked[-len(plan.joins) :]
+                event["joins"] = [numbers[join.row] for join in plan.joins]
             if plan.block_moves:
                 event["copies"] = list(plan.block_moves)
             if (plan.saves or plan.loads) and isinstance(self._blocks, TieredBlockManager):
@@ -163,7 +159,7 @@ class Trace(Observer):
         self, step: InFlightStep, output: StepOutput, of: list[int]
     ) -> Iterator[tuple[int, int, list[tuple[int, float]]]]:
         """Yield `Event.likely`, with probabilities of four digits, because a trace should be small."""
-        for row, seq in step.sequences().items():
+        for row, seq in step.seqs.items():
             number = self._numbers.get(seq, -1)
             own, *others = output.logprobs.get(row, [(-1, 0.0, 0)])
             if number in of and own[0] >= 0:

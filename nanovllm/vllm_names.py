@@ -3,12 +3,11 @@
 The fields of SamplingParams are in sampling_params.py.
 """
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
-from nanovllm.checks import unknown_name
+from nanovllm.checks import similar, unknown_name
 
 # Options of `LLM()` that have another name here, or two names there.
 OTHER_NAMES = {"block_size": "kvcache_block_size", "kv_offloading_size": "swap_space"}
@@ -90,8 +89,7 @@ INSTEAD = {name: sentence for sentence, names in _NAMES.items() for name in name
 
 def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
     """Return an error that says what to use instead of `name`, or names a similar one of `known`."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = INSTEAD.get(name) or (f"did you mean {near[0]!r}?" if near else "")
+    hint = INSTEAD.get(name) or similar(name, known)
     message = f"{owner} has no attribute {name!r}" + f"; {hint}" * bool(hint)
     # If `obj` were not None, Python would append a similar name itself.
     return AttributeError(message, name=name, obj=None)

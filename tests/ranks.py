@@ -6,7 +6,6 @@ torch is imported once. Each rank is forked from here, with the environment that
 unlike torchrun nothing ends the others if one of them fails.
 """
 
-import functools
 import gc
 import os
 import pickle
@@ -22,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
@@ -106,9 +106,9 @@ def everything(path: str, **options: Any) -> dict[str, Any]:
 
 def with_graphs(path: str) -> dict[str, Any]:
     """Decode steps are captured, by the stand-in of test_graphs.py, and padded."""
-    from test_graphs import stand_in
+    from test_graphs import capture_with, stand_in
 
-    loading.make_runner = functools.partial(loading.make_runner, capture_decode=stand_in)
+    capture_with(pytest.MonkeyPatch(), stand_in)
     return everything(path, async_scheduling=True, max_model_len=64)
 
 

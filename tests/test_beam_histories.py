@@ -110,10 +110,9 @@ class BeamHistory(History):
             self.pending.append((step, self.run(step.plan)))
         while len(self.pending) > (self.max_in_flight if step is not None else 0):
             step_, (tokens, found) = self.pending.popleft()
-            rows = step_.sequences()
             self.scheduler.commit(step_, tokens)
             for row, likely in found.items():
-                seq = rows[row]
+                seq = step_.seqs[row]
                 if seq.status is not Status.FINISHED:
                     request, search = self.of[seq]
                     search.receive(request, seq, likely)

@@ -433,7 +433,7 @@ def test_copies_of_the_host_pool(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
     monkeypatch.setattr(host_pool, "STAGING_BYTES", 3 * 3 * 2 * 2 * 16 * 64 * dtype.itemsize)
     monkeypatch.setattr(host_pool, "CHUNK_BYTES", 7 * 3 * 2 * 2 * 16 * 64 * dtype.itemsize)
     cache = torch.randn(3, 2, 40, 2, 16, 64, device=DEVICE).to(dtype)
-    pool = host_pool.PinnedPool(30, (3, 2, 2, 16, 64), dtype, cache.device)
+    pool = host_pool.PinnedPool(30, cache[:, :, 0])
     bits = cache.view(torch.uint8)
     with torch.inference_mode():
         for _ in range(20):

@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,9 +21,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.gpu import graphs as gpu_graphs
 from nanovllm.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
-from nanovllm.models.backend import PLAIN
+from nanovllm.models.backend import PLAIN, Backend
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner import memory
+from nanovllm.runner import memory, start
 from nanovllm.runner.backends import pick_backend
 from nanovllm.runner.start import make_runner
 
@@ -36,6 +36,15 @@ def stand_in(decode: Callable, hidden: torch.Tensor) -> DecodeGraphs:
     return DecodeGraphs(decode, hidden, lambda: capture)
 
 
+def capture_with(patch: pytest.MonkeyPatch, capture_decode: Callable) -> None:
+    """Let new engines capture their decode steps in this way."""
+
+    def pick(*args: object) -> Backend:
+        return replace(pick_backend(*args), capture_decode=capture_decode)  # type: ignore[arg-type]
+
+    patch.setattr(start, "pick_backend", pick)
+
+
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
     """An LLM, with the stand-in for graphs if asked for; async, as on a GPU."""
     settings = dict(
@@ -44,9 +53,7 @@ def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         if graphs:
-            patch.setattr(
-                "nanovllm.loading.make_runner", partial(make_runner, capture_decode=stand_in)
-            )
+            capture_with(patch, stand_in)
         llm = LLM(str(path), **(settings | options))
     assert (llm.engine.runner.graphs is not None) == graphs
     return llm
@@ -187,7 +194,9 @@ def test_rules_are_forgotten_with_their_request(path: Path) -> None:
     assert len(sampled_again) == 5
 
 
-def test_an_engine_with_graphs_is_freed_at_once(path: Path) -> None:
+def test_an_engine_with_graphs_is_freed_at_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its memory must not wait for Python's collector: the next engine may need it."""
 
     def capture(function: Callable[[], None]) -> Callable[[], None]:
@@ -199,7 +208,8 @@ def test_an_engine_with_graphs_is_freed_at_once(path: Path) -> None:
 
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kvcache_blocks=4)
     model_config = ModelConfig.from_file(path / "config.json")
-    runner = make_runner(config, model_config, path, 32, record)
+    capture_with(monkeypatch, record)
+    runner = make_runner(config, model_config, path, 32)
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -240,7 +250,7 @@ def test_a_failed_replay_leaves_the_engine_usable(path: Path) -> None:
 
 @pytest.mark.parametrize(("num_seqs", "chunk"), [(5, 12), (1, 32)])
 def test_profile_steps_are_the_largest_that_can_occur(
-    path: Path, num_seqs: int, chunk: int
+    path: Path, num_seqs: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The steps that size the cache on a GPU run, and take as many tokens as there can be."""
     config = EngineConfig(
@@ -252,13 +262,14 @@ def test_profile_steps_are_the_largest_that_can_occur(
         num_kvcache_blocks=4,
     )
     model_config = ModelConfig.from_file(path / "config.json")
-    runner = make_runner(config, model_config, path, 32, stand_in)
+    capture_with(monkeypatch, stand_in)
+    runner = make_runner(config, model_config, path, 32)
     runner.graphs, seen = None, []
     forward = runner.model.forward
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
         seen.append((len(batch.input_ids), len(batch.context_lens))) or forward(batch, attention)
     )
-    for plan in memory.largest_plans(64, num_seqs, 32, 16):
+    for plan in memory.largest_plans(config, 32):
         runner.run(plan)
     assert seen == [(num_seqs, num_seqs), (1, 1), (chunk * num_seqs, num_seqs)]
 

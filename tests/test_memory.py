@@ -54,9 +54,10 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
 def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) -> int:
     """The number of blocks of 10 bytes that a GPU with `room` bytes gets; 40,960 positions."""
     monkeypatch.setattr(memory, "_cuda_room", lambda *_: (room, "that"))
+    monkeypatch.setattr(memory, "_scratch_bytes", lambda *_: 0)
     config, gpu = EngineConfig(**options), memory.Snapshot(torch.device("cuda", 0), room, room)
     length = config.max_model_len or 40_960
-    num = memory.num_kv_blocks(config, length, 10, gpu, [], lambda plan: None)
+    num = memory.num_kv_blocks(config, length, 10, gpu, lambda plan: None)
     assert memory.fitted_length(config, length, num) == min(length, num * 16)
     return num
 
@@ -127,7 +128,7 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for row in range(7):
         join = logit_rules.Join(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
         state.join(row, join.prompt, join.output)
-        rows.append((row, logit_rules.RowRules(rules, join, cpu)))
+        rows.append((row, logit_rules.RowRules(rules, join)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
     batch.length = 31
     batch.apply(torch.zeros(7, size), positions)

@@ -31,7 +31,7 @@ def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT)
     join = Join(1, [], RowSampling(0.0, 0, rules=rules), PROMPT, output[:1])
     state = RulesState(2, 40, len(logits), device)
     state.join(join.row, PROMPT, output[:1])
-    batch = RulesBatch([(0, RowRules(rules, join, device))], state)
+    batch = RulesBatch([(0, RowRules(rules, join))], state)
     for token in output[1:]:
         batch.length = int(position) + 1
         batch.apply(logits[None], position)
@@ -85,7 +85,7 @@ def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a
         if step % 5 == 0:  # a new sequence, also in the place of an old one
             prompt, output = (rng.choices(range(size), k=n) for n in (rng.randint(1, 3), step % 3))
             join = Join(rng.randrange(5), [], RowSampling(0.0, 0, rules=rules), prompt, output)
-            rows[join.row] = (RowRules(rules, join, device), [*prompt, *output])
+            rows[join.row] = (RowRules(rules, join), [*prompt, *output])
             state.join(join.row, prompt, output)
         batch = RulesBatch([(i, row) for i, (row, _) in enumerate(rows.values())], state)
         known = [tokens for _, tokens in rows.values()]

@@ -49,6 +49,10 @@ class Block:
     hash: int = 0
     token_ids: bytes = b""
 
+    def holds(self, parent: int, token_ids: bytes) -> bool:
+        """Whether its content is these tokens after those of the block with identity `parent`."""
+        return self.parent == parent and self.token_ids == token_ids
+
 
 class BlockManager:
     def __init__(
@@ -98,26 +102,28 @@ class BlockManager:
         least 1 and at most `block_size` tokens remain to be computed.
         """
         matched: list[Block] = []
-        if not self.enable_prefix_caching or not self.prefix_index:
+        if not self.enable_prefix_caching:
             return matched
         self.hash_blocks(seq)
         parent = 0
         for i in range((len(seq.token_ids) - 1) // self.block_size):
-            block = self._lookup(seq, i, parent)
+            block = self._find(seq, i, parent)
             if block is None:
                 break
             matched.append(block)
             parent = block.identity
         return matched
 
+    def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
+        """What `match` takes for logical block `i`. engine/host_tier.py also looks in host memory."""
+        return self._lookup(seq, i, parent)
+
     def _lookup(self, seq: Sequence, i: int, parent: int) -> Block | None:
         """Return the cached block with the content of logical block `i` of `seq`, if any."""
         block_id = self.prefix_index.get(seq.block_hashes[i])
-        if block_id is None:
+        if block_id is None or not self.blocks[block_id].holds(parent, self._token_bytes(seq, i)):
             return None
-        block = self.blocks[block_id]
-        same = block.parent == parent and block.token_ids == self._token_bytes(seq, i)
-        return block if same else None
+        return self.blocks[block_id]
 
     def _token_bytes(self, seq: Sequence, i: int) -> bytes:
         return array("I", seq.token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()

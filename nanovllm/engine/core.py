@@ -95,9 +95,8 @@ class EngineCore:
         with self.lock:
             self.observer.begin()
             step = self.scheduler.schedule()
-            if step is not None and step.plan.joins:
-                # Whoever joined was admitted last, so that their chunks are the last.
-                self.outputs.note_scheduled(step.chunked[-len(step.plan.joins) :])
+            if step is not None:
+                self.outputs.note_scheduled([step.seqs[join.row] for join in step.plan.joins])
             self.observer.scheduled(step)
         return step
 

@@ -108,26 +108,17 @@ class TieredBlockManager(BlockManager):
         HostBlock.
         """
         matched = super().match(seq)
-        if not self.host_index:
-            return matched
-        self.hash_blocks(seq)
-        on_device, parent = len(matched), matched[-1].identity if matched else 0
-        for i in range(on_device, (len(seq.token_ids) - 1) // self.block_size):
-            block = self._lookup(seq, i, parent) or self._lookup_host(seq, i, parent)
-            if block is None:
-                break
-            matched.append(block)
-            parent = block.identity
-        worth_it = len(matched) - on_device >= self.tier.least_load
-        return matched if worth_it else matched[:on_device]
+        on_host = (i for i, block in enumerate(matched) if isinstance(block, HostBlock))
+        first = next(on_host, len(matched))
+        worth_it = len(matched) - first >= self.tier.least_load
+        return matched if worth_it else matched[:first]
 
-    def _lookup_host(self, seq: Sequence, i: int, parent: int) -> HostBlock | None:
-        """Return the host block with the content of logical block `i` of `seq`, if any."""
-        block = self.host_index.get(seq.block_hashes[i])
-        if block is None:
-            return None
-        same = block.parent == parent and block.token_ids == self._token_bytes(seq, i)
-        return block if same else None
+    def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
+        """As in the base class, or else the host block with this content."""
+        block, host = self._lookup(seq, i, parent), self.host_index.get(seq.block_hashes[i])
+        if block is None and host is not None and host.holds(parent, self._token_bytes(seq, i)):
+            return host
+        return block
 
     def share(self, seq: Sequence, matched: list[Block]) -> None:
         """As in the base class. Host blocks are loaded into blocks of the device."""
@@ -161,7 +152,7 @@ class TieredBlockManager(BlockManager):
         """As in the base class. A block that the host also has keeps the identity that it has there."""
         super()._cache(block, parent, key, tokens)
         same = self.host_index.get(key)
-        if same is not None and same.parent == parent and same.token_ids == tokens:
+        if same is not None and same.holds(parent, tokens):
             block.identity = same.identity
 
     def reset_prefix_cache(self) -> None:

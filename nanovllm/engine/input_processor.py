@@ -6,10 +6,11 @@ message names the value and what would work instead.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from nanovllm.chat import Message, render
 from nanovllm.checks import located
+from nanovllm.detokenizer import Tokenizer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
 from nanovllm.pooling import PoolingParams, PoolingSettings
@@ -18,16 +19,13 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import ScoringParams, encode_pair
 from nanovllm.structured import GrammarCompiler
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 # What a request asks for: new tokens, an embedding, or the log-probabilities of its last tokens.
 Params: TypeAlias = SamplingParams | PoolingParams | ScoringParams
 
 
 @dataclass(eq=False)
 class InputProcessor:
-    tokenizer: "PreTrainedTokenizerBase | None"
+    tokenizer: Tokenizer | None
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
@@ -68,8 +66,18 @@ class InputProcessor:
 
         rules: what `logit_rules` returned for the parameters.
         """
+        seq = Sequence(
+            request_id=request_id,
+            arrival=arrival,
+            token_ids=token_ids,
+            num_prompt=len(token_ids),
+            max_length=len(token_ids),
+            stop_token_ids=frozenset(),
+            sampling=RowSampling(temperature=0, seed=0),
+        )
         if not isinstance(params, SamplingParams):
-            return [self._make_prompt_only(request_id, arrival, token_ids, params)]
+            self._end_with_prompt(seq, params)
+            return [seq]
         room = self.max_model_len - len(token_ids)
         if room < 1:
             raise ValueError(
@@ -83,48 +91,28 @@ class InputProcessor:
         filters = {name: getattr(params, name) for name in FILTERS}
         if not 0 < params.top_k < self.vocab_size:
             filters["top_k"] = FILTERS["top_k"]
-        first = Sequence(
-            request_id=request_id,
-            arrival=arrival,
-            token_ids=token_ids,
-            num_prompt=len(token_ids),
-            max_length=len(token_ids) + min(params.max_tokens or room, room),
-            stop_token_ids=self._stop_ids(params),
-            sampling=RowSampling(
-                params.temperature, _signed64(seed), tuple(filters.values()), rules
-            ),
-            targets=[] if params.prompt_logprobs is None else token_ids[1:],
-        )
-        return [first, *(_fork(first, index) for index in range(1, params.n))]
+        values = tuple(filters.values())
+        seq.sampling = RowSampling(params.temperature, _signed64(seed), values, rules)
+        seq.max_length += min(params.max_tokens or room, room)
+        seq.stop_token_ids = self._stop_ids(params)
+        if params.prompt_logprobs is not None:
+            seq.targets = token_ids[1:]
+        return [seq, *(_fork(seq, index) for index in range(1, params.n))]
 
-    def _make_prompt_only(
-        self,
-        request_id: str,
-        arrival: int,
-        token_ids: list[int],
-        params: PoolingParams | ScoringParams,
-    ) -> Sequence:
-        """Return a sequence that ends with its prompt. The last token to score is not computed."""
-        num_targets = params.num_tokens if isinstance(params, ScoringParams) else 0
-        known = token_ids[:-1] if num_targets else token_ids
-        if len(known) > self.max_model_len:
+    def _end_with_prompt(self, seq: Sequence, params: PoolingParams | ScoringParams) -> None:
+        """Let a sequence yield what the parameters ask for when its prompt is computed."""
+        num_tokens, is_scored = len(seq.token_ids), isinstance(params, ScoringParams)
+        if num_tokens > self.max_model_len + is_scored:
             raise ValueError(
-                f"{len(token_ids)} tokens are more than {self.max_model_len + bool(num_targets)}, "
-                f"the limit with max_model_len={self.max_model_len}; shorten the prompt or raise "
-                "max_model_len"
+                f"{num_tokens} tokens are more than {self.max_model_len + is_scored}, the limit "
+                f"with max_model_len={self.max_model_len}; shorten the prompt or raise max_model_len"
             )
-        return Sequence(
-            request_id=request_id,
-            arrival=arrival,
-            token_ids=known,
-            num_prompt=len(known),
-            max_length=len(known),
-            stop_token_ids=frozenset(),
-            sampling=RowSampling(temperature=0, seed=0),
-            yields=Yield.NOTHING if num_targets else Yield.HIDDEN_STATE,
-            targets=token_ids[len(token_ids) - num_targets :],
-            first_target=len(token_ids) - num_targets,
-        )
+        seq.yields = Yield.HIDDEN_STATE
+        if isinstance(params, ScoringParams):
+            seq.yields, seq.first_target = Yield.NOTHING, num_tokens - params.num_tokens
+            seq.targets = seq.token_ids[seq.first_target :]
+            del seq.token_ids[-1]  # the last token to score is not computed
+            seq.num_prompt = seq.max_length = len(seq.token_ids)
 
     def tokenize_pairs(
         self, prompts: "Prompt | Iterable[Prompt]", continuations: "Prompt | Iterable[Prompt]"
@@ -193,7 +181,7 @@ class InputProcessor:
         text = render(conversation, self.get_tokenizer(), chat_template, **variables)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
-    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+    def get_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError("the engine has no tokenizer (skip_tokenizer_init); give token ids")
         return self.tokenizer
@@ -213,11 +201,8 @@ class InputProcessor:
         size = self.vocab_size
         bias, allowed = params.logit_bias or {}, params.allowed_token_ids
         for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
-            for token in ids:
-                if token >= size:
-                    raise ValueError(
-                        f"{name} has token id {token}; the vocabulary ends at {size - 1}"
-                    )
+            if (token := max(ids, default=0)) >= size:
+                raise ValueError(f"{name} has token id {token}; the vocabulary ends at {size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > size:
                 raise ValueError(

@@ -44,17 +44,15 @@ def defer_interrupt() -> Iterator[DeferredInterrupt]:
     Inside another such block, only that one raises at its end. Outside the main thread, which alone
     receives signals, and if the program has its own SIGINT handler, nothing is deferred.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield DeferredInterrupt()
-        return
     before = signal.getsignal(signal.SIGINT)
-    if isinstance(before, DeferredInterrupt):
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and isinstance(before, DeferredInterrupt):
         may_raise, before.may_raise = before.may_raise, False
         try:
             yield before
         finally:
             before.may_raise = may_raise
-    elif before is not signal.default_int_handler:
+    elif not is_main or before is not signal.default_int_handler:
         yield DeferredInterrupt()
     else:
         handler = DeferredInterrupt()

@@ -7,9 +7,9 @@ strings that end a sequence, and builds a RequestOutput when all samples of a re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from nanovllm.detokenizer import Detokenizer
+from nanovllm.detokenizer import Detokenizer, Tokenizer
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.request import Request, Sample, Search
 from nanovllm.engine.scheduler import InFlightStep
@@ -22,9 +22,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import LoglikelihoodOutput, ScoringParams, check_logprobs
 from nanovllm.structured import OutputComplete
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 # A RequestOutput, EmbeddingRequestOutput or LoglikelihoodOutput. A union would make every program that
 # runs the loop check which of them it gets.
 Output: TypeAlias = Any
@@ -32,9 +29,7 @@ NO_TEXT = SamplingParams(detokenize=False)  # stands for those of a request that
 
 
 class OutputProcessor:
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase | None", eos_token_ids: frozenset[int]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]) -> None:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.requests: dict[str, Request] = {}
@@ -95,49 +90,60 @@ class OutputProcessor:
         sequence that ends with a stop string, its grammar or its prompt, and for all samples of a
         request that ends with an error.
         """
+        self.failed = []
         prompts: list[Sequence] = []  # that are complete and sample nothing
         if step.plan.chunks:
-            now = time.monotonic()
-            for seq in updated:
-                metrics = self.requests[seq.request_id].metrics
-                if metrics.first_token_time is None:
-                    metrics.first_token_time = now
-                    self.num_prompt_tokens += seq.num_prompt
+            self._note_first_results(updated)
             prompts = [seq for seq in updated if seq.yields in (Yield.HIDDEN_STATE, Yield.NOTHING)]
-        self.num_output_tokens += len(updated) - len(prompts)
-        if -1 in output.token_ids:  # which rows that got no token have
-            self.num_output_tokens -= sum(seq.finish_reason == "error" for seq in updated)
-        self.failed = []
+        sampled = sum(seq.finish_reason != "error" for seq in updated) - len(prompts)
+        self.num_output_tokens += sampled
         ended: list[tuple[Sequence, str, str | None]] = [(seq, "stop", None) for seq in prompts]
-        reported = output.logprobs or output.prompt_logprobs or output.candidates
-        if prompts or output.errors or reported:
-            sequences = step.sequences()
-            for row, error in output.errors.items():  # it got no token, which ended it
-                seq = sequences[row]
-                if (request := self._request_of(seq)) is None:
-                    continue
-                if not isinstance(error, OutputComplete):
-                    self._note_error(request, error)
-                elif seq.finish_reason == "error":  # and nothing else ended it before
-                    ended.append((seq, "stop", None))
-            for row, candidates in output.candidates.items():
-                request = self._request_of(sequences[row])
-                if request is not None and request.search is not None:
-                    request.search.receive(request, sequences[row], candidates)
-            self._add_logprobs(step, output, sequences)
-            hidden = {sequences[row]: state for row, state in output.hidden_states.items()}
-            for seq in prompts:
-                request = self.requests[seq.request_id]
-                with self._contain_errors(request):
-                    if isinstance(request.task, PoolingParams):
-                        request.embedding = request.task.pool(hidden[seq])
-                    else:
-                        check_logprobs(request.target_logprobs())
+        ended += [(seq, "stop", None) for seq in self._note_errors(step, output)]
+        for row, candidates in output.candidates.items():
+            request = self._request_of(step.seqs[row])
+            if request is not None and request.search is not None:
+                request.search.receive(request, step.seqs[row], candidates)
+        self._add_logprobs(step, output)
+        self._finish_prompts(prompts, step, output)
         for seq in updated if self.per_token_samples else ():
             with self._contain_errors(self.requests[seq.request_id]):
                 if (stop := self._detokenize(seq)) is not None:
                     ended.append((seq, "stop", stop))
         return ended + [(sample.seq, "error", None) for r in self.failed for sample in r.samples]
+
+    def _note_first_results(self, seqs: list[Sequence]) -> None:
+        now = time.monotonic()
+        for seq in seqs:
+            metrics = self.requests[seq.request_id].metrics
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+                self.num_prompt_tokens += seq.num_prompt
+
+    def _note_errors(self, step: InFlightStep, output: StepOutput) -> list[Sequence]:
+        """Note the errors of rows, which got no token. Returns those that their grammars complete."""
+        complete = []
+        for row, error in output.errors.items():
+            seq = step.seqs[row]
+            if (request := self._request_of(seq)) is None:
+                continue
+            if not isinstance(error, OutputComplete):
+                self._note_error(request, error)
+            elif seq.finish_reason == "error":  # nothing else ended it before
+                complete.append(seq)
+        return complete
+
+    def _finish_prompts(
+        self, prompts: list[Sequence], step: InFlightStep, output: StepOutput
+    ) -> None:
+        """Make the embeddings, or check the log-probabilities, of prompts that are complete."""
+        hidden = {step.seqs[row]: state for row, state in output.hidden_states.items()}
+        for seq in prompts:
+            request = self.requests[seq.request_id]
+            with self._contain_errors(request):
+                if isinstance(request.task, PoolingParams):
+                    request.embedding = request.task.pool(hidden[seq])
+                else:
+                    check_logprobs(request.target_logprobs())
 
     def _request_of(self, seq: Sequence) -> Request | None:
         """The request of a sequence, unless it has ended. Another may have its id by now."""
@@ -190,19 +196,17 @@ class OutputProcessor:
             request.output = search.output(request) if search else self._output(request)
         request.ended = True
 
-    def _add_logprobs(
-        self, step: InFlightStep, output: StepOutput, sequences: dict[int, Sequence]
-    ) -> None:
+    def _add_logprobs(self, step: InFlightStep, output: StepOutput) -> None:
         for row, logprobs in output.logprobs.items():
-            sample = self.per_token_samples.get(sequences[row])
+            sample = self.per_token_samples.get(step.seqs[row])
             # A token that was sampled after the end of its sequence is not in the output.
             if sample is not None and len(sample.logprobs) < sample.seq.num_output:
                 request, seq = self.requests[sample.seq.request_id], sample.seq
                 position = seq.num_prompt + len(sample.logprobs)
                 with self._contain_errors(request):
                     sample.logprobs.append(request.decode_logprobs(logprobs, seq, position))
-        for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True):
-            targets = output.prompt_logprobs.get(chunk.row, [])
+        for chunk in step.plan.chunks:
+            seq, targets = step.seqs[chunk.row], output.prompt_logprobs.get(chunk.row, [])
             if targets and (owner := self._request_of(seq)) is not None:
                 with self._contain_errors(owner):
                     for i, entry in enumerate(targets, chunk.start + chunk.logprobs_from + 1):

@@ -4,18 +4,15 @@ OutputProcessor changes it. The caller reads `output` at its end, or `read_strea
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from nanovllm.detokenizer import Detokenizer
+from nanovllm.detokenizer import Detokenizer, Tokenizer
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.outputs import Logprob, RequestMetrics, StreamOutput
 from nanovllm.plan import TokenLogprobs
 from nanovllm.pooling import PoolingParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import ScoringParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True)
@@ -54,7 +51,7 @@ class Request:
     returned_by_step: bool  # else the caller has this object, and `step` does not return its output
     stream: bool  # read with `read_stream` while it runs; it has no output
     eos_token_ids: frozenset[int]  # end an output with stop_reason None; empty with ignore_eos
-    tokenizer: "PreTrainedTokenizerBase | None"  # None with detokenize=False
+    tokenizer: Tokenizer | None  # None with detokenize=False
     search: Search | None = None  # chooses its tokens and makes its output
     ended: bool = False
     output: Any = None  # an Output, or that of `search`, when it has ended

@@ -45,17 +45,15 @@ class InFlightStep:
     """A step that was planned and not yet committed, and its sequences."""
 
     plan: StepPlan
-    chunked: list[Sequence] = field(default_factory=list)  # one for each chunk
-    sampling_seqs: list[Sequence] = field(default_factory=list)  # one for each token, in plan order
+    seqs: dict[int, Sequence] = field(default_factory=dict)  # by row
     evicted: list[int] = field(default_factory=list)  # blocks that lost their content for it
     wait: Callable[[], StepOutput] | None = None  # set by the engine: what `runner.run` returned
 
-    def sequences(self) -> dict[int, Sequence]:
-        """Row -> sequence, for the rows of the step."""
-        plan = self.plan
-        rows = [*(chunk.row for chunk in plan.chunks), *plan.decode_rows]
-        decoding = self.sampling_seqs[len(self.sampling_seqs) - len(plan.decode_rows) :]
-        return dict(zip(rows, [*self.chunked, *decoding], strict=True))
+    @property
+    def sampling_seqs(self) -> list[Sequence]:
+        """The sequence of each token that the step yields, in plan order."""
+        chunks = [chunk.row for chunk in self.plan.chunks if chunk.yields is Yield.TOKEN]
+        return [self.seqs[row] for row in chunks + self.plan.decode_rows]
 
 
 class Scheduler:
@@ -117,7 +115,6 @@ class Scheduler:
         the next step can be planned while this one runs. `revert_in_flight` reverts this.
         """
         step = InFlightStep(plan := StepPlan())
-        decoding: list[Sequence] = []
         budget, block_size = self.token_budget, self.blocks.block_size
         preemptions = self.preemptions
 
@@ -135,7 +132,7 @@ class Scheduler:
                         break
                     plan.new_blocks += self._allocate(seq, 1)
                 plan.decode_rows.append(seq.row)
-                decoding.append(seq)
+                step.seqs[seq.row] = seq
                 budget -= 1
                 seq.num_computed += 1
                 seq.num_with_placeholders += 1
@@ -158,7 +155,6 @@ class Scheduler:
                 self._preempt(idle[-1])
                 return self.schedule()
             return None
-        step.sampling_seqs += decoding
         step.evicted = self.blocks.take_moves(plan)
         self.in_flight.append(step)
         return step
@@ -185,10 +181,9 @@ class Scheduler:
             chunk.logprobs_from = max(ahead, 0)
             chunk.logprob_targets = seq.targets[max(-ahead, 0) : max(tokens - ahead, 0)]
         plan.chunks.append(chunk)
-        step.chunked.append(seq)
+        step.seqs[seq.row] = seq
         seq.num_computed = end
         if chunk.yields is Yield.TOKEN:
-            step.sampling_seqs.append(seq)
             seq.num_with_placeholders += 1
             seq.decoding = True
         self.blocks.cache_full_blocks(seq)
@@ -263,7 +258,6 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Return `seq` to the head of the waiting queue with its tokens, without its blocks."""
-        self.running.remove(seq)
         self.recomputed_tokens += seq.num_computed
         self.preemptions += 1
         seq.preemptions += 1
@@ -278,6 +272,7 @@ class Scheduler:
     def _leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
         if seq.status is Status.RUNNING:
+            self.running.remove(seq)
             self.blocks.release(seq)
             self._free_rows.append(seq.row)
             seq.row, seq.decoding = -1, False
@@ -298,9 +293,9 @@ class Scheduler:
             "steps are committed in the order in which they were planned"
         )
         self.in_flight.popleft()
-        block_size, any_finished = self.blocks.block_size, False
         updated: list[Sequence] = []
-        for seq, chunk in zip(step.chunked, step.plan.chunks, strict=True):
+        for chunk in step.plan.chunks:
+            seq = step.seqs[chunk.row]
             if chunk.yields not in (None, Yield.TOKEN) and seq.status is not Status.FINISHED:
                 updated.append(seq)
                 seq.awaits_token = True
@@ -318,22 +313,16 @@ class Scheduler:
                     self.fork(seq, fork, seq.num_prompt - 1)
                 seq.forks = []
             if token < 0:  # there was none to sample; see models/sampler.py
-                self._finish(seq, "error")
-                any_finished = True
+                self.finish(seq, "error")
                 continue
             ids.append(token)
-            if len(ids) % block_size == 0 and seq.num_computed >= len(ids):
+            if len(ids) % self.blocks.block_size == 0 and seq.num_computed >= len(ids):
                 # A step in flight has computed the KV of this token already.
                 self.blocks.cache_full_blocks(seq)
             if token in seq.stop_token_ids:
-                self._finish(seq, "stop", token)
+                self.finish(seq, "stop", token)
             elif len(ids) >= seq.max_length:
-                self._finish(seq, "length")
-            else:
-                continue
-            any_finished = True
-        if any_finished:
-            self.running = [s for s in self.running if s.status is Status.RUNNING]
+                self.finish(seq, "length")
         return updated
 
     def append(self, seq: Sequence, token: int) -> None:
@@ -354,9 +343,7 @@ class Scheduler:
         cached may hold anything and may be shared, so the whole prefix cache is reset.
         """
         self.in_flight.clear()
-        # A plan or a commit may have been interrupted, so every sequence is affected, and some that
-        # have finished may still be listed.
-        self.running = [seq for seq in self.running if seq.status is Status.RUNNING]
+        # A plan or a commit may have been interrupted, so every sequence is affected.
         for seq in reversed(list(self.running)):
             self._preempt(seq)
         for *_, seq in self.waiting:
@@ -367,15 +354,10 @@ class Scheduler:
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Finish a sequence in any state. What ended it before is overwritten."""
-        if seq.status is Status.RUNNING:
-            self.running.remove(seq)
-        self._finish(seq, reason, stop_reason)
+        self._leave(seq)
+        seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
 
     def abort(self, seq: Sequence) -> None:
         """Finish a sequence in any state, unless it has finished."""
         if seq.status is not Status.FINISHED:
             self.finish(seq, "abort")
-
-    def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        self._leave(seq)
-        seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason

@@ -99,7 +99,7 @@ class Generate:
 
     def _submit(self, name: str, row: dict[str, Any]) -> Request:
         prompt, own = without_nulls(row[name]), without_nulls(row.get("sampling_params") or {})
-        check_scalar("sampling_params", own, dict, ())
+        check_scalar("sampling_params", own, dict)
         fields = self.sampling_params | own
         if fields.get("n", 1) != 1:
             raise ValueError(f"n must be 1, not {fields['n']!r}: repeat the row instead")

@@ -90,7 +90,7 @@ def run() -> list[Question]:
         does: swap_min_blocks=1). On a CPU a larger KV cache does the same without copies.""")
     show_source(
         link(TieredBlockManager._save),
-        link(TieredBlockManager.match, "_lookup_host"),
+        link(TieredBlockManager._find),
         link(TieredBlockManager._load),
         link(least_load),
     )

@@ -30,8 +30,8 @@ MUTANTS = {
     "a shared block stays evictable": Mutant(BLOCKS, "share", "del A[B]", "pass"),
     "a stale hash is kept when a block is reused":
         Mutant(BLOCKS, "_evict", "self._uncache(A)", "self.free.append(self.evictable.popitem(last=False)[0])"),
-    "the parent is not checked": Mutant(BLOCKS, "_lookup", "A.parent == B and C", "C"),
-    "the tokens are not compared": Mutant(BLOCKS, "_lookup", "A and B.token_ids == C", "A"),
+    "the parent is not checked": Mutant(BLOCKS, "holds", "A.parent == B and C", "C"),
+    "the tokens are not compared": Mutant(BLOCKS, "holds", "A and B.token_ids == C", "A"),
     "a match goes to the very end": Mutant(BLOCKS, "match", "(len(A) - 1) // B", "len(A) // B"),
     "a block is cached before it is full":
         Mutant(BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"),

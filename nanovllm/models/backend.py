@@ -7,7 +7,7 @@ replaces nothing, runs on every device, and is the reference that the tests comp
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,6 @@ from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Linear, Norms, Rope, add_rms_norm, linear, silu_and_mul
 from nanovllm.models.logit_rules import token_logprobs
 from nanovllm.models.sampler import sample
-
-CaptureDecode: TypeAlias = Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any]
 
 
 class Attention(Protocol):
@@ -86,7 +84,7 @@ class Backend:
     compile_layers: Callable[[Any, Any], Any] = lambda model, attention: None
     # (a decode step, memory for the hidden states [N, E] of N rows) -> the step, captured. The step
     # takes rows [S] and returns hidden states [S, E] and tokens [S]; see gpu/graphs.py.
-    capture_decode: CaptureDecode | None = None
+    capture_decode: Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any] | None = None
     guard: Callable[[], AbstractContextManager[object]] = nullcontext  # held while a step runs
 
 

@@ -32,9 +32,9 @@ TOKENS_AT_A_TIME = 2**20
 
 
 class RowRules:
-    """The rules of one row, with their tokens on the device."""
+    """The rules of one row, and its tokens if they are needed on the host."""
 
-    def __init__(self, rules: LogitRules, join: Join, device: torch.device) -> None:
+    def __init__(self, rules: LogitRules, join: Join) -> None:
         self.rules, self.row = rules, join.row
         self.prompt, self.output = join.prompt, list(join.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
@@ -44,19 +44,13 @@ class RowRules:
         self.needs_output = bool(self.phrases or self.processors or self.matcher)
         # Waits for the tokens of a step, and the index of the row's: the one that `output` lacks.
         self.last: tuple[Callable[[], list[int]], int] | None = None
-        self.allowed: Tensor | None = None
-        if rules.allowed_token_ids is not None:
-            self.allowed = to_device(np.array(rules.allowed_token_ids, np.int64), device)
+        allowed = rules.allowed_token_ids  # an array, because there can be thousands
+        self.allowed = None if allowed is None else np.array(allowed, np.int64)
         # (token, what is added to its logit, the first position at which it is not)
-        edits = [(word[0], HIDDEN, ALWAYS) for word in rules.bad_words if len(word) == 1]
-        edits += [(token, HIDDEN, len(join.prompt) + rules.min_tokens) for token in rules.stops]
-        edits += [(token, value, ALWAYS) for token, value in rules.logit_bias]
-        tokens, values, ends = zip(*edits, strict=True) if edits else ((), (), ())
-        self.edits = (
-            to_device(np.array(tokens, np.int64), device),
-            to_device(np.array(values, np.float32), device),
-            to_device(np.array(ends, np.int64), device),
-        )
+        self.edits = [(word[0], HIDDEN, ALWAYS) for word in rules.bad_words if len(word) == 1]
+        first_end = len(join.prompt) + rules.min_tokens
+        self.edits += [(token, HIDDEN, first_end) for token in rules.stops]
+        self.edits += [(token, value, ALWAYS) for token, value in rules.logit_bias]
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need the output to the row's logits [V], in place."""
@@ -152,19 +146,16 @@ class RulesBatch:
         def send(values: Any, dtype: Any = np.int64) -> Tensor:
             return to_device(np.array(values, dtype), device)
 
-        def in_logits(pairs: list[tuple[int, Tensor]]) -> Tensor:
-            """Where in the logits [R * V] the tokens of each (index, tokens) are."""
-            return torch.cat([send([]), *(tokens + i * vocab_size for i, tokens in pairs)])
-
-        # 1. Allowed tokens.
+        # 1. Allowed tokens, by their index in the logits [R * V].
         allowed = [(i, row.allowed) for i, row in rows if row.allowed is not None]
-        self.restricted, self.allowed = send([i for i, _ in allowed]), in_logits(allowed)
+        self.restricted = send([i for i, _ in allowed])
+        indices = [ids + i * vocab_size for i, ids in allowed]
+        self.allowed = send(np.concatenate(indices) if indices else [])
         # 2. Bad words, minimum length and bias: additions to single logits.
-        edited = [(i, row.edits) for i, row in rows if len(row.edits[0])]
-        self.edited = in_logits([(i, tokens) for i, (tokens, _, _) in edited])
-        if edited:
-            self.added = torch.cat([values for _, (_, values, _) in edited])
-            self.until = torch.cat([ends for _, (_, _, ends) in edited])
+        edits = [(i * vocab_size + t, value, end) for i, row in rows for t, value, end in row.edits]
+        self.edited = send([index for index, _, _ in edits])
+        self.added = send([value for _, value, _ in edits], np.float32)
+        self.until = send([end for _, _, end in edits])
         # 3. Penalties.
         penalized = [(i, row) for i, row in rows if row.rules.has_penalties]
         self.penalized = send([i for i, _ in penalized])
@@ -180,7 +171,7 @@ class RulesBatch:
         ]
         self.reported_index = send([i for i, *_ in self.reported])
         self.num_logprobs = max((k for *_, k in self.reported), default=0)
-        self.changes_logits = bool(allowed or edited or penalized or self.host_rules)
+        self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
 
     def apply(self, logits: Tensor, positions: Tensor) -> Tensor:
         """Return logits [R, V] with the rules applied, in float32; the next call overwrites them.

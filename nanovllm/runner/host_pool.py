@@ -48,10 +48,10 @@ NEVER = 2**31  # stands for None between ranks
 class HostPool:
     """A pool for a device that shares its memory with the host."""
 
-    def __init__(self, num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """`shape` [layers, 2, K, B, D] and `dtype` are those of one block in the cache."""
+    def __init__(self, num_blocks: int, block: Tensor) -> None:
+        """`block` [layers, 2, K, B, D] is one of the cache."""
         self.num_blocks = num_blocks
-        self.blocks = torch.empty((num_blocks, *shape), dtype=dtype)
+        self.blocks = torch.empty((num_blocks, *block.shape), dtype=block.dtype)
 
     def save(self, cache: Tensor, moves: list[BlockMove]) -> None:
         """Copy blocks of the cache to host blocks. The cache may be overwritten by what follows."""
@@ -67,14 +67,11 @@ class HostPool:
 class PinnedPool(HostPool):
     """A pool in pinned memory, for a GPU."""
 
-    def __init__(
-        self, num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, num_blocks: int, block: Tensor) -> None:
         # index_select and index_copy_ need not know fp8, because a copy is the same for all dtypes.
-        self.dtype = torch.uint8 if dtype.itemsize == 1 else dtype
-        self.num_blocks = num_blocks
-        block_bytes = math.prod(shape) * dtype.itemsize
-        self.per_chunk = max(1, CHUNK_BYTES // block_bytes)
+        self.dtype = torch.uint8 if block.itemsize == 1 else block.dtype
+        self.num_blocks, shape, device = num_blocks, block.shape, block.device
+        self.per_chunk = max(1, CHUNK_BYTES // block.nbytes)
         starts = range(0, num_blocks, self.per_chunk)
         sizes = [min(self.per_chunk, num_blocks - start) for start in starts]
         self.chunks = [
@@ -84,7 +81,7 @@ class PinnedPool(HostPool):
         # Graphs are captured on streams of the other priority, so that none is shared with them.
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.ready = torch.cuda.Event()
-        staged = max(1, min(STAGING_BYTES // block_bytes, num_blocks))
+        staged = max(1, min(STAGING_BYTES // block.nbytes, num_blocks))
         self.staging = [
             (torch.empty((staged, *shape), dtype=self.dtype, device=device), torch.cuda.Event())
             for _ in range(2)
@@ -147,14 +144,6 @@ def synchronized_on_error() -> Iterator[None]:
     except BaseException:
         torch.cuda.synchronize()
         raise
-
-
-def make_host_pool(
-    num_blocks: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> HostPool:
-    if device.type == "cuda":
-        return PinnedPool(num_blocks, shape, dtype, device)
-    return HostPool(num_blocks, shape, dtype)
 
 
 # ---- what a load must spare ----

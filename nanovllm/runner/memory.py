@@ -1,8 +1,7 @@
 """Computes how many KV blocks fit into memory."""
 
 import gc
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -116,18 +115,17 @@ def num_kv_blocks(
     max_model_len: int,
     block_bytes: int,
     before: Snapshot,
-    largest_plans: Iterable[StepPlan],
     run: Callable[[StepPlan], None],
 ) -> int:
     """Return the number of blocks for requests.
 
-    `before` was taken before the weights were loaded. On a GPU `largest_plans` are run to measure
+    `before` was taken before the weights were loaded. On a GPU the largest steps are run to measure
     scratch memory. All of it is reserved, because graphs use a pool of their own. Raises ValueError
     if there is no room for the shortest request or, on a GPU, for one of the option max_model_len.
     """
     scratch = 0
     if before.device.type == "cuda":
-        scratch = sum(_scratch_bytes(run, plan) for plan in largest_plans)
+        scratch = sum(_scratch_bytes(run, plan) for plan in largest_plans(config, max_model_len))
     if config.num_kvcache_blocks is not None:
         return config.num_kvcache_blocks
     if config.kv_cache_memory_bytes is not None:
@@ -176,18 +174,17 @@ def fitted_length(config: EngineConfig, max_model_len: int, num_blocks: int) -> 
     return min(max_model_len, num_blocks * config.kvcache_block_size)
 
 
-def largest_plans(
-    max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
-) -> Iterator[StepPlan]:
+def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
     """Steps that need the most memory, and launch every variant of the kernels.
 
     A decode of all rows with rules, a decode of one row, and a step with as many tokens in as many
     rows as possible, which are scored. In this order: a decode computes the first positions of its
     rows, and the chunks may end with the last.
     """
-    num_rows = min(max_num_seqs, max_num_batched_tokens)
-    length = min(max_num_batched_tokens // num_rows, max_model_len)
-    table = [0] * -(-length // block_size)
+    num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
+    num_rows = min(num_seqs, budget)
+    length = min(budget // num_rows, max_model_len)
+    table = [0] * -(-length // config.kvcache_block_size)
 
     def joins(num: int, rules: LogitRules | None) -> list[Join]:
         filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
@@ -197,8 +194,8 @@ def largest_plans(
     rules = LogitRules(
         repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
     )
-    yield StepPlan(joins(max_num_seqs, rules), decode_rows=list(range(max_num_seqs)))
-    yield StepPlan(joins(max_num_seqs, None), decode_rows=[0])
+    yield StepPlan(joins(num_seqs, rules), decode_rows=list(range(num_seqs)))
+    yield StepPlan(joins(num_seqs, None), decode_rows=[0])
     tokens = [0] * length
     yield StepPlan(chunks=[Chunk(row, 0, tokens, Yield.TOKEN, tokens) for row in range(num_rows)])
 
@@ -241,10 +238,8 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
 
 def available_host_memory() -> int:
     """Bytes that can be allocated without swapping, within the container's limit."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
+    info = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(info["MemAvailable:"]) * 1024  # it is in KiB
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip() != "max":

@@ -83,10 +83,10 @@ class Rows:
         try:
             if rules.has_penalties:
                 self.rules_state.join(join.row, join.prompt, join.output)
-            return RowRules(rules, join, self.device)
+            return RowRules(rules, join)
         except Exception as error:  # It ends this request, and no other, when it is to sample.
             rules = LogitRules(logits_processors=(raising(error),))
-            return RowRules(rules, join, self.device)
+            return RowRules(rules, join)
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Build the batch of a plan from the host arrays, after `apply`."""

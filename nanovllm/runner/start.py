@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.models.backend import Attention, Backend, CaptureDecode
+from nanovllm.models.backend import Attention
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
@@ -24,7 +24,7 @@ from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
 from nanovllm.runner import memory
 from nanovllm.runner.backends import device_guard, pick_backend, pick_device, pick_dtype
-from nanovllm.runner.host_pool import make_host_pool, make_host_tier
+from nanovllm.runner.host_pool import HostPool, PinnedPool, make_host_tier
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.openmp import check_openmp
@@ -37,17 +37,14 @@ if TYPE_CHECKING:
 
 def make_runner(
     config: EngineConfig,
-    model_config: ModelConfig,
+    whole: ModelConfig,
     directory: Path,
     max_model_len: int,
-    capture_decode: CaptureDecode | None = None,
     ranks: Ranks | None = None,
 ) -> ModelRunner:
-    """capture_decode captures decode steps, unless enforce_eager; None takes the backend's."""
+    """`whole` is the model in `directory`, of which each of the ranks has a part."""
     check_openmp()
-    whole = model_config
-    if ranks is not None:
-        model_config = config_of_rank(whole, ranks.size)
+    model_config = whole if ranks is None else config_of_rank(whole, ranks.size)
     device, block_size = pick_device(config.device), config.kvcache_block_size
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
     remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
@@ -68,14 +65,12 @@ def make_runner(
         max_model_len = memory.fitted_length(config, max_model_len, most)
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
-        capture_decode = capture_decode or backend.capture_decode
-        model = load_model(
-            config, model_config, whole, directory, max_model_len, backend, device, ranks
-        )
+        model = Qwen3(model_config, max_model_len, backend)
+        load_model(config, model, whole, directory, ranks)
         max_blocks = -(-max_model_len // block_size)
         rows = Rows(config.max_num_seqs, max_blocks, block_size, whole.vocab_size, device)
         # What can be captured is built from the mirror, so that eager steps compute the same.
-        mirror = None if capture_decode is None else Mirror(rows)
+        mirror = None if backend.capture_decode is None else Mirror(rows)
         limits = ThreadLimit() if device.type == "cpu" else partial(device_guard, device)
         runner = ModelRunner(model, backend, rows, mirror, limits)
         scales = None
@@ -86,7 +81,7 @@ def make_runner(
         runner.max_model_len = memory.fitted_length(config, max_model_len, runner.num_blocks)
         if ranks is None:  # compiled layers have no all-reduce
             runner.compiled_model = backend.compile_layers(model, runner.attention) or model
-        if capture_decode is not None and not config.enforce_eager:
+        if backend.capture_decode is not None and not config.enforce_eager:
             shape = config.max_num_seqs, model_config.hidden_size
             hidden = torch.empty(shape, dtype=dtype, device=device)
             with (
@@ -96,39 +91,29 @@ def make_runner(
                     "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"
                 ),
             ):
-                runner.graphs = capture_decode(runner.decode, hidden)
-        if runner.host_pool is not None:
-            runner.host_tier = make_host_tier(
-                runner, runner.host_pool, config, max_model_len, ranks
-            )
+                runner.graphs = backend.capture_decode(runner.decode, hidden)
+        if (pool := runner.host_pool) is not None:
+            runner.host_tier = make_host_tier(runner, pool, config, max_model_len, ranks)
             if runner.host_tier is None:
                 runner.host_pool = None
     return runner
 
 
 def load_model(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    whole: ModelConfig,
-    directory: Path,
-    max_model_len: int,
-    backend: Backend,
-    device: torch.device,
-    ranks: Ranks | None,
-) -> Qwen3:
-    model = Qwen3(model_config, max_model_len, backend)
+    config: EngineConfig, model: Qwen3, whole: ModelConfig, directory: Path, ranks: Ranks | None
+) -> None:
+    """Load the weights of `model`, which is the part of a rank if there are ranks."""
     parts = model.checkpoint_parts()
     if ranks is not None:
         parts = parts_of_rank(parts, whole, ranks.rank, ranks.size)
     if config.load_format == "dummy":
-        random_weights(parts, config.seed, device)
+        random_weights(parts, config.seed, model.norm.device)
     else:
         load_weights(parts, weight_files(directory))
     for module in model.linears():  # one after the other, to save memory
-        backend.pack(module)
+        model.backend.pack(module)
     if ranks is not None:
         ranks.connect(model, whole.vocab_size)
-    return model
 
 
 def make_cache(
@@ -157,16 +142,13 @@ def make_cache(
         runner.run(plan)
 
     if host_blocks:  # its buffers on a GPU come first, because the cache takes what remains
-        shape = make_attention(1).cache.shape
+        block = make_attention(1).cache[:, :, 0]
+        make_pool = PinnedPool if block.device.type == "cuda" else HostPool
         with memory.explain_out_of_memory(
             f"swap_space={config.swap_space} takes more host memory than there is; lower it"
         ):
-            block_shape, dtype = (*shape[:2], *shape[3:]), FP8 if scales else runner.dtype
-            runner.host_pool = make_host_pool(host_blocks, block_shape, dtype, runner.device)
-    plans = memory.largest_plans(
-        config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size
-    )
-    num = memory.num_kv_blocks(config, max_model_len, block_bytes, before, plans, profile)
+            runner.host_pool = make_pool(host_blocks, block)
+    num = memory.num_kv_blocks(config, max_model_len, block_bytes, before, profile)
     if ranks is not None:
         num = ranks.smallest(num)
     with memory.explain_out_of_memory(

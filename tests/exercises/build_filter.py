@@ -4,6 +4,7 @@ The task: python -m nanovllm.lessons build filter
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from build_check import expect, load
 from torch import Tensor
 from transformers import TypicalLogitsWarper
 
-from nanovllm import LLM, SamplingParams, sampling_params
+from nanovllm import LLM, SamplingParams
 from nanovllm.models.sampler import FILTER_FUNCTIONS
 from nanovllm.plan import FILTERS
 
@@ -129,12 +130,11 @@ def test_a_row_of_nan_does_not_disturb_the_others() -> None:
 class Params(SamplingParams):
     """SamplingParams with the new field."""
 
-    typical_p: float = 1.0
+    typical_p: Annotated[float, 0, 1] = 1.0
 
 
 def test_generates_with_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The field in its three places; transformers' filter as a logits processor is the reference."""
-    monkeypatch.setitem(sampling_params.LIMITS, "typical_p", (0, 1))  # type: ignore[arg-type]
     monkeypatch.setitem(FILTERS, "typical_p", 1.0)
     monkeypatch.setitem(FILTER_FUNCTIONS, "typical_p", keep_typical_p)
     llm = LLM(dtype="float32", device="cpu", attention_backend="sdpa", num_kvcache_blocks=64)
