@@ -71,7 +71,8 @@ SPILLS = {
     r"sm_75: _int8_linear": "2 to 3 KB with every tile; use the dtype of the model there",
     r"sm_90: _int8_linear \(bfloat16 D=64 G=32 ": "8 bytes at 72 registers, which are not too few",
 }
-# The assemblers of older versions also spill elsewhere. With them only decode is checked.
+# The assemblers of older versions also spill elsewhere. With them only decode is checked, and in fp8
+# one program fewer may fit a multiprocessor (heads of 64 on sm_90 and sm_100: 96 registers).
 NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 
 
@@ -217,7 +218,7 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]
         if kernel is attention._attend_decode:
             q = variant.arguments["q"]
             tile = decode_tile(GpuInfo(limit_kib), q.shape[-1], q.dtype)
-            if fit < tile.programs_per_sm:
+            if fit < tile.programs_per_sm - (not NEWEST and "fp8" in label):
                 errors.append(f"{title}: programs_per_sm={tile.programs_per_sm}, and {fit} fit")
     if "float32" in label and re.search(r"\btf32\b", compiled.asm.get("ptx", "")):
         errors.append(f"{title}: TF32 in a float32 kernel")

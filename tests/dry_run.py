@@ -858,7 +858,7 @@ def faults(directory: str) -> Any:
             pairs.append((freed + where, attempt(graph.replay)))
         for grid in ((0, 1, 1), (1, 70_000, 1), (1, 1, 70_000)):
             run = pointwise._silu_and_mul[grid]
-            fault = partial(run, host[None], host[None], F=1, COLUMNS=256)
+            fault = partial(run, host[None], host[None], F=1)
             pairs.append((f"cannot have the grid {grid}", attempt(fault)))
 
     # Faults of the host tier: a stream that does not wait for an event of the other.

@@ -347,13 +347,18 @@ def test_bad_type() -> None:
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = pytest.importorskip("nanovllm.gpu.attention")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+
+    def make(capability: tuple[int, int], device: str = "cuda:0") -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        # Without a configuration, it can get no further than to the check.
+        attention.TritonAttention(None, 2, 16, torch.float16, torch.device(device), ONES)
+
     for capability in ((8, 0), (8, 6), (7, 5)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         with pytest.raises(ValueError, match=r"8.9 or higher, and A100 has \d\.\d; use kv_cache"):
-            attention.check_fp8(torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    attention.check_fp8(torch.device("cuda", 0))
-    attention.check_fp8(torch.device("cpu"))
+            make(capability)
+    for allowed in (((8, 9), "cuda:0"), ((7, 5), "cpu")):
+        with pytest.raises(AttributeError, match="num_kv_heads"):
+            make(*allowed)
 
 
 # ---- the embedded model ----

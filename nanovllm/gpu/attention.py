@@ -1,25 +1,15 @@
 """Paged attention on a GPU, by the Triton kernels in gpu/kernels/."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from nanovllm.batch import ForwardBatch, to_device
 from nanovllm.gpu.kernels import attention, store
-from nanovllm.gpu.kernels.configs import GpuInfo, Tile, decode_tile, prefill_tile
+from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
-
-
-class Launches(NamedTuple):
-    """Arguments that the launches of all layers share."""
-
-    num_chunk_tokens: int  # the decodes' tokens follow
-    chunks: tuple[Tensor, Tensor, Tensor, Tensor, Tile] | None
-    decodes: tuple[Tensor, Tensor, Tensor, Tile, int] | None
 
 
 class TritonAttention(PlainAttention):
@@ -32,8 +22,9 @@ class TritonAttention(PlainAttention):
         device: torch.device,
         fp8_scales: list[Scales] | None = None,
     ) -> None:
-        if fp8_scales:
-            check_fp8(device)
+        if fp8_scales:  # for older GPUs Triton has no conversions of float8_e4m3fn
+            instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
+            check_capability(device, (8, 9), "kv_cache_dtype='fp8' needs", instead)
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         # Numbers of the host: a captured launch contains them, and no kernel waits for a load.
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
@@ -50,22 +41,23 @@ class TritonAttention(PlainAttention):
         self.num_kv_heads, self.eps = config.num_kv_heads, config.rms_norm_eps
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Compute once for all layers: the tiles of the chunks' queries, and slices of the batch."""
-        decodes = batch.num_decodes
-        chunks, tokens = len(batch.context_lens) - decodes, len(batch.input_ids) - decodes
-        starts, lens, tables = batch.query_start_loc, batch.context_lens, batch.block_tables
-        chunk_args = decode_args = None
+        """Compute once for all layers what a launch of the chunks and one of the decodes take."""
+        decodes, lens, tables = batch.num_decodes, batch.context_lens, batch.block_tables
+        chunks, tokens = len(lens) - decodes, len(batch.input_ids) - decodes
+        batch.attention = []  # (tokens, function, its arguments)
         if chunks:
-            queries = self.prefill_tile.num_rows // self.group_size
-            query_tiles = attention.query_tiles(batch.query_lens[:chunks], queries)
-            tiles = to_device(query_tiles, lens.device)
-            chunk_args = (tiles, starts[: chunks + 1], lens[:chunks], tables, self.prefill_tile)
+            tile, starts = self.prefill_tile, batch.query_start_loc[: chunks + 1]
+            queries = tile.num_rows // self.group_size
+            tiles = attention.query_tiles(batch.query_lens[:chunks], queries)
+            chunk_args = (to_device(tiles, lens.device), starts, lens[:chunks], tables, tile)
+            batch.attention.append((slice(0, tokens), attention.attend, chunk_args))
         if decodes:
-            programs = self.decode_tile.programs_per_sm * self.gpu.num_sms
+            tile, lens, tables = self.decode_tile, lens[chunks:], tables[chunks:]
+            programs = tile.programs_per_sm * self.gpu.num_sms
             splits = attention.num_splits(decodes, self.num_kv_heads, programs)
-            order = lens[chunks:].argsort(descending=True)  # the longest contexts start first
-            decode_args = (order, lens[chunks:], tables[chunks:], self.decode_tile, splits)
-        batch.attention = Launches(tokens, chunk_args, decode_args)
+            order = lens.argsort(descending=True)  # the longest contexts start first
+            decode_args = (order, lens, tables, tile, splits)
+            batch.attention.append((slice(tokens, None), attention.attend_decode, decode_args))
 
     def norm_rope_store(
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
@@ -81,23 +73,19 @@ class TritonAttention(PlainAttention):
         Decodes have their own launch: in a prefill tile a single query would leave most rows
         unused, and one program would have to read its whole context.
         """
-        (k, v), scales, out = self.layers[layer], self.scales[layer], torch.empty_like(q)
-        shared: Launches = batch.attention
-        tokens = shared.num_chunk_tokens
-        if shared.chunks is not None:
-            attention.attend(q[:tokens], k, v, *shared.chunks, out[:tokens], *scales)
-        if shared.decodes is not None:
-            attention.attend_decode(q[tokens:], k, v, *shared.decodes, out[tokens:], *scales)
+        out = torch.empty_like(q)
+        for tokens, attend, args in batch.attention:
+            attend(q[tokens], *self.layers[layer], *args, out[tokens], *self.scales[layer])
         return out.flatten(1)
 
 
-def check_fp8(device: torch.device) -> None:
-    """Raise ValueError if Triton has no conversions of float8_e4m3fn for the device."""
+def check_capability(device: torch.device, least: tuple[int, int], what: str, instead: str) -> None:
+    """Raise ValueError if the device is a GPU of NVIDIA whose compute capability is below `least`."""
     if device.type == "cuda" and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 9):
+        if capability < least:
+            (major, minor), found = least, ".".join(map(str, capability))
             raise ValueError(
-                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or higher, and "
-                f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; use "
-                "kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
+                f"{what} compute capability {major}.{minor} or higher, and "
+                f"{torch.cuda.get_device_name(device)} has {found}; {instead}"
             )

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from nanovllm.gpu.attention import TritonAttention
+from nanovllm.gpu.attention import TritonAttention, check_capability
 from nanovllm.gpu.graphs import DecodeGraphs, cuda_capture
 from nanovllm.gpu.kernels import int8, pointwise, sampling
 from nanovllm.models.backend import Backend
@@ -22,14 +22,8 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
             "attention_backend='auto', or set TRITON_INTERPRET=1 to run the kernels in Triton's "
             "interpreter (very slowly)"
         )
-    if on_gpu and not torch.version.hip:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < LEAST_CAPABILITY:
-            raise ValueError(
-                f"the Triton kernels need compute capability {dotted(LEAST_CAPABILITY)} or higher, "
-                f"and {torch.cuda.get_device_name(device)} has {dotted(capability)}; "
-                "attention_backend='sdpa' runs on any GPU"
-            )
+    instead = "attention_backend='sdpa' runs on any GPU"
+    check_capability(device, LEAST_CAPABILITY, "the Triton kernels need", instead)
     return Backend(
         int8={"linear": int8.linear, "pack": int8.pack},
         attention=TritonAttention,
@@ -39,7 +33,3 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         sample=sampling.sample,
         capture_decode=partial(DecodeGraphs, capture=cuda_capture) if on_gpu else None,
     )
-
-
-def dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))

@@ -7,8 +7,8 @@ fixed addresses. A batch is padded to the next captured size with row N, the pad
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 from weakref import WeakSet
 
@@ -91,9 +91,16 @@ class DecodeGraphs:
 
         # The largest size comes first: its memory in the pool is enough for all others.
         sizes = batch_sizes(num_rows)[::-1]
-        with collector_paused():
+        # Python's garbage collector could free a graph of another engine, which breaks a capture.
+        gc.collect()
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
             for size in progress_bar("Capturing graphs", "graph", sizes):
-                self.replays[size] = self.capture(lambda size=size: step(size))  # type: ignore[misc]
+                self.replays[size] = self.capture(partial(step, size))
+        finally:
+            if enabled:
+                gc.enable()
         seconds = time.perf_counter() - start
         logger.info(f"captured decode for {len(sizes)} sizes up to {num_rows} in {seconds:.1f} s")
 
@@ -107,16 +114,3 @@ class DecodeGraphs:
             self.decode_rows = decode_rows
         self.replays[self.size]()
         return self.hidden[:num], self.tokens[:num]
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: freeing another engine's graph would break a capture."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

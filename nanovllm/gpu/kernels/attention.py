@@ -45,13 +45,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.gpu.kernels.configs import Tile, next_power_of_2
+from nanovllm.gpu.kernels.configs import Tile
 from nanovllm.gpu.kernels.launch import launch
 
 LOG2E = 1.4426950408889634
 # A split of fewer positions costs more than it saves.
-MIN_SPLIT_SIZE = 64
-MAX_SPLITS = 64
+MIN_SPLIT_SIZE = tl.constexpr(64)
+MAX_SPLITS = tl.constexpr(64)
 
 
 @triton.jit
@@ -64,43 +64,31 @@ def _load_blocks(block_table, start, end, BLOCK: tl.constexpr, TILE: tl.constexp
 @triton.jit
 def _attend_tile(
     q, k_cache, v_cache, blocks, start, end, query_position, acc, row_max, row_sum, scale,
-    BLOCK: tl.constexpr, BLOCK_STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    TILE: tl.constexpr, MASKED: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Update the online softmax with the keys at the positions [start, start + TILE)."""
+    D_PAD: tl.constexpr = q.shape[1]
     dim = tl.arange(0, D_PAD)
     position = start + tl.arange(0, TILE)
+    # The compiler sees where a mask is always true, and leaves it out.
+    in_head, in_range = (dim < D) | (D == D_PAD), (position < end) | (not MASKED)
     # Offsets are 64-bit, because caches of more than 2^31 elements are common.
-    offset = blocks.to(tl.int64) * BLOCK_STRIDE + (position % BLOCK) * D
+    offset = blocks.to(tl.int64) * (K * BLOCK * D) + (position % BLOCK) * D
     k_ptrs = k_cache + offset[None, :] + dim[:, None]  # [D, TILE]
-    v_ptrs = v_cache + offset[:, None] + dim[None, :]  # [TILE, D]
-    if MASKED:
-        in_range = position < end
-        k = tl.load(k_ptrs, mask=in_range[None, :] & (dim < D)[:, None], other=0.0)
-        v = tl.load(v_ptrs, mask=in_range[:, None] & (dim < D)[None, :], other=0.0)
-    elif D < D_PAD:
-        k = tl.load(k_ptrs, mask=(dim < D)[:, None], other=0.0)
-        v = tl.load(v_ptrs, mask=(dim < D)[None, :], other=0.0)
-    else:
-        k = tl.load(k_ptrs)
-        v = tl.load(v_ptrs)
-    k = k.to(q.dtype)
+    k = tl.load(k_ptrs, mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)
     if v_cache.dtype.element_ty == tl.float8e4nv:
         # Pairs of neighbours in D, so that shared memory is read by 16 bits and not by 8.
         pair = tl.arange(0, D_PAD // 2)
-        p_ptrs = v_cache.to(tl.pointer_type(tl.uint16)) + (offset // 2)[:, None] + pair[None, :]
-        if MASKED:
-            p_mask = (position < end)[:, None] & (pair < D // 2)[None, :]
-            pairs = tl.load(p_ptrs, mask=p_mask, other=0)
-        elif D < D_PAD:
-            pairs = tl.load(p_ptrs, mask=(pair < D // 2)[None, :], other=0)
-        else:
-            pairs = tl.load(p_ptrs)
+        in_head = (pair < D // 2) | (D == D_PAD)
+        v_ptrs = v_cache.to(tl.pointer_type(tl.uint16)) + (offset // 2)[:, None] + pair[None, :]
+        pairs = tl.load(v_ptrs, mask=in_range[:, None] & in_head[None, :], other=0)
         low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
         high = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
         v = tl.interleave(low, high)
     else:
-        v = v.to(q.dtype)
+        v_ptrs = v_cache + offset[:, None] + dim[None, :]  # [TILE, D]
+        v = tl.load(v_ptrs, mask=in_range[:, None] & in_head[None, :], other=0.0).to(q.dtype)
     # `scale` contains log2(e), so that exp2, which is one instruction, replaces exp below.
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, TILE]
     if MASKED:
@@ -115,19 +103,23 @@ def _attend_tile(
 
 @triton.jit
 def _attend_range(
-    q, k_cache, v_cache, block_table, start, unmasked_end, end, query_position, scale,
-    BLOCK: tl.constexpr, BLOCK_STRIDE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    M: tl.constexpr, TILE: tl.constexpr, LOOPS: tl.constexpr,
+    q, k_cache, v_cache, block_table, kv_head, start, unmasked_end, end, query_position, scale,
+    v_scale, K: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
+    LOOPS: tl.constexpr,
 ):
-    """Compute attention of q [M, D] over positions [start, end); the caches point at the KV head.
+    """Compute attention of q [M, D] over the positions [start, end) of one KV head.
 
     A row attends up to its `query_position` [M], at least to `start`; all rows attend to every
     position before `unmasked_end`. LOOPS is 2, or 1 if `unmasked_end` is `start`. Returns
-    (weighted sum of V, row maximum, sum of weights).
+    (the softmax times V [M, D], log2 of the sum of 2^score [M]).
     """
-    acc = tl.zeros([M, D_PAD], tl.float32)
-    row_max = tl.full([M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([M], tl.float32)
+    if (k_cache.dtype.element_ty == tl.float8e4nv) & (q.dtype == tl.bfloat16):
+        q = q.to(tl.float16)  # to which the GPU converts fp8 in one instruction
+    k_cache += kv_head * (BLOCK * D)
+    v_cache += kv_head * (BLOCK * D)
+    acc = tl.zeros(q.shape, tl.float32)
+    row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
     masked_start = start + tl.maximum(unmasked_end - start, 0) // TILE * TILE
     # The blocks of a tile are looked up one iteration early, so that the loads of `num_stages - 1`
     # tiles can be in flight; a lookup in the same iteration would cost two of them.
@@ -139,10 +131,10 @@ def _attend_range(
             next_blocks = _load_blocks(block_table, tile_start + TILE, end, BLOCK, TILE)
             acc, row_max, row_sum = _attend_tile(
                 q, k_cache, v_cache, blocks, tile_start, end, query_position, acc, row_max, row_sum,
-                scale, BLOCK, BLOCK_STRIDE, D, D_PAD, TILE, masked,
+                scale, K, BLOCK, D, TILE, masked,
             )
             blocks = next_blocks
-    return acc, row_max, row_sum
+    return acc / row_sum[:, None] * v_scale, row_max + tl.log2(row_sum)
 
 
 # Triton must not specialize on numbers that vary between steps, or on the alignment of tensors that
@@ -154,8 +146,8 @@ def _attend_range(
 def _attend(
     q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
     table_stride, scale, v_scale,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One program computes M // G queries of one sequence for the G heads of one group."""
     G: tl.constexpr = H // K
@@ -173,29 +165,24 @@ def _attend(
     query = tl.minimum(first_query + row // G, num_queries - 1)
     in_range = (row < QUERIES * G) & (first_query + row // G < num_queries)
     query_position = context_len - num_queries + query
-    dim = tl.arange(0, D_PAD)
+    dim = tl.arange(0, triton.next_power_of_2(D))
     offsets = ((first_token + query).to(tl.int64) * H + kv_head * G + row % G) * D
     offsets = offsets[:, None] + dim[None, :]
     q_tile = tl.load(q + offsets, mask=(dim < D)[None, :], other=0.0)
-    if (k_cache.dtype.element_ty == tl.float8e4nv) & (q.dtype.element_ty == tl.bfloat16):
-        q_tile = q_tile.to(tl.float16)  # to which the GPU converts fp8 in one instruction
     end = context_len - num_queries + tl.minimum(first_query + QUERIES, num_queries)
-    BLOCK_STRIDE: tl.constexpr = K * BLOCK * D
-    acc, _, row_sum = _attend_range(
-        q_tile, k_cache + kv_head * (BLOCK * D), v_cache + kv_head * (BLOCK * D),
-        block_tables + seq.to(tl.int64) * table_stride,
-        0, context_len - num_queries + first_query + 1, end, query_position, scale,
-        BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE, 2,
+    result, _ = _attend_range(
+        q_tile, k_cache, v_cache, block_tables + seq.to(tl.int64) * table_stride, kv_head,
+        0, context_len - num_queries + first_query + 1, end, query_position, scale, v_scale,
+        K, BLOCK, D, TILE, 2,
     )
-    result = acc / row_sum[:, None] * v_scale
     mask = in_range[:, None] & (dim < D)[None, :]
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _split_context(context_len, max_splits, TILE: tl.constexpr, MIN_SIZE: tl.constexpr):
+def _split_context(context_len, max_splits, TILE: tl.constexpr):
     """(positions of a split, number of splits): at most `max_splits`, none of them empty."""
-    wanted = tl.minimum(tl.cdiv(context_len, MIN_SIZE), max_splits)
+    wanted = tl.minimum(tl.cdiv(context_len, MIN_SPLIT_SIZE), max_splits)
     split_size = tl.cdiv(tl.cdiv(context_len, wanted), TILE) * TILE
     return split_size, tl.cdiv(context_len, split_size)
 
@@ -207,8 +194,8 @@ def _split_context(context_len, max_splits, TILE: tl.constexpr, MIN_SIZE: tl.con
 def _attend_decode(
     q, k_cache, v_cache, out, split_out, split_lse, order, context_lens, block_tables,
     table_stride, max_splits, scale, v_scale,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    M: tl.constexpr, TILE: tl.constexpr, MIN_SIZE: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """One program computes one split of a sequence's context for the G heads of one group.
 
@@ -219,47 +206,41 @@ def _attend_decode(
     kv_head, split = tl.program_id(0), tl.program_id(1)
     seq = tl.load(order + tl.program_id(2))
     context_len = tl.load(context_lens + seq).to(tl.int32)
-    split_size, num_splits = _split_context(context_len, max_splits, TILE, MIN_SIZE)
+    split_size, num_splits = _split_context(context_len, max_splits, TILE)
     if split < num_splits:
         start = split * split_size
         end = tl.minimum(start + split_size, context_len)
         row = tl.arange(0, M)
-        dim = tl.arange(0, D_PAD)
+        dim = tl.arange(0, triton.next_power_of_2(D))
         head = kv_head * G + tl.minimum(row, G - 1)
         mask = (row < G)[:, None] & (dim < D)[None, :]
         offsets = (seq * H + head)[:, None] * D + dim[None, :]
         q_tile = tl.load(q + offsets, mask=(dim < D)[None, :], other=0.0)
-        if (k_cache.dtype.element_ty == tl.float8e4nv) & (q.dtype.element_ty == tl.bfloat16):
-            q_tile = q_tile.to(tl.float16)  # to which the GPU converts fp8 in one instruction
         query_position = tl.zeros([M], tl.int32) + context_len - 1
-        BLOCK_STRIDE: tl.constexpr = K * BLOCK * D
-        acc, row_max, row_sum = _attend_range(
-            q_tile, k_cache + kv_head * (BLOCK * D), v_cache + kv_head * (BLOCK * D),
-            block_tables + seq * table_stride, start, start, end, query_position, scale,
-            BLOCK, BLOCK_STRIDE, D, D_PAD, M, TILE, 1,
+        result, lse = _attend_range(
+            q_tile, k_cache, v_cache, block_tables + seq * table_stride, kv_head,
+            start, start, end, query_position, scale, v_scale, K, BLOCK, D, TILE, 1,
         )
-        result = acc / row_sum[:, None] * v_scale
         if num_splits == 1:
             tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
         else:
             index = (seq * H + head) * max_splits + split  # [M]
             tl.store(split_out + index[:, None] * D + dim[None, :], result, mask=mask)
-            tl.store(split_lse + index, row_max + tl.log2(row_sum), mask=row < G)
+            tl.store(split_lse + index, lse, mask=row < G)
 
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=["context_lens"])
 def _merge_splits(
     split_out, split_lse, out, context_lens, max_splits,
-    H: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, TILE: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, MIN_SIZE: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
 ):
     """One program merges the splits of one sequence and query head."""
     head, seq = tl.program_id(0), tl.program_id(1)
     context_len = tl.load(context_lens + seq).to(tl.int32)
-    _, num_splits = _split_context(context_len, max_splits, TILE, MIN_SIZE)
+    _, num_splits = _split_context(context_len, max_splits, TILE)
     if num_splits > 1:
-        split = tl.arange(0, SPLITS_PAD)
-        dim = tl.arange(0, D_PAD)
+        split = tl.arange(0, MAX_SPLITS)
+        dim = tl.arange(0, triton.next_power_of_2(D))
         index = (seq.to(tl.int64) * H + head) * max_splits + split
         lse = tl.load(split_lse + index, mask=split < num_splits, other=float("-inf"))
         weights = tl.exp2(lse - tl.max(lse, 0))
@@ -291,18 +272,15 @@ def attend(
     int32. All tensors are contiguous, and D is even. What the caches hold is multiplied by the
     scales.
     """
-    _, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = k_cache.shape
+    _, H, D = q.shape
+    _, K, BLOCK, _ = k_cache.shape
     args = (
         q, k_cache, v_cache, out, tiles, query_start_loc, context_lens, block_tables,
-        block_tables.stride(0), LOG2E / head_dim**0.5 * k_scale, v_scale,
+        block_tables.stride(0), LOG2E / D**0.5 * k_scale, v_scale,
     )
-    constants = dict(
-        H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=next_power_of_2(head_dim),
-        BLOCK=block_size, M=config.num_rows, TILE=config.num_keys,
-    )
+    constants = dict(H=H, K=K, D=D, BLOCK=BLOCK, M=config.num_rows, TILE=config.num_keys)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-    launch(_attend, (tiles.shape[0], num_kv_heads, 1), args, constants, **options)
+    launch(_attend, (tiles.shape[0], K, 1), args, constants, **options)
 
 
 def attend_decode(
@@ -316,29 +294,21 @@ def attend_decode(
     still computed when the others have ended. A context is split into at most `max_splits` parts,
     a short one into fewer or not at all.
     """
-    num_seqs, num_heads, head_dim = q.shape
-    _, num_kv_heads, block_size, _ = k_cache.shape
-    padded_dim = next_power_of_2(head_dim)
-    shape = (num_seqs, num_heads, max_splits)
-    split_out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-    split_lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    S, H, D = q.shape
+    _, K, BLOCK, _ = k_cache.shape
+    split_out = torch.empty((S, H, max_splits, D), dtype=torch.float32, device=q.device)
+    split_lse = torch.empty((S, H, max_splits), dtype=torch.float32, device=q.device)
     args = (
         q, k_cache, v_cache, out, split_out, split_lse, order, context_lens, block_tables,
-        block_tables.stride(0), max_splits, LOG2E / head_dim**0.5 * k_scale, v_scale,
+        block_tables.stride(0), max_splits, LOG2E / D**0.5 * k_scale, v_scale,
     )
-    constants = dict(
-        H=num_heads, K=num_kv_heads, D=head_dim, D_PAD=padded_dim, BLOCK=block_size,
-        M=config.num_rows, TILE=config.num_keys, MIN_SIZE=MIN_SPLIT_SIZE,
-    )
+    constants = dict(H=H, K=K, D=D, BLOCK=BLOCK, M=config.num_rows, TILE=config.num_keys)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-    launch(_attend_decode, (num_kv_heads, max_splits, num_seqs), args, constants, **options)
+    launch(_attend_decode, (K, max_splits, S), args, constants, **options)
     if max_splits > 1:
-        constants = dict(
-            H=num_heads, D=head_dim, D_PAD=padded_dim, TILE=config.num_keys,
-            SPLITS_PAD=MAX_SPLITS, MIN_SIZE=MIN_SPLIT_SIZE,
-        )
         merged = (split_out, split_lse, out, context_lens, max_splits)
-        launch(_merge_splits, (num_heads, num_seqs, 1), merged, constants, num_warps=4)
+        constants = dict(H=H, D=D, TILE=config.num_keys)
+        launch(_merge_splits, (H, S, 1), merged, constants, num_warps=4)
 
 
 def num_splits(num_seqs: int, num_kv_heads: int, num_resident: int) -> int:
@@ -346,4 +316,4 @@ def num_splits(num_seqs: int, num_kv_heads: int, num_resident: int) -> int:
 
     Twice as many may start, because contexts are not equally long and short ones have fewer splits.
     """
-    return max(1, min(MAX_SPLITS, 2 * num_resident // (num_seqs * num_kv_heads)))
+    return max(1, min(MAX_SPLITS.value, 2 * num_resident // (num_seqs * num_kv_heads)))

@@ -14,11 +14,6 @@ from functools import partial
 import torch
 
 
-def next_power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n. Triton's own takes microseconds on the host."""
-    return 1 << (n - 1).bit_length()
-
-
 @dataclass(frozen=True)
 class Tile:
     """A program computes queries times heads of a group (rows), and loads some keys at a time.

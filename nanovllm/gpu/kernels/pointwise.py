@@ -8,21 +8,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.gpu.kernels.configs import next_power_of_2
 from nanovllm.gpu.kernels.launch import launch
 
 # Elements of the gate that one program computes.
-COLUMNS = 1024
+COLUMNS = tl.constexpr(1024)
 
 
 @triton.jit
-def _add_rms_norm(
-    x, residual, weight, out, total, eps, E: tl.constexpr, E_PAD: tl.constexpr, ADD: tl.constexpr
-):
+def _add_rms_norm(x, residual, weight, out, total, eps, E: tl.constexpr, ADD: tl.constexpr):
     """One program computes one token."""
     dtype = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * E
-    column = tl.arange(0, E_PAD)
+    column = tl.arange(0, triton.next_power_of_2(E))
     mask = column < E
     value = tl.load(x + row + column, mask=mask, other=0.0)
     if ADD:
@@ -46,17 +43,16 @@ def add_rms_norm(
     """
     out = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
-    size = x.shape[-1]
-    padded = next_power_of_2(size)
+    num_tokens, size = x.shape
     args = (x, x if residual is None else residual, weight, out, total, eps)
-    constants = dict(E=size, E_PAD=padded, ADD=residual is not None)
-    num_warps = 4 if padded <= 2048 else 8
-    launch(_add_rms_norm, (x.shape[0], 1, 1), args, constants, num_warps=num_warps)
+    constants = dict(E=size, ADD=residual is not None)
+    num_warps = 4 if size <= 2048 else 8
+    launch(_add_rms_norm, (num_tokens, 1, 1), args, constants, num_warps=num_warps)
     return out, total
 
 
 @triton.jit
-def _silu_and_mul(x, out, F: tl.constexpr, COLUMNS: tl.constexpr):
+def _silu_and_mul(x, out, F: tl.constexpr):
     """One program computes COLUMNS elements of one token."""
     dtype = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -72,6 +68,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """silu(gate) * up [T, F] of x [T, 2F] = (gate, up), contiguous; SwiGLU (arXiv:2002.05202)."""
     num_tokens, width = x.shape
     out = torch.empty((num_tokens, width // 2), dtype=x.dtype, device=x.device)
-    grid = (num_tokens, -(-width // (2 * COLUMNS)), 1)
-    launch(_silu_and_mul, grid, (x, out), dict(F=width // 2, COLUMNS=COLUMNS), num_warps=4)
+    grid = (num_tokens, -(-width // (2 * COLUMNS.value)), 1)
+    launch(_silu_and_mul, grid, (x, out), dict(F=width // 2), num_warps=4)
     return out

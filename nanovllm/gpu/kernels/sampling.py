@@ -26,16 +26,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
-from nanovllm.gpu.kernels.configs import next_power_of_2
 from nanovllm.gpu.kernels.launch import launch
 from nanovllm.plan import FILTERS
 
 # The filters of `_threshold`, in the order of its arguments.
 IN_KERNEL = ("top_k", "top_p", "min_p")
 # A chunk of the vocabulary has this many tokens.
-CHUNK = 128
+CHUNK = tl.constexpr(128)
 # One program of `_weigh_chunks` takes this many chunks, and `_draw` loads this many at a time.
-WEIGHED, LOADED = 16, 32
+WEIGHED, LOADED = tl.constexpr(16), tl.constexpr(32)
 # The lowest finite float32. A logit of -inf is below every threshold.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 INFINITY = tl.constexpr(float("inf"))
@@ -49,13 +48,10 @@ def _scale(temperature):
 
 # Slices of a batch's parameters may be unaligned, and a specialization takes a second to compile.
 @triton.jit(do_not_specialize_on_alignment=["temperatures"])
-def _weigh_chunks(
-    logits, temperatures, chunk_max, chunk_sum,
-    V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
-):
-    """One program finds the maximum and the sum of weights of each of TILE chunks of one row."""
+def _weigh_chunks(logits, temperatures, chunk_max, chunk_sum, V: tl.constexpr):
+    """One program finds the maximum and the sum of weights of each of some chunks of one row."""
     row = tl.program_id(0)
-    chunk = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    chunk = tl.program_id(1) * WEIGHED + tl.arange(0, WEIGHED)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     x = tl.load(logits + row.to(tl.int64) * V + token, mask=token < V, other=float("-inf"))
     x = x.to(tl.float32)
@@ -64,7 +60,7 @@ def _weigh_chunks(
     # In a chunk of hidden tokens the difference from the maximum, -inf, would be NaN.
     shift = tl.where(max_logit > float("-inf"), max_logit, 0.0)
     weight = tl.exp2((x - shift[:, None]) * _scale(tl.load(temperatures + row)))
-    index = row * tl.num_programs(1) * TILE + chunk
+    index = row * tl.num_programs(1) * WEIGHED + chunk
     tl.store(chunk_max + index, max_logit)
     tl.store(chunk_sum + index, tl.sum(weight, 1))
 
@@ -95,11 +91,9 @@ def _list_chunks(listed, maxima, threshold):
 
 
 @triton.jit
-def _load_listed(
-    logits, listed, start, count, V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
-):
-    """(chunks [TILE], their logits [TILE, CHUNK]) of the list from `start`."""
-    index = start + tl.arange(0, TILE)
+def _load_listed(logits, listed, start, count, V: tl.constexpr):
+    """(chunks [LOADED], their logits [LOADED, CHUNK]) of the list from `start`."""
+    index = start + tl.arange(0, LOADED)
     # All tokens of chunk V are outside the vocabulary.
     chunk = tl.load(listed + index, mask=index < count, other=V)
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
@@ -110,7 +104,7 @@ def _load_listed(
 @triton.jit
 def _search(
     logits, listed, maxima, low, target, max_logit, scale,
-    V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, MEASURE: tl.constexpr,
+    V: tl.constexpr, MEASURE: tl.constexpr,
 ):
     """The largest threshold for which MEASURE is at least `target`; `low` if none above it is.
 
@@ -131,16 +125,16 @@ def _search(
         if MEASURE == "chunks":
             measured = tl.sum((maxima >= threshold).to(tl.float32), 0)
         else:
-            acc = tl.zeros([TILE, CHUNK], tl.float32)
-            for start in range(0, count, TILE):
-                _, x = _load_listed(logits, listed, start, count, V, CHUNK, TILE)
+            acc = tl.zeros([LOADED, CHUNK], tl.float32)
+            for start in range(0, count, LOADED):
+                _, x = _load_listed(logits, listed, start, count, V)
                 weight = 1.0 if MEASURE == "tokens" else tl.exp2((x - max_logit) * scale)
                 acc += tl.where(x >= threshold, weight, 0.0)
             measured = tl.sum(acc)
         if measured >= target:
             lower = middle
-            # A list that fits into one tile need not become shorter.
-            if MEASURE != "chunks" and count > TILE:
+            # A list that is loaded at once need not become shorter.
+            if MEASURE != "chunks" and count > LOADED:
                 count = _list_chunks(listed, maxima, threshold)
         else:
             upper = middle
@@ -149,15 +143,14 @@ def _search(
 
 @triton.jit
 def _weigh_kept(
-    logits, listed, sums, maxima, threshold, max_logit, scale,
-    V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    logits, listed, sums, maxima, threshold, max_logit, scale, V: tl.constexpr
 ):
     """The sum of weights of each chunk's tokens of at least `threshold`; it overwrites `sums`."""
     count = _list_chunks(listed, maxima, threshold)
-    for start in range(0, count, TILE):
-        chunk, x = _load_listed(logits, listed, start, count, V, CHUNK, TILE)
+    for start in range(0, count, LOADED):
+        chunk, x = _load_listed(logits, listed, start, count, V)
         weight = tl.where(x >= threshold, tl.exp2((x - max_logit) * scale), 0.0)
-        tl.store(sums + chunk, tl.sum(weight, 1), mask=start + tl.arange(0, TILE) < count)
+        tl.store(sums + chunk, tl.sum(weight, 1), mask=start + tl.arange(0, LOADED) < count)
     tl.debug_barrier()
     return tl.load(sums + tl.arange(0, maxima.shape[0]), mask=maxima >= threshold, other=0.0)
 
@@ -165,7 +158,7 @@ def _weigh_kept(
 @triton.jit
 def _threshold(
     logits, listed, sums, maxima, total, max_logit, temperature, scale, top_k, top_p, min_p,
-    V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr,
+    V: tl.constexpr,
 ):
     """The smallest logit that the filters of a row keep. `total` is the weight of all tokens."""
     threshold = tl.full((), LOWEST, tl.float32)
@@ -173,19 +166,17 @@ def _threshold(
         k = top_k.to(tl.float32)
         for measure in tl.static_range(2):
             threshold = _search(
-                logits, listed, maxima, threshold, k, max_logit, scale, V, CHUNK, TILE,
+                logits, listed, maxima, threshold, k, max_logit, scale, V,
                 "tokens" if measure else "chunks",
             )
-        kept = _weigh_kept(
-            logits, listed, sums, maxima, threshold, max_logit, scale, V, CHUNK, TILE
-        )
+        kept = _weigh_kept(logits, listed, sums, maxima, threshold, max_logit, scale, V)
         total = tl.sum(kept, 0)
     if top_p < 1:
         # V tokens below this bound together weigh less than 1 - p of the total.
         bound = max_logit + temperature * tl.log((1.0 - top_p) * total / V)
         threshold = _search(
             logits, listed, maxima, tl.maximum(threshold, bound), top_p * total, max_logit, scale,
-            V, CHUNK, TILE, "weights",
+            V, "weights",
         )
     if min_p > 0:
         threshold = tl.maximum(threshold, max_logit + temperature * tl.log(min_p))
@@ -228,14 +219,13 @@ def _first_above(weight, target):
 ])
 def _draw(
     logits, temperatures, top_ks, top_ps, min_ps, seeds, positions, chunk_max, chunk_sum, chunk_ids,
-    tokens, V: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr,
-    CHUNKS_PAD: tl.constexpr,
+    tokens, V: tl.constexpr, CHUNKS: tl.constexpr,
 ):
     """One program draws the token of one row: at temperature 0 the first of the largest logits."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * V
     sums, listed = chunk_sum + row * CHUNKS, chunk_ids + row * CHUNKS
-    chunk = tl.arange(0, CHUNKS_PAD)
+    chunk = tl.arange(0, triton.next_power_of_2(CHUNKS))
     maxima = tl.load(chunk_max + row * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
     max_logit = tl.max(maxima, 0)
     temperature = tl.load(temperatures + row)
@@ -249,11 +239,9 @@ def _draw(
         if (top_k > 0) | (top_p < 1) | (min_p > 0):
             threshold = _threshold(
                 logits, listed, sums, maxima, tl.sum(weight, 0), max_logit, temperature, scale,
-                top_k, top_p, min_p, V, CHUNK, TILE,
+                top_k, top_p, min_p, V,
             )
-            weight = _weigh_kept(
-                logits, listed, sums, maxima, threshold, max_logit, scale, V, CHUNK, TILE
-            )
+            weight = _weigh_kept(logits, listed, sums, maxima, threshold, max_logit, scale, V)
     else:
         u = tl.full((), 0.0, tl.float32)
         threshold = max_logit
@@ -279,8 +267,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     models/sampler.py.
     """
     (num_rows, vocab_size), device = logits.shape, logits.device
-    num_programs = -(-vocab_size // (CHUNK * WEIGHED))
-    num_chunks = num_programs * WEIGHED
+    num_programs = -(-vocab_size // (CHUNK.value * WEIGHED.value))
+    num_chunks = num_programs * WEIGHED.value
     chunk_max = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
     chunk_sum = torch.empty_like(chunk_max)
     chunk_ids = torch.empty_like(chunk_max, dtype=torch.int32)
@@ -292,15 +280,12 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
         like = batch.seeds if isinstance(FILTERS[name], int) else temperature
         filters[name] = torch.full_like(like, FILTERS[name])
     weighed = (logits, temperature, chunk_max, chunk_sum)
-    constants = dict(V=vocab_size, CHUNK=CHUNK, TILE=WEIGHED)
-    launch(_weigh_chunks, (num_rows, num_programs, 1), weighed, constants, num_warps=4)
+    grid = (num_rows, num_programs, 1)
+    launch(_weigh_chunks, grid, weighed, dict(V=vocab_size), num_warps=4)
     args = (
         logits, temperature, *(filters[name] for name in IN_KERNEL), batch.seeds, batch.positions,
         chunk_max, chunk_sum, chunk_ids, tokens,
     )
-    constants = dict(
-        V=vocab_size, CHUNK=CHUNK, TILE=LOADED, CHUNKS=num_chunks,
-        CHUNKS_PAD=next_power_of_2(num_chunks),
-    )
+    constants = dict(V=vocab_size, CHUNKS=num_chunks)
     launch(_draw, (num_rows, 1, 1), args, constants, num_warps=8)
     return tokens

@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.gpu.kernels.configs import next_power_of_2
 from nanovllm.gpu.kernels.launch import launch
 
 # One program computes this many heads.
-HEADS = 8
+HEADS = tl.constexpr(8)
 
 
 @triton.jit
@@ -35,8 +34,7 @@ def _to_cache(x, scale, dtype: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _norm_rope_store(
     qkv, q_weight, k_weight, cos, sin, slot_mapping, q_out, k_cache, v_cache, eps, k_scale, v_scale,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):
     HALF: tl.constexpr = D // 2
     dtype = qkv.dtype.element_ty
@@ -44,7 +42,7 @@ def _norm_rope_store(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_q, is_k = head < H, (head >= H) & (head < H + K)
     is_v = (head >= H + K) & (head < H + 2 * K)
-    dim = tl.arange(0, HALF_PAD)
+    dim = tl.arange(0, triton.next_power_of_2(HALF))
     in_range = dim < HALF
     mask = (head < H + 2 * K)[:, None] & in_range[None, :]
     offsets = (token * (H + 2 * K) + head)[:, None] * D + dim[None, :]
@@ -96,17 +94,14 @@ def norm_rope_store(
     All tensors are contiguous. The scales divide k and v if the caches are float8_e4m3fn.
     """
     num_tokens, width = qkv.shape
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
-    num_heads = width // head_dim - 2 * num_kv_heads
-    assert cos.shape[-1] == sin.shape[-1] == head_dim
-    q = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    _, K, BLOCK, D = k_cache.shape
+    H = width // D - 2 * K
+    assert cos.shape[-1] == sin.shape[-1] == D
+    q = torch.empty((num_tokens, H, D), dtype=qkv.dtype, device=qkv.device)
     norm = q_weight is not None and k_weight is not None
     weights = (q_weight, k_weight) if norm else (qkv, qkv)
     args = (qkv, *weights, cos, sin, slot_mapping, q, k_cache, v_cache, eps, k_scale, v_scale)
-    constants = dict(
-        H=num_heads, K=num_kv_heads, D=head_dim, HALF_PAD=next_power_of_2(head_dim // 2),
-        BLOCK=block_size, NORM=norm, HEADS=HEADS,
-    )
-    grid = (num_tokens, -(-(num_heads + 2 * num_kv_heads) // HEADS), 1)
+    constants = dict(H=H, K=K, D=D, BLOCK=BLOCK, NORM=norm)
+    grid = (num_tokens, -(-(H + 2 * K) // HEADS.value), 1)
     launch(_norm_rope_store, grid, args, constants, num_warps=4)
     return q
