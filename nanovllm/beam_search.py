@@ -150,20 +150,23 @@ class BeamSearch:
             if beam not in kept:
                 self.scheduler.finish(beam, "abort")  # its row and blocks are free for the forks
         beams = []
-        for index, (_, beam, token) in enumerate(chosen):
-            if beam in kept:
-                kept.remove(beam)
+        for index, (_, parent, token) in enumerate(chosen):
+            beam = parent
+            if parent in kept:
+                kept.remove(parent)
             else:
                 beam = Sequence(
-                    beam.request_id,
-                    beam.arrival,
-                    [*beam.token_ids, token],
-                    beam.num_prompt,
-                    beam.max_length,
-                    beam.stop_token_ids,
-                    beam.sampling,
-                    yields=beam.yields,
+                    parent.request_id,
+                    parent.arrival,
+                    [*parent.token_ids, token],
+                    parent.num_prompt,
+                    parent.max_length,
+                    parent.stop_token_ids,
+                    parent.sampling,
+                    yields=parent.yields,
+                    parent=parent,
                 )
+                parent.parent = None  # else a beam would keep all that were before it in memory
             beam.index = index
             beams.append(beam)
         request.samples[:] = [Sample(beam) for beam in beams]

@@ -220,13 +220,7 @@ class Trace(Observer):
 
     def _parent(self, seq: Sequence) -> int:
         """Return the number of the sequence that it is forked from, or -1."""
-        if seq.yields is not Yield.CANDIDATES:
-            return -1 if seq.parent is None else self._numbers.get(seq.parent, -1)
-        # The beam of its request that had all of its tokens but the last.
-        for (other, number), known in zip(self._numbers.items(), self._state.seqs, strict=False):
-            if other.arrival == seq.arrival and known.tokens == seq.token_ids[:-1]:
-                return number
-        return -1
+        return -1 if seq.parent is None else self._numbers.get(seq.parent, -1)
 
     def _add(self, event: Event) -> None:
         """Append an event and update the state with which the next one is compared."""

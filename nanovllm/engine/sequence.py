@@ -40,7 +40,7 @@ class Sequence:
     yields: Yield = Yield.TOKEN
     targets: list[int] = field(default_factory=list)  # tokens whose log-probabilities are wanted
     first_target: int = 1  # position of the first of them
-    # The first sample of a request computes the prompt; the others are forked from it.
+    # What it is forked from: the first sample of its request, which computes the prompt, or a beam.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = field(default_factory=list)  # not queued yet
 
