@@ -67,12 +67,13 @@ def test_answers(served: tuple[Any, LLM]) -> None:
         chunks = list(create(**ask(question, stream=True)))
         assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
         assert chunks[-1].choices[0].finish_reason == "stop"
-        assert len(chunks) > 3
         return "".join(chunk.choices[0].delta.content for chunk in chunks)
 
     for answer in (whole, streamed):
         with ThreadPoolExecutor(len(QUESTIONS)) as threads:
             assert list(threads.map(answer, QUESTIONS)) == [out["text"] for out in want]
+    # A long answer: on a busy machine several tokens are one piece.
+    assert len(list(create(**ask("Count from 1 to 40", stream=True)))) > 3
     one = create(**ask(QUESTIONS[0], n=2, logprobs=True, top_logprobs=2, max_tokens=3))
     assert [choice.index for choice in one.choices] == [0, 1]
     assert [len(token.top_logprobs) for token in one.choices[0].logprobs.content] == [2, 2, 2]

@@ -52,6 +52,8 @@ class InFlightStep:
     @property
     def sampling_seqs(self) -> list[Sequence]:
         """The sequence of each token that the step yields, in plan order."""
+        if not self.plan.chunks:
+            return list(self.seqs.values())
         chunks = [chunk.row for chunk in self.plan.chunks if chunk.yields is Yield.TOKEN]
         return [self.seqs[row] for row in chunks + self.plan.decode_rows]
 
@@ -293,6 +295,7 @@ class Scheduler:
             "steps are committed in the order in which they were planned"
         )
         self.in_flight.popleft()
+        block_size = self.blocks.block_size
         updated: list[Sequence] = []
         for chunk in step.plan.chunks:
             seq = step.seqs[chunk.row]
@@ -316,7 +319,7 @@ class Scheduler:
                 self.finish(seq, "error")
                 continue
             ids.append(token)
-            if len(ids) % self.blocks.block_size == 0 and seq.num_computed >= len(ids):
+            if len(ids) % block_size == 0 and seq.num_computed >= len(ids):
                 # A step in flight has computed the KV of this token already.
                 self.blocks.cache_full_blocks(seq)
             if token in seq.stop_token_ids:
