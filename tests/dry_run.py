@@ -147,6 +147,18 @@ def is_composite(func: Any) -> bool:
     return func.namespace == "aten" and func not in products and func._can_decompose()
 
 
+@cache
+def written_by(func: Any) -> list[int]:
+    """Which arguments an operation writes, by position."""
+    aliases = [argument.alias_info for argument in func._schema.arguments]
+    return [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
+
+
+@cache
+def returns_alias(func: Any) -> bool:
+    return any(x.alias_info for x in func._schema.returns)
+
+
 class Gpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +261,7 @@ class Gpu(TorchDispatchMode):
         found = func(*args, **kwargs)
         if pinned:
             self.refuse_in_capture("pinned memory is allocated")
-        if pinned or (any(x.alias_info for x in func._schema.returns) and is_pinned(args)):
+        if pinned or (returns_alias(func) and is_pinned(args)):
             for x in tensors_in(found):
                 x.has_been_pinned = True
         return found
@@ -280,17 +292,14 @@ class Gpu(TorchDispatchMode):
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         found = func(*unwrap(args), **unwrap(kwargs))
-        written = [
-            x for x, a in zip(args, func._schema.arguments, strict=False)
-            if a.alias_info is not None and a.alias_info.is_write
-        ]  # fmt: skip
+        written = [args[i] for i in written_by(func) if i < len(args)]
         written += [kwargs["out"]] if "out" in kwargs else []
         if name.startswith(("empty", "new_empty")):
             spoil(found)
             self.used.pop(found.untyped_storage().data_ptr(), None)  # of other memory there before
             if self.capture is not None:
                 self.capture.owned.append(found)
-        elif written or not any(x.alias_info for x in func._schema.returns):
+        elif written or not returns_alias(func):
             self.launch(func, args, kwargs, [] if written else tensors_in(found))
         if written:
             return written[0]
@@ -774,7 +783,7 @@ def memory(directory: str) -> Any:
             most = {}
             for kind, fields in kinds.items():
                 params = [
-                    SamplingParams(temperature=0.8, seed=i, max_tokens=20, ignore_eos=True, **each)
+                    SamplingParams(temperature=0.8, seed=i, max_tokens=8, ignore_eos=True, **each)
                     for each, i in zip(itertools.cycle(fields), range(len(prompts)))
                 ]
                 GPU.most = 0
