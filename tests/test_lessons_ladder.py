@@ -77,7 +77,7 @@ def test_lesson_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_ladder(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    number, plain = 12, {"attention_backend": "sdpa"}
+    number, plain = ladder.ROWS + 1, {"attention_backend": "sdpa"}
     rungs = ladder.RUNGS
     if not ladder.has_numba():
         rungs = [rung._replace(options=rung.options | plain) for rung in rungs]
