@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from nanovllm import LLM
 from nanovllm.demo import data
 from nanovllm.demo.grade import wrong_answers
 from nanovllm.models.fp8 import FP8
+
+# A shell without job control lets what it starts in the background ignore Ctrl-C, which tests send.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tiny products gain nothing from threads, and a busy machine makes them wait for one another.
 torch.set_num_threads(1)
