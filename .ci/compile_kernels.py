@@ -63,7 +63,9 @@ ALIKE = ("sm_86",)
 # whose groups are 1, 5, 7 and 8 query heads, for sm_90 with a head size of 128 and no fp8.
 HEADS = ((16, 8), (8, 8), (40, 8), (28, 4), (64, 8))
 
-
+# The assemblers of older versions also spill elsewhere. With them only decode is checked, and in fp8
+# one program fewer may fit a multiprocessor (heads of 64 on sm_90 and sm_100: 96 registers).
+NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
 # What may spill registers, by a regular expression of what `compile_one` calls it, and the reason.
 SPILLS = {
     r"float32 .* fp8": "it uses no matrix units, and is for comparisons",
@@ -71,9 +73,8 @@ SPILLS = {
     r"sm_75: _int8_linear": "2 to 3 KB with every tile; use the dtype of the model there",
     r"sm_90: _int8_linear \(bfloat16 D=64 G=32 ": "8 bytes at 72 registers, which are not too few",
 }
-# The assemblers of older versions also spill elsewhere. With them only decode is checked, and in fp8
-# one program fewer may fit a multiprocessor (heads of 64 on sm_90 and sm_100: 96 registers).
-NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+if not NEWEST:
+    SPILLS[r"sm_120: _attend_decode \(bfloat16 D=128 fp8 "] = "16 bytes at 80 registers with 3.7"
 
 
 @cache
