@@ -63,9 +63,9 @@ ALIKE = ("sm_86",)
 # whose groups are 1, 5, 7 and 8 query heads, for sm_90 with a head size of 128 and no fp8.
 HEADS = ((16, 8), (8, 8), (40, 8), (28, 4), (64, 8))
 
-# The assemblers of older versions also spill elsewhere. With them only decode is checked, and in fp8
-# one program fewer may fit a multiprocessor (heads of 64 on sm_90 and sm_100: 96 registers).
-NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+# The assemblers of older versions also spill elsewhere. With them only decode is checked.
+NEWEST = VERSION >= (3, 9)
 # What may spill registers, by a regular expression of what `compile_one` calls it, and the reason.
 SPILLS = {
     r"float32 .* fp8": "it uses no matrix units, and is for comparisons",
@@ -219,7 +219,8 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]
         if kernel is attention._attend_decode:
             q = variant.arguments["q"]
             tile = decode_tile(GpuInfo(limit_kib), q.shape[-1], q.dtype)
-            if fit < tile.programs_per_sm - (not NEWEST and "fp8" in label):
+            # With 3.6, fp8 and heads of 64 take 96 registers on sm_90 and sm_100: 5 fit and not 6.
+            if fit < tile.programs_per_sm - (VERSION < (3, 7) and "fp8" in label):
                 errors.append(f"{title}: programs_per_sm={tile.programs_per_sm}, and {fit} fit")
     if "float32" in label and re.search(r"\btf32\b", compiled.asm.get("ptx", "")):
         errors.append(f"{title}: TF32 in a float32 kernel")
