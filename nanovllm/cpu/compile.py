@@ -87,7 +87,7 @@ def compile_all(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> dict
             if not missed and kernel.stats.cache_misses.total() > misses:
                 missed = True
                 kept = "and keeping them" if jit.DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
-                logger.info(f"compiling the CPU kernels, which takes 10 to 20 s ({kept})")
+                logger.info(f"compiling the CPU kernels, which takes 15 to 30 s ({kept})")
     in_parts = kernels_in_parts(dtype, unit, cache_dtype)
     return {call[0]: parallel.address_of(*call) for call in in_parts.items()}
 
@@ -143,7 +143,7 @@ def is_ready(dtype: torch.dtype) -> bool:
         start_new_session=True,
     )
     logger.info(
-        "the CPU's kernels are compiled in the background for later starts, which takes 10 to 20 s;"
+        "the CPU's kernels are compiled in the background for later starts, which takes 15 to 30 s;"
         " this process runs in plain torch, which is slower. attention_backend='numba' waits instead"
     )
     return False

@@ -117,8 +117,8 @@ class Scheduler:
         the next step can be planned while this one runs. `revert_in_flight` reverts this.
         """
         step = InFlightStep(plan := StepPlan())
+        seqs, preemptions = step.seqs, self.preemptions
         budget, block_size = self.token_budget, self.blocks.block_size
-        preemptions = self.preemptions
 
         # 1. Running sequences, oldest first. Only the most recently admitted is ever preempted, so
         #    the sequences that are already in this plan stay in it.
@@ -134,7 +134,7 @@ class Scheduler:
                         break
                     plan.new_blocks += self._allocate(seq, 1)
                 plan.decode_rows.append(seq.row)
-                step.seqs[seq.row] = seq
+                seqs[seq.row] = seq
                 budget -= 1
                 seq.num_computed += 1
                 seq.num_with_placeholders += 1

@@ -1,7 +1,7 @@
 """The ladder: the same 16 requests on every rung, from no cache to the defaults of LLM().
 
 Each rung adds one idea to the one before and gives the same tokens. The table says what each gains. It
-takes about a minute, and 10 to 20 s more if the CPU's kernels have to be compiled first. Timings
+takes about a minute, and 15 to 30 s more if the CPU's kernels have to be compiled first. Timings
 mean little while other programs run.
 """
 
@@ -136,7 +136,7 @@ RUNGS = [
 
 
 def has_numba(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the CPU's kernels can run. They are compiled on the first call, in 10 to 20 s."""
+    """Whether the CPU's kernels can run. They are compiled on the first call, in 15 to 30 s."""
     if (compile_ := optional("nanovllm.cpu.compile")) is not None:
         compile_.compile_now(dtype)
     return compile_ is not None
