@@ -184,14 +184,12 @@ class NumbaAttention(PlainAttention):
         # 2. The rest of each context: packs of consecutive tokens of one sequence.
         seqs, past = np.concatenate(own_sequences), np.concatenate(own_starts)  # blocks of prefixes
         most, pack_index = int(queries[seqs].max()), 0
+        pack_size = min(pack_size, most)
         if most > 1:
-            pack_size = min(pack_size, most)
             num_packs = -(-queries[seqs] // pack_size)
             before = np.repeat(np.cumsum(num_packs) - num_packs, num_packs)
             pack_index = np.arange(num_packs.sum())[:, None] - before[:, None]
             seqs, past = np.repeat(seqs, num_packs), np.repeat(past, num_packs)
-        else:
-            pack_size = 1
         seqs, past = seqs[:, None], past[:, None]
         ends = starts[seqs + 1]
         tokens = starts[seqs] + pack_index * pack_size + np.arange(pack_size)

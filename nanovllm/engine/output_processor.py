@@ -95,8 +95,9 @@ class OutputProcessor:
         if step.plan.chunks:
             self._note_first_results(updated)
             prompts = [seq for seq in updated if seq.yields in (Yield.HIDDEN_STATE, Yield.NOTHING)]
-        sampled = sum(seq.finish_reason != "error" for seq in updated) - len(prompts)
-        self.num_output_tokens += sampled
+        self.num_output_tokens += len(updated) - len(prompts)
+        if -1 in output.token_ids:  # which rows that got no token have
+            self.num_output_tokens -= sum(seq.finish_reason == "error" for seq in updated)
         ended: list[tuple[Sequence, str, str | None]] = [(seq, "stop", None) for seq in prompts]
         ended += [(seq, "stop", None) for seq in self._note_errors(step, output)]
         for row, candidates in output.candidates.items():
