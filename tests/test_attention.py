@@ -3,6 +3,7 @@
 from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_checkpoint, random_llm
@@ -18,7 +19,7 @@ from nanovllm.models.fp8 import Scales, to_fp8
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
 from nanovllm.cpu import amx, avx512  # noqa: E402
-from nanovllm.cpu.attention import NumbaAttention  # noqa: E402
+from nanovllm.cpu.attention import NumbaAttention, balanced  # noqa: E402
 
 NAN = float("nan")
 
@@ -306,6 +307,19 @@ def test_threads_share_the_work() -> None:
             assert numba.get_num_threads() == min(threads, numba.config.NUMBA_NUM_THREADS)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [1, 8, 24, 47])
+def test_equal_parts_have_about_the_same_work(count: int, parts: int) -> None:
+    """The packs of a prompt read ever more keys: the second half of them three times the first."""
+    sizes = np.arange(1, count + 1)
+    order = balanced(sizes, parts)
+    assert sorted(order) == list(range(count))
+    shares = [
+        sizes[order[count * p // parts : count * (p + 1) // parts]].sum() for p in range(parts)
+    ]
+    assert max(shares) - min(shares) <= 2 * count
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 16}, {"kvcache_block_size": 3}])

@@ -197,7 +197,8 @@ class NumbaAttention(PlainAttention):
         tokens[tokens >= ends] = -1
         columns = past + np.arange(-(-int((contexts[seqs] - past * size).max()) // size))
         own_tables = tables[seqs, np.minimum(columns, tables.shape[1] - 1)]
-        own = packs.Packs(tokens, own_contexts, own_tables)
+        order = balanced(own_contexts.max(axis=1), numba.get_num_threads())
+        own = packs.Packs(tokens[order], own_contexts[order], own_tables[order])
         lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
         step.work = packs.AttentionWork(prefixes, own, lse)
 
@@ -265,6 +266,16 @@ class NumbaAttention(PlainAttention):
         attended, logs = flash_attention(queries.flatten(1, 2)[None], *kv)
         out[tokens] = attended[0].unflatten(1, split).transpose(0, 1).flatten(1, 2)
         lse[prefix.tokens] = logs[0].unflatten(1, split).transpose(0, 1).flatten(1).numpy()
+
+
+def balanced(sizes: Any, parts: int) -> Any:
+    """Return an order of items in which equal parts have about the same size in total.
+
+    The items are dealt in order of size, back and forth: 0, 1, 1, 0, 0, 1 with two parts.
+    """
+    turn = np.arange(len(sizes)) % (2 * parts)
+    part = np.minimum(turn, 2 * parts - 1 - turn)
+    return np.argsort(sizes, kind="stable")[np.argsort(part, kind="stable")]
 
 
 def shared_prefixes(tables: Any, contexts: Any, block_size: int) -> list[tuple[Any, int]]:

@@ -17,15 +17,17 @@ from nanovllm.cpu import packs
 from nanovllm.cpu.dot import BF16, dot_rows
 from nanovllm.cpu.jit import compiled
 from nanovllm.cpu.packs import count_queries, kv_address
-from nanovllm.cpu.primitives import BFLOAT16, array, exp, f32, from_float32, maximum, to_float32
+from nanovllm.cpu.primitives import BFLOAT16, array, exp, f32, from_float32, to_float32
 
 WIDTH = 64  # outputs of a block of the packed weight: four vectors of 16
-# Prefetch distance of weights.
-PREFETCH_BYTES = 4096
+# With several groups of rows, a product takes this many inputs of a block at a time: 8 kB.
+INPUTS = 64
 # Attention takes this many rows (queries times heads of a group) and keys at a time, and this many
 # rows from a pack.
-ROWS, KEYS = 8, 32
+ROWS, KEYS = 32, 32
 MAX_PACK_ROWS = 64
+# Packs of fewer rows are left to cpu/packs.py.
+MIN_PACK_ROWS = 8
 
 
 def has_avx512_bf16() -> bool:
@@ -40,61 +42,87 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
 
     oneDNN packs W as [outputs / 64, inputs / 2, 64, 2]. All groups of rows have the same height,
     so the last one may start early and compute some rows again.
+
+    The first group of rows reads weights from memory, and the others read them from the cache. So
+    that memory is not idle meanwhile, each of the first four prefetches a quarter of the next ones.
     """
     out = array(out_ptr, (rows, outputs // WIDTH, WIDTH), BFLOAT16)
     height = 1 if rows < 2 else 2 if rows < 4 else 4 if rows == 5 or rows % 4 == 0 else 6
-    acc, bias, stride = np.empty((6, WIDTH), f32), np.zeros(WIDTH, f32), 2 * inputs
+    groups = (rows + height - 1) // height
+    span = inputs if groups == 1 else INPUTS
+    lines = 4 // groups if groups < 3 else 1  # of the four cache lines of a step
+    acc, bias = np.empty((groups * height, WIDTH), f32), np.zeros(WIDTH, f32)
     for block in range(start, stop):
         if bias_ptr != 0:
             for c in range(WIDTH):
                 bias[c] = to_float32(array(bias_ptr, (outputs,), BFLOAT16)[WIDTH * block + c])
-        w = weight_ptr + block * WIDTH * stride
-        for group in range((rows + height - 1) // height):
-            first = min(group * height, rows - height)
-            # Not `acc[:] = bias`, whose error message takes seconds to compile.
+        # Not `acc[:] = bias`, whose error message takes seconds to compile.
+        for i in range(groups * height):
+            for c in range(WIDTH):
+                acc[i, c] = bias[c]
+        for first in range(0, inputs, span):
+            steps = min(span, inputs - first) // 2
+            weights = weight_ptr + 2 * WIDTH * (block * inputs + first)
+            w = weights, 4 * WIDTH
+            for group in range(groups):
+                row = min(group * height, rows - height)
+                x = x_ptr + 2 * (row * inputs + first), 2 * inputs, 4
+                to = np.int64(acc[group * height :].ctypes.data), 4 * WIDTH
+                fetched = min(group * lines, 4)  # later groups prefetch the weights after those
+                ahead = weights + 2 * WIDTH * INPUTS + fetched * 64 * steps, lines
+                if height == 6:
+                    dot_rows(BF16, 6, 4, 1, x, w, steps, to, ahead)
+                elif height == 4:
+                    dot_rows(BF16, 4, 4, 1, x, w, steps, to, ahead)
+                elif height == 2:
+                    dot_rows(BF16, 2, 4, 2, x, w, steps, to, ahead)
+                else:
+                    dot_rows(BF16, 1, 4, 4, x, w, steps, to, ahead)
+        for group in range(groups):
+            row = min(group * height, rows - height)
             for i in range(height):
+                result = out[row + i, block]
                 for c in range(WIDTH):
-                    acc[i, c] = bias[c]
-            x, to = x_ptr + first * stride, np.int64(acc.ctypes.data)
-            if height == 6:
-                dot_rows(BF16, 6, 4, 1, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
-            elif height == 4:
-                dot_rows(BF16, 4, 4, 1, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
-            elif height == 2:
-                dot_rows(BF16, 2, 4, 2, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
-            else:
-                dot_rows(BF16, 1, 4, 4, PREFETCH_BYTES, x, stride, w, inputs // 2, to, 4 * WIDTH)
-            for i in range(height):
-                row = out[first + i, block]
-                for c in range(WIDTH):
-                    row[c] = from_float32(acc[i, c], BFLOAT16)
+                    result[c] = from_float32(acc[group * height + i, c], BFLOAT16)
 
 
 @compiled(no_nan=True)
 def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
                  start, stop):
-    """packs.attend_packs in bfloat16: tiles of 8 rows and 32 keys, for packs of 8 rows and more.
+    """packs.attend_packs in bfloat16, for packs of 8 rows and more.
 
-    For each pack K is transposed to pairs of dimensions of 32 tokens, and V to pairs of tokens. A
-    prompt of 512 tokens with the heads of Qwen3-0.6B takes 8 ms, and torch's attention 26. The weights are rounded before they are summed. As 0 times
-    infinity is NaN, an infinity in V makes NaN in rows that do not attend to its token.
+    scores = K q: 8 keys, as they are in the cache, and 32 rows, whose queries are transposed once:
+
+            dims 0  1   2  3                row 0   row 1               row 0   1
+        token 0 [ k  k | k  k |     dims 0, 1 [ q  q | q  q |       token 0 [ s | s |
+        token 1 [ k  k | k  k |  x       2, 3 [ q  q | q  q |   =   token 1 [ s | s |
+
+    The rows are therefore side by side in memory, and the softmax takes 16 of them at a time.
+
+    out = w V: 8 rows and 32 dimensions of V, whose tokens are interleaved:
+
+         tokens 0  1   2  3                 dim 0   dim 1               dim 0   1
+          row 0 [ w  w | w  w |   tokens 0, 1 [ v  v | v  v |         row 0 [ o | o |
+          row 1 [ w  w | w  w |  x       2, 3 [ v  v | v  v |   =     row 1 [ o | o |
+
+    The weights are rounded before they are summed. As 0 times infinity is NaN, an infinity in V
+    makes NaN in rows that do not attend to its token. A prompt of 512 tokens with the heads of
+    Qwen3-0.6B takes 4.6 ms, and torch's attention 26.
     """
     block_size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]
-    scale, row_bytes = f32(1) / np.sqrt(f32(dim)), 2 * dim
+    scale, num_kv_heads, pairs = f32(1) / np.sqrt(f32(dim)), k_cache.shape[1], dim // 2
     max_rows = (queries.shape[1] * group + ROWS - 1) // ROWS * ROWS
     max_keys = (block_tables.shape[1] * block_size + KEYS - 1) // KEYS * KEYS
-    query, acc = np.empty((max_rows, dim), np.uint16), np.empty((max_rows, dim), f32)
-    keys = np.empty((dim // 2, KEYS), np.uint32)
-    values = np.empty((dim // 32, KEYS // 2, 32), np.uint32)
-    scores = np.empty((max_rows, max_keys), f32)
-    weights = np.empty((max_rows, max_keys), np.uint16)
-    row_sum = np.empty(max_rows, f32)
-    num_kv_heads, item = k_cache.shape[1], start
+    query, keys = np.zeros((max_rows // ROWS, pairs, ROWS), np.uint32), np.empty((KEYS, pairs), np.uint32)
+    scores, values = np.empty((max_keys, max_rows), f32), np.empty((KEYS // 2, dim), np.uint32)
+    weights, acc = np.empty((max_keys // 2, max_rows), np.uint32), np.empty((max_rows, dim), f32)
+    visible, row_max, row_sum = np.empty(max_rows, np.int32), np.empty(max_rows, f32), np.empty(max_rows, f32)
+    item = start
     while item < stop:
         p, head = item // num_kv_heads, item % num_kv_heads
         table, count = block_tables[p], count_queries(queries[p])
         rows, context_len = count * group, context_lens[p, count - 1]
-        if rows < ROWS:
+        if rows < MIN_PACK_ROWS:
             following = min(stop, item + num_kv_heads - head)
             packs.attend_packs(
                 qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix, item,
@@ -104,65 +132,71 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
         item += 1
         padded = (rows + ROWS - 1) // ROWS * ROWS
         num_keys = (context_len + KEYS - 1) // KEYS * KEYS
-        query[rows:padded], scores[:padded, :num_keys], weights[rows:padded, :num_keys] = 0, 0, 0
-        for r in range(rows):
-            q = qkv[queries[p, r // group], head * group + r % group]
-            for d in range(dim):
-                query[r, d] = q[d]
-        for first in range(0, num_keys, KEYS):
-            for j in range(KEYS):
-                slot = min(first + j, context_len - 1)
-                address = kv_address(k_cache, table[slot // block_size], head, slot % block_size)
-                k = array(address, (dim // 2,), np.uint32(0))
-                for d in range(dim // 2):
-                    keys[d, j] = k[d]
-            for r in range(0, padded, ROWS):
-                dot_rows(
-                    BF16, 8, 2, 1, 0, np.int64(query[r:].ctypes.data), row_bytes,
-                    np.int64(keys.ctypes.data), dim // 2,
-                    np.int64(scores[r:, first:].ctypes.data), 4 * max_keys)
-
+        visible[:padded], row_max[:padded], row_sum[:padded] = 0, -np.inf, 0
         for r in range(rows):
             token, h = queries[p, r // group], head * group + r % group
-            visible = context_lens[p, r // group]
-            prefix_lse = f32(-np.inf) if is_prefix else lse[token, h]
-            row_max = max(prefix_lse, maximum(scores[r, :visible]) * scale)
-            prefix_sum = exp(prefix_lse - row_max) if prefix_lse > -np.inf else f32(0)
-            total = f32(0)
-            for t in range(visible):
-                weight = from_float32(exp(scores[r, t] * scale - row_max), BFLOAT16)
-                weights[r, t] = weight
-                total += to_float32(weight)
-            weights[r, visible:num_keys] = 0
-            row_sum[r] = total + prefix_sum
+            q = array(qkv[token, h].ctypes.data, (pairs,), np.uint32(0))
+            for d in range(pairs):
+                query[r // ROWS, d, r % ROWS] = q[d]
+            visible[r] = context_lens[p, r // group]
+            if not is_prefix:
+                row_max[r] = lse[token, h]
+
+        for first in range(0, num_keys, KEYS):
+            for j in range(KEYS):
+                # Slots after the last token may hold NaN, and 0 times NaN is NaN.
+                slot = min(first + j, context_len - 1)
+                address = kv_address(k_cache, table[slot // block_size], head, slot % block_size)
+                k = array(address, (pairs,), np.uint32(0))
+                for d in range(pairs):
+                    keys[j, d] = k[d]
+            scores[first : first + KEYS, :padded] = 0
+            for r in range(0, padded, ROWS):
+                for j in range(0, KEYS, 8):
+                    x = np.int64(keys[j:].ctypes.data), 2 * dim, 4
+                    to = np.int64(scores[first + j :, r:].ctypes.data), 4 * max_rows
+                    w = np.int64(query[r // ROWS].ctypes.data), 4 * ROWS
+                    dot_rows(BF16, 8, 2, 1, x, w, pairs, to, (0, 0))
+
+        for t in range(num_keys):
+            for r in range(padded):
+                score = scores[t, r] * scale if t < visible[r] else f32(-np.inf)
+                row_max[r] = max(row_max[r], score)
+        for r in range(rows):
+            token, h = queries[p, r // group], head * group + r % group
+            if not is_prefix and lse[token, h] > -np.inf:
+                row_sum[r] = exp(lse[token, h] - row_max[r])
             for d in range(dim):
-                acc[r, d] = prefix_sum * to_float32(out[token, h, d]) if prefix_sum > 0 else f32(0)
-            if is_prefix:
-                lse[token, h] = row_max + np.log(row_sum[r])
+                acc[r, d] = row_sum[r] * to_float32(out[token, h, d]) if row_sum[r] > 0 else f32(0)
+        for t in range(num_keys // 2):
+            for r in range(padded):
+                a = from_float32(exp(scores[2 * t, r] * scale - row_max[r]), BFLOAT16)
+                b = from_float32(exp(scores[2 * t + 1, r] * scale - row_max[r]), BFLOAT16)
+                a = a if 2 * t < visible[r] else np.uint16(0)
+                b = b if 2 * t + 1 < visible[r] else np.uint16(0)
+                row_sum[r] += to_float32(a) + to_float32(b)
+                weights[t, r] = np.uint32(a) | (np.uint32(b) << np.uint32(16))
 
         for first in range(0, num_keys, KEYS):
             for j in range(KEYS // 2):
-                # Slots after the last token may hold NaN, and 0 times NaN is NaN.
-                slot, after = first + 2 * j, first + 2 * j + 1
-                a = array(kv_address(
-                    v_cache, table[min(slot, context_len - 1) // block_size], head,
-                    min(slot, context_len - 1) % block_size), (dim // 32, 32), BFLOAT16)
-                b = array(kv_address(
-                    v_cache, table[min(after, context_len - 1) // block_size], head,
-                    min(after, context_len - 1) % block_size), (dim // 32, 32), BFLOAT16)
-                low = np.uint32(0xFFFF if slot < context_len else 0)
-                high = np.uint32(0xFFFF if after < context_len else 0)
-                for c in range(dim // 32):
-                    for d in range(32):
-                        values[c, j, d] = (np.uint32(a[c, d]) & low) | (
-                            (np.uint32(b[c, d]) & high) << np.uint32(16))
-            for r in range(0, padded, ROWS):
-                for c in range(dim // 32):
-                    dot_rows(
-                        BF16, 8, 2, 1, 0, np.int64(weights[r:, first:].ctypes.data), 2 * max_keys,
-                        np.int64(values[c].ctypes.data), KEYS // 2,
-                        np.int64(acc[r:, 32 * c :].ctypes.data), 4 * dim)
+                slot, after = min(first + 2 * j, context_len - 1), min(first + 2 * j + 1, context_len - 1)
+                address = kv_address(v_cache, table[slot // block_size], head, slot % block_size)
+                v = array(address, (dim,), BFLOAT16)
+                address = kv_address(v_cache, table[after // block_size], head, after % block_size)
+                next_v = array(address, (dim,), BFLOAT16)
+                for d in range(dim):
+                    values[j, d] = np.uint32(v[d]) | (np.uint32(next_v[d]) << np.uint32(16))
+            for r in range(0, rows, 8):
+                for d in range(0, dim, 32):
+                    x = np.int64(weights[first // 2 :, r:].ctypes.data), 4, 4 * max_rows
+                    w = np.int64(values[:, d:].ctypes.data), 4 * dim
+                    to = np.int64(acc[r:, d:].ctypes.data), 4 * dim
+                    dot_rows(BF16, 8, 2, 1, x, w, KEYS // 2, to, (0, 0))
+
         for r in range(rows):
-            result = out[queries[p, r // group], head * group + r % group]
+            token, h = queries[p, r // group], head * group + r % group
+            if is_prefix:
+                lse[token, h] = row_max[r] + np.log(row_sum[r])
+            result = out[token, h]
             for d in range(dim):
                 result[d] = from_float32(acc[r, d] / row_sum[r], BFLOAT16)

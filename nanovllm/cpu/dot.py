@@ -14,22 +14,27 @@ INT8, BF16 = 0, 1
 
 
 @intrinsic(prefer_literal=True)
-def dot_rows(typing, kind, rows, vectors, chains, ahead, x, x_stride, w, steps, out, out_stride):
+def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
     """out [rows, 16 * vectors] += x [rows, steps, N] w [steps, 16 * vectors, N].
 
     BF16: N = 2 numbers in bfloat16, and out is float32. INT8: N = 4, x is int8, w uint8, out int32.
-    x, w and out are addresses; the rows of x and out begin x_stride and out_stride bytes apart.
+    The first four arguments are literals, and `steps` is a multiple of `chains`. x is (address,
+    bytes from row to row, bytes from step to step), w (address, bytes from step to step), and out
+    (address, bytes from row to row). `ahead` is (address, number): each step prefetches so many
+    cache lines, the first step those at the address, and each later step the following ones.
+
     The instruction multiplies N numbers of one row of x with those of 16 outputs and adds the
     products to 16 sums, which stay in registers. It waits for the one before it that adds to the
     same sums. Therefore few rows have several `chains` of sums, which take turns and are added at
-    the end. w is prefetched `ahead` bytes ahead, if that is not 0. The first five arguments are
-    literals, and `steps` is a multiple of `chains`.
+    the end.
     """
-    is_bf16, num_rows, num_vectors, num_chains, distance = (
-        literal.literal_value for literal in (kind, rows, vectors, chains, ahead))
+    is_bf16, num_rows, num_vectors, num_chains = (
+        literal.literal_value for literal in (kind, rows, vectors, chains))
 
     def generate(context, builder, signature, args):
-        x, x_step, w, steps, out, out_step = args[5:]
+        x, x_row, x_step, w, w_step, out, out_row, ahead, lines = (
+            number for i in (4, 5, 7, 8) for number in cgutils.unpack_tuple(builder, args[i]))
+        steps = args[6]
         numbers = ir.VectorType(INT32, LANES)
         sums = FLOATS if is_bf16 else numbers
         name = f"x86.{'avx512bf16.dpbf16ps.512' if is_bf16 else 'avx512.vpdpbusd.512'}"
@@ -38,7 +43,7 @@ def dot_rows(typing, kind, rows, vectors, chains, ahead, x, x_stride, w, steps, 
             return builder.add(address, builder.mul(INT(row), step))
 
         results = {
-            (row, v): at(builder, row_of(out, row, out_step), INT(v), 64, sums)
+            (row, v): at(builder, row_of(out, row, out_row), INT(v), 64, sums)
             for row in range(num_rows) for v in range(num_vectors)}
         # LLVM keeps them in registers. The first chain continues what `out` has.
         totals = {}
@@ -49,15 +54,16 @@ def dot_rows(typing, kind, rows, vectors, chains, ahead, x, x_stride, w, steps, 
         with cgutils.for_range_slice(builder, INT(0), steps, INT(num_chains)) as (step, _):
             for chain in range(num_chains):
                 this = builder.add(step, INT(chain))
-                block = builder.add(w, builder.mul(this, INT(64 * num_vectors)))
-                if distance:
-                    for v in range(num_vectors):
-                        prefetch(builder, at(builder, block, INT(distance + 64 * v), 1, BYTE))
+                block = builder.add(w, builder.mul(this, w_step))
+                line = builder.mul(this, lines)
+                with cgutils.for_range(builder, lines) as later:
+                    prefetch(builder, at(builder, ahead, builder.add(line, later.index), 64, BYTE))
                 weights = [
                     builder.load(at(builder, block, INT(v), 64, numbers), align=4)
                     for v in range(num_vectors)]
+                first = builder.add(x, builder.mul(this, x_step))
                 for row in range(num_rows):
-                    pointer = at(builder, row_of(x, row, x_step), this, 4, INT32)
+                    pointer = builder.inttoptr(row_of(first, row, x_row), INT32.as_pointer())
                     number = copies(builder, builder.load(pointer, align=4))
                     for v in range(num_vectors):
                         total = totals[chain, row, v]
@@ -71,5 +77,4 @@ def dot_rows(typing, kind, rows, vectors, chains, ahead, x, x_stride, w, steps, 
             builder.store(total, pointer, align=4)
         return context.get_dummy_value()
 
-    arguments = kind, rows, vectors, chains, ahead, x, x_stride, w, steps, out, out_stride
-    return types.void(*arguments), generate
+    return types.void(kind, rows, vectors, chains, x, w, steps, out, ahead), generate

@@ -85,10 +85,11 @@ def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
 
     tokens is TOKENS or 1. The first three are addresses, and the rows of x begin `stride` bytes apart.
     """
+    x, w = (x_ptr, stride, 4), (weight_ptr, 4 * OUTPUTS)
     if tokens == TOKENS:
-        dot_rows(INT8, 4, 4, 1, 0, x_ptr, stride, weight_ptr, steps, sums_ptr, 4 * OUTPUTS)
+        dot_rows(INT8, 4, 4, 1, x, w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0))
     else:
-        dot_rows(INT8, 1, 4, 1, 0, x_ptr, stride, weight_ptr, steps, sums_ptr, 4 * OUTPUTS)
+        dot_rows(INT8, 1, 4, 1, x, w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0))
 
 
 @compiled()
