@@ -303,11 +303,11 @@ def a_long_download(path: str) -> tuple[list[list[int]], float]:
     """Longer than a rank may do nothing later."""
     from nanovllm.runner import tensor_parallel
 
-    tensor_parallel.TIMEOUT = timedelta(seconds=3)
+    tensor_parallel.TIMEOUT = timedelta(seconds=2)
     find = loading.find_files
 
     def slow(config: Any) -> Any:
-        time.sleep(5 * (rank() == 0))
+        time.sleep(3 * (rank() == 0))
         return find(config)
 
     loading.find_files, start = slow, time.monotonic()

@@ -461,7 +461,7 @@ backends = ("auto", "sdpa")
 for backend in backends:
     fork("nothing", backend)
 torch.ones(1 << 20).exp()
-openmp.PATIENCE = 1  # seconds, for which each of the following waits once or twice
+openmp.PATIENCE = 0.2  # seconds, for which each of the following waits once or twice
 for backend in backends:
     fork("torch", backend)
 for backend in backends:
