@@ -46,7 +46,8 @@ def make_engine(config: EngineConfig) -> LLMEngine:
             files = find_files(config)
         engine = load_engine(config, *files, ranks)
     engine.runner = AgreeingRunner(engine.runner, ranks)
-    weakref.finalize(engine, ranks.leave).atexit = False
+    # Also when the interpreter exits: a thread of Gloo may otherwise end the process with SIGABRT.
+    weakref.finalize(engine, ranks.leave)
     return engine
 
 

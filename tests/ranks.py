@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -303,17 +304,31 @@ def a_long_download(path: str) -> tuple[list[list[int]], float]:
     """Longer than a rank may do nothing later."""
     from nanovllm.runner import tensor_parallel
 
-    tensor_parallel.TIMEOUT = timedelta(seconds=2)
+    tensor_parallel.TIMEOUT = timedelta(seconds=3)
     find = loading.find_files
 
     def slow(config: Any) -> Any:
-        time.sleep(3 * (rank() == 0))
+        time.sleep(4 * (rank() == 0))
         return find(config)
 
     loading.find_files, start = slow, time.monotonic()
     llm = make(path)
     seconds = time.monotonic() - start
     return tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False)), seconds
+
+
+def groups_at_exit(path: str, destroyed: bool) -> tuple[int, int]:
+    """The numbers of process groups before and after what the engine does at exit."""
+    dist = torch.distributed
+    for of_the_server in list(weakref.finalize._registry):
+        of_the_server.detach()
+    llm = make(path)
+    if destroyed:
+        dist.destroy_process_group()
+    before = len(dist.distributed_c10d._world.pg_map)
+    weakref.finalize._exitfunc()
+    assert llm is not None
+    return before, len(dist.distributed_c10d._world.pg_map)
 
 
 def fewest_blocks(path: str) -> int:

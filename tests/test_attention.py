@@ -196,14 +196,23 @@ def test_what_the_matrix_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unit(*fits) == "packs"
 
 
+@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (18, 2)])
+def test_prompts_and_chunks_in_bfloat16(block_size: int, heads: tuple[int, int]) -> None:
+    """Packs of 1 to 64 rows, and contexts that end anywhere in a tile of keys."""
+    lengths = [(n, past) for n in (1, 7, 33, 70) for past in (0, 5, 90)] + [(1, 40)]
+    compare(NumbaAttention, lengths, block_size, heads, 4, dtype=torch.bfloat16, dim=64)
+
+
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)])
-@pytest.mark.parametrize("dim", [8, 32, 96, 160])
-def test_short_chunks_in_bfloat16(heads: tuple[int, int], dim: int) -> None:
+@pytest.mark.parametrize(("dim", "block_size"), [(8, 16), (32, 1), (96, 3), (160, 16)])
+def test_short_chunks_in_bfloat16(heads: tuple[int, int], dim: int, block_size: int) -> None:
     """Queries of one pack see different numbers of tokens; of 160 dimensions sums take two rounds."""
     lengths = [(20, 320), (33, 325), (1, 330), (60, 320), (7, 333), (1, 5)]
     step = compare(
-        NumbaAttention, lengths, 16, heads, 2, {20: [0, 1, 2, 3, 4]}, torch.bfloat16, dim
-    )
+        NumbaAttention, lengths, block_size, heads, 2, {320 // block_size: [0, 1, 2, 3, 4]},
+        torch.bfloat16, dim,
+    )  # fmt: skip
     assert alone(step) == 20 + 33 + 1 + 60 + 7 + 1
 
 
@@ -312,7 +321,7 @@ def test_threads_share_the_work() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [1, 8, 24, 47])
 def test_equal_parts_have_about_the_same_work(count: int, parts: int) -> None:
-    """The packs of a prompt read ever more keys: the second half of them three times the first."""
+    """Each pack of a prompt reads more keys than the one before: the second half, three times as many."""
     sizes = np.arange(1, count + 1)
     order = balanced(sizes, parts)
     assert sorted(order) == list(range(count))

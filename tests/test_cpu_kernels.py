@@ -237,24 +237,27 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     shape, like = (2, 1, 16, 32), primitives.DTYPE_EXAMPLE[dtype]
     unit = compile.units(dtype)[-1]
     kernel = compile.compile_all(dtype, unit, dtype)[unit.attend_packs]
-    qkv, k, v = (torch.randn(n).to(dtype) for n in ((4, 3, 32), shape, shape))
-    none = np.empty((0, 4), np.int64)
-    queries, contexts = np.arange(4)[None], np.arange(1, 5)[None]
+    count = min(12, unit.MAX_PACK_ROWS)
+    qkv, k, v = (torch.randn(n).to(dtype) for n in ((count, 3, 32), shape, shape))
+    none = np.empty((0, count), np.int64)
+    queries, contexts = np.arange(count)[None], np.arange(1, count + 1)[None]
     own = packs.Packs(queries, contexts, np.array([[1]], np.int32))
     reads = packs.AttentionWork(
-        packs.Packs(none, none, none.astype(np.int32)), own, np.full((4, 1), -np.inf, np.float32)
+        packs.Packs(none, none, none.astype(np.int32)),
+        own,
+        np.full((count, 1), -np.inf, np.float32),
     )
     found = []
     for last in (0.0, 3e38):
-        v[1, 0, 3] = last
-        out = torch.empty(4, 32, dtype=dtype)
+        v[1, 0, count - 1] = last
+        out = torch.empty(count, 32, dtype=dtype)
         packs.attend(
-            qkv.data_ptr(), 4, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
+            qkv.data_ptr(), count, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
             like, kernel, 2,
         )  # fmt: skip
         found.append(out)
-    assert torch.equal(found[0][:3], found[1][:3])
-    assert not torch.equal(found[0][3], found[1][3])
+    assert torch.equal(found[0][:-1], found[1][:-1])
+    assert not torch.equal(found[0][-1], found[1][-1])
 
 
 @pytest.mark.skipif(NO_PRODUCTS, reason="neither AMX nor AVX512-BF16 on this processor")

@@ -1,8 +1,8 @@
-"""Attention on a CPU: Numba kernels for decodes and short chunks, torch's attention for prompts.
+"""Attention on a CPU: Numba kernels, and torch's attention for prompts except with AVX512-BF16.
 
 With one query per sequence a step does little else than read KV. Leading blocks that sequences
-share are read once for all of them: by the same kernel for a pack of queries, or by torch's flash
-attention for many queries. The kernel then continues with each sequence's own blocks and merges the
+share are read once for all of them: by the same kernel for a pack of queries, or, without
+AVX512-BF16, by torch's flash attention for many queries. The kernel then continues with each sequence's own blocks and merges the
 two parts by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
 
 Shapes: T tokens of the step, N sequences of a group, H = K * G query heads that share K KV heads in
@@ -35,8 +35,8 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.def
 
 # A chunk is treated as decodes if at most this many tokens are outside its shared prefix.
 MAX_OWN_TOKENS = 64
-# With more queries per KV head than this, torch's flash attention reads a prefix faster than packs
-# do: for 960 queries of 512 tokens, 28 layers took 80 ms instead of 240.
+# Except with AVX512-BF16: with more queries per KV head than this, torch's flash attention reads a
+# prefix faster than packs do: for 960 queries of 512 tokens, 28 layers took 80 ms instead of 240.
 FLASH_QUERIES = 128
 # A shared prefix is read in a pass of its own if that saves reading at least this many tokens.
 MIN_SAVED_TOKENS = 256
@@ -197,7 +197,7 @@ class NumbaAttention(PlainAttention):
         tokens[tokens >= ends] = -1
         columns = past + np.arange(-(-int((contexts[seqs] - past * size).max()) // size))
         own_tables = tables[seqs, np.minimum(columns, tables.shape[1] - 1)]
-        order = balanced(own_contexts.max(axis=1), numba.get_num_threads())
+        order = balanced(own_contexts[:, 0], numba.get_num_threads())
         own = packs.Packs(tokens[order], own_contexts[order], own_tables[order])
         lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
         step.work = packs.AttentionWork(prefixes, own, lse)
@@ -269,13 +269,14 @@ class NumbaAttention(PlainAttention):
 
 
 def balanced(sizes: Any, parts: int) -> Any:
-    """Return an order of items in which equal parts have about the same size in total.
+    """Return an order of items whose `parts` equal parts have about the same total size.
 
-    The items are dealt in order of size, back and forth: 0, 1, 1, 0, 0, 1 with two parts.
+    The items are dealt in order of size, back and forth: 0, 1, 1, 0, 0, 1 with two parts. Each part
+    keeps their order, so that packs that read the same blocks stay together.
     """
-    turn = np.arange(len(sizes)) % (2 * parts)
-    part = np.minimum(turn, 2 * parts - 1 - turn)
-    return np.argsort(sizes, kind="stable")[np.argsort(part, kind="stable")]
+    turn = np.empty(len(sizes), np.int64)
+    turn[np.argsort(sizes, kind="stable")] = np.arange(len(sizes)) % (2 * parts)
+    return np.argsort(np.minimum(turn, 2 * parts - 1 - turn), kind="stable")
 
 
 def shared_prefixes(tables: Any, contexts: Any, block_size: int) -> list[tuple[Any, int]]:

@@ -3,8 +3,8 @@
 Products of few rows, and attention of many queries to the same keys. The rules and shapes are those
 of cpu/kernels.py. LLVM compiles them only for a processor with these instructions.
 
-A product of few rows takes as long as reading its weights. oneDNN reads 16 GB/s of them for one row
-and 14 for 16 rows on the 2 cores of an EPYC; this kernel reads 27 and 15.
+A product of few rows takes as long as reading its weights. On the 2 cores of an EPYC, oneDNN reads
+16 GB/s of them for one row and this kernel 27; docs/performance.md has more rows.
 """
 
 import sys
@@ -20,7 +20,8 @@ from nanovllm.cpu.packs import count_queries, kv_address
 from nanovllm.cpu.primitives import BFLOAT16, array, exp, f32, from_float32, to_float32
 
 WIDTH = 64  # outputs of a block of the packed weight: four vectors of 16
-# With several groups of rows, a product takes this many inputs of a block at a time: 8 kB.
+# With several groups of rows, a product takes this many inputs of a block at a time. Their weights,
+# 8 kB, are also how far ahead any product prefetches.
 INPUTS = 64
 # Attention takes this many rows (queries times heads of a group) and keys at a time, and this many
 # rows from a pack.
@@ -43,14 +44,15 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
     oneDNN packs W as [outputs / 64, inputs / 2, 64, 2]. All groups of rows have the same height,
     so the last one may start early and compute some rows again.
 
-    The first group of rows reads weights from memory, and the others read them from the cache. So
-    that memory is not idle meanwhile, each of the first four prefetches a quarter of the next ones.
+    Of several groups of rows, the first one reads 8 kB of weights from memory, and the others read
+    them from the cache. So that memory is not idle meanwhile, the groups share the prefetch of the
+    next 8 kB: two or three take half each, four and more a quarter each.
     """
     out = array(out_ptr, (rows, outputs // WIDTH, WIDTH), BFLOAT16)
     height = 1 if rows < 2 else 2 if rows < 4 else 4 if rows == 5 or rows % 4 == 0 else 6
     groups = (rows + height - 1) // height
     span = inputs if groups == 1 else INPUTS
-    lines = 4 // groups if groups < 3 else 1  # of the four cache lines of a step
+    lines = (groups + 3) // groups  # each group prefetches so many of the four cache lines of a step
     acc, bias = np.empty((groups * height, WIDTH), f32), np.zeros(WIDTH, f32)
     for block in range(start, stop):
         if bias_ptr != 0:
@@ -68,7 +70,7 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
                 row = min(group * height, rows - height)
                 x = x_ptr + 2 * (row * inputs + first), 2 * inputs, 4
                 to = np.int64(acc[group * height :].ctypes.data), 4 * WIDTH
-                fetched = min(group * lines, 4)  # later groups prefetch the weights after those
+                fetched = min(group * lines, 4)  # beyond 4: the beginning of the weights after those
                 ahead = weights + 2 * WIDTH * INPUTS + fetched * 64 * steps, lines
                 if height == 6:
                     dot_rows(BF16, 6, 4, 1, x, w, steps, to, ahead)
@@ -91,7 +93,8 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
                  start, stop):
     """packs.attend_packs in bfloat16, for packs of 8 rows and more.
 
-    scores = K q: 8 keys, as they are in the cache, and 32 rows, whose queries are transposed once:
+    scores = K q, for 8 keys, in the layout of the cache, and 32 rows at a time. The queries are
+    transposed once per pack:
 
             dims 0  1   2  3                row 0   row 1               row 0   1
         token 0 [ k  k | k  k |     dims 0, 1 [ q  q | q  q |       token 0 [ s | s |
@@ -99,15 +102,15 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
 
     The rows are therefore side by side in memory, and the softmax takes 16 of them at a time.
 
-    out = w V: 8 rows and 32 dimensions of V, whose tokens are interleaved:
+    out = w V, for 8 rows and 32 dimensions at a time. V's tokens are interleaved in pairs:
 
          tokens 0  1   2  3                 dim 0   dim 1               dim 0   1
           row 0 [ w  w | w  w |   tokens 0, 1 [ v  v | v  v |         row 0 [ o | o |
           row 1 [ w  w | w  w |  x       2, 3 [ v  v | v  v |   =     row 1 [ o | o |
 
     The weights are rounded before they are summed. As 0 times infinity is NaN, an infinity in V
-    makes NaN in rows that do not attend to its token. A prompt of 512 tokens with the heads of
-    Qwen3-0.6B takes 4.6 ms, and torch's attention 26.
+    can make NaN in all rows of the pack. A prompt of 512 tokens with the heads of Qwen3-0.6B takes
+    4.4 ms at best, and torch's attention took 26.
     """
     block_size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]
     scale, num_kv_heads, pairs = f32(1) / np.sqrt(f32(dim)), k_cache.shape[1], dim // 2
@@ -144,7 +147,7 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
 
         for first in range(0, num_keys, KEYS):
             for j in range(KEYS):
-                # Slots after the last token may hold NaN, and 0 times NaN is NaN.
+                # The last token stands for the slots after it, which a table may not have.
                 slot = min(first + j, context_len - 1)
                 address = kv_address(k_cache, table[slot // block_size], head, slot % block_size)
                 k = array(address, (pairs,), np.uint32(0))
@@ -179,6 +182,7 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
 
         for first in range(0, num_keys, KEYS):
             for j in range(KEYS // 2):
+                # The same here: slots after the last token may hold NaN, and 0 times NaN is NaN.
                 slot, after = min(first + 2 * j, context_len - 1), min(first + 2 * j + 1, context_len - 1)
                 address = kv_address(v_cache, table[slot // block_size], head, slot % block_size)
                 v = array(address, (dim,), BFLOAT16)
@@ -187,8 +191,8 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
                 for d in range(dim):
                     values[j, d] = np.uint32(v[d]) | (np.uint32(next_v[d]) << np.uint32(16))
             for r in range(0, rows, 8):
+                x = np.int64(weights[first // 2 :, r:].ctypes.data), 4, 4 * max_rows
                 for d in range(0, dim, 32):
-                    x = np.int64(weights[first // 2 :, r:].ctypes.data), 4, 4 * max_rows
                     w = np.int64(values[:, d:].ctypes.data), 4 * dim
                     to = np.int64(acc[r:, d:].ctypes.data), 4 * dim
                     dot_rows(BF16, 8, 2, 1, x, w, KEYS // 2, to, (0, 0))

@@ -18,10 +18,10 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
     """out [rows, 16 * vectors] += x [rows, steps, N] w [steps, 16 * vectors, N].
 
     BF16: N = 2 numbers in bfloat16, and out is float32. INT8: N = 4, x is int8, w uint8, out int32.
-    The first four arguments are literals, and `steps` is a multiple of `chains`. x is (address,
-    bytes from row to row, bytes from step to step), w (address, bytes from step to step), and out
-    (address, bytes from row to row). `ahead` is (address, number): each step prefetches so many
-    cache lines, the first step those at the address, and each later step the following ones.
+    The first four arguments are literals, and `steps` is a multiple of `chains`. x is (address, row
+    stride, step stride), w (address, step stride), and out (address, row stride), with all strides
+    in bytes. `ahead` is (address, lines): step s prefetches `lines` cache lines, beginning with line
+    s * lines from that address.
 
     The instruction multiplies N numbers of one row of x with those of 16 outputs and adds the
     products to 16 sums, which stay in registers. It waits for the one before it that adds to the

@@ -96,7 +96,7 @@ class OutputProcessor:
             self._note_first_results(updated)
             prompts = [seq for seq in updated if seq.yields in (Yield.HIDDEN_STATE, Yield.NOTHING)]
         self.num_output_tokens += len(updated) - len(prompts)
-        if -1 in output.token_ids:  # which rows that got no token have
+        if -1 in output.token_ids:  # -1 stands for a token that could not be sampled
             self.num_output_tokens -= sum(seq.finish_reason == "error" for seq in updated)
         ended: list[tuple[Sequence, str, str | None]] = [(seq, "stop", None) for seq in prompts]
         ended += [(seq, "stop", None) for seq in self._note_errors(step, output)]

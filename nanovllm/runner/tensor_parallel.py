@@ -145,7 +145,8 @@ class Ranks:
         """Disconnect from the other ranks, if that has not happened. It waits for none of them."""
         if self.is_connected:
             self.is_connected = False
-            dist.destroy_process_group(self.host)
+            if dist.is_initialized():  # else the script has destroyed all groups
+                dist.destroy_process_group(self.host)
             self.host = self.device = None
 
     def _call(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
