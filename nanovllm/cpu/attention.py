@@ -1,9 +1,9 @@
 """Attention on a CPU: Numba kernels, and torch's attention for prompts except with AVX512-BF16.
 
 With one query per sequence a step does little else than read KV. Leading blocks that sequences
-share are read once for all of them: by the same kernel for a pack of queries, or, without
-AVX512-BF16, by torch's flash attention for many queries. The kernel then continues with each sequence's own blocks and merges the
-two parts by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
+share are read once for all: by the same kernel for a pack of queries, or, without AVX512-BF16, by
+torch's flash attention for many queries. The kernel then continues with each sequence's own blocks
+and merges both by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
 
 Shapes: T tokens of the step, N sequences of a group, H = K * G query heads that share K KV heads in
 groups of G, D head size, B slots of a block, P slots of the shared prefix.
