@@ -3,7 +3,7 @@
     python .ci/compile_kernels.py               all targets, in two processes
     python .ci/compile_kernels.py --table       also print registers, spills and shared memory
 
-Triton can compile without a GPU. The script calls the functions of nanovllm.gpu.kernels with tensors of
+Triton can compile without a GPU. The script calls the functions of nanovllm.backends.gpu.kernels with tensors of
 the real dtypes and intercepts each launch before Triton looks for a device. It therefore compiles
 what a GPU would run, with the specializations that Triton derives from the arguments.
 tests/dry_run.py runs whole engines and checks that this script compiles every variant that they meet.
@@ -33,9 +33,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from nanovllm.batch import SamplingBatch
-from nanovllm.gpu.kernels import attention, int8, pointwise, sampling, store
-from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+from nanovllm.models.batch import SamplingBatch
+from nanovllm.backends.gpu.kernels import attention, int8, pointwise, sampling, store
+from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.int8 import Int8Weight
 

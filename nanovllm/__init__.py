@@ -11,25 +11,25 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanovllm.beam_search import BeamSearchOutput as BeamSearchOutput
-    from nanovllm.beam_search import BeamSearchParams as BeamSearchParams
-    from nanovllm.beam_search import BeamSearchSequence as BeamSearchSequence
+    from nanovllm.features.beam_search import BeamSearchOutput as BeamSearchOutput
+    from nanovllm.features.beam_search import BeamSearchParams as BeamSearchParams
+    from nanovllm.features.beam_search import BeamSearchSequence as BeamSearchSequence
     from nanovllm.llm import LLM as LLM
-    from nanovllm.outputs import CompletionOutput as CompletionOutput
-    from nanovllm.outputs import GenerationError as GenerationError
-    from nanovllm.outputs import Logprob as Logprob
-    from nanovllm.outputs import RequestMetrics as RequestMetrics
-    from nanovllm.outputs import RequestOutput as RequestOutput
-    from nanovllm.outputs import StreamOutput as StreamOutput
-    from nanovllm.pooling import EmbeddingOutput as EmbeddingOutput
-    from nanovllm.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
-    from nanovllm.pooling import PoolingParams as PoolingParams
-    from nanovllm.prompts import TextPrompt as TextPrompt
-    from nanovllm.prompts import TokensPrompt as TokensPrompt
-    from nanovllm.sampling_params import SamplingParams as SamplingParams
-    from nanovllm.scoring import LoglikelihoodOutput as LoglikelihoodOutput
-    from nanovllm.structured import StructuredOutputsParams as StructuredOutputsParams
-    from nanovllm.trace import Trace as Trace
+    from nanovllm.api.outputs import CompletionOutput as CompletionOutput
+    from nanovllm.api.outputs import GenerationError as GenerationError
+    from nanovllm.api.outputs import Logprob as Logprob
+    from nanovllm.api.outputs import RequestMetrics as RequestMetrics
+    from nanovllm.api.outputs import RequestOutput as RequestOutput
+    from nanovllm.api.outputs import StreamOutput as StreamOutput
+    from nanovllm.features.embeddings.pooling import EmbeddingOutput as EmbeddingOutput
+    from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from nanovllm.features.embeddings.pooling import PoolingParams as PoolingParams
+    from nanovllm.api.prompts import TextPrompt as TextPrompt
+    from nanovllm.api.prompts import TokensPrompt as TokensPrompt
+    from nanovllm.api.sampling_params import SamplingParams as SamplingParams
+    from nanovllm.features.loglikelihood import LoglikelihoodOutput as LoglikelihoodOutput
+    from nanovllm.features.structured import StructuredOutputsParams as StructuredOutputsParams
+    from nanovllm.tools.trace.trace import Trace as Trace
 
 __version__ = "0.1.0"
 # The same names by module.
@@ -52,7 +52,7 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
-            names = importlib.import_module("nanovllm.vllm_names")
+            names = importlib.import_module("nanovllm.api.vllm_names")
             error = names.missing("module 'nanovllm'", name, __all__)
             # `from nanovllm import name` would replace an AttributeError by one of its own.
             raise ImportError(error) if name in names.INSTEAD else error

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAli
 
 from tqdm import tqdm
 
-from nanovllm import beam_search
-from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
-from nanovllm.chat import Message, as_conversations
-from nanovllm.checks import located
-from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.features import beam_search
+from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
+from nanovllm.api.chat import Message, as_conversations
+from nanovllm.api.checks import located
+from nanovllm.api.config import EMBEDDED, EngineConfig
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Request
-from nanovllm.loading import make_engine
-from nanovllm.log import show_log
-from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
-from nanovllm.pooling import EmbeddingRequestOutput, PoolingParams
-from nanovllm.prompts import Prompt, pair_up
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scoring import LoglikelihoodOutput
-from nanovllm.vllm_names import CallArguments, check_call, missing
+from nanovllm.loading.make_engine import make_engine
+from nanovllm.api.log import show_log
+from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
+from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
+from nanovllm.api.prompts import Prompt, pair_up
+from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.features.loglikelihood import LoglikelihoodOutput
+from nanovllm.api.vllm_names import CallArguments, check_call, missing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,7 +139,7 @@ class LLM:
         use_tqdm: bool = True,
         **vllm: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
-        """Search for the most likely outputs of the prompts; see nanovllm/beam_search.py.
+        """Search for the most likely outputs of the prompts; see nanovllm/features/beam_search.py.
 
         params: one for all prompts, or one for each.
 

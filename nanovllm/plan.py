@@ -109,7 +109,7 @@ class HostTier(NamedTuple):
     """Blocks in host memory, to which blocks of the device are saved when they are evicted."""
 
     num_blocks: int
-    least_load: int  # fewer blocks are computed again and not loaded; see runner/host_pool.py
+    least_load: int  # fewer blocks are computed again and not loaded; see features/host_tier/pool.py
 
 
 # The sampler's filters in the order in which they apply, each with the value that turns it off.
@@ -144,7 +144,7 @@ class LogitRules:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: tuple[Callable[..., Any], ...] = ()
-    grammar: Any = None  # nanovllm.structured.Grammar
+    grammar: Any = None  # nanovllm.features.structured.Grammar
 
     @property
     def has_penalties(self) -> bool:

@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from nanovllm import LLM
-from nanovllm.demo import data
-from nanovllm.demo.grade import wrong_answers
+from nanovllm.tools.training import data
+from nanovllm.tools.training.grade import wrong_answers
 from nanovllm.models.fp8 import FP8
 
 # A shell without job control lets what it starts in the background ignore Ctrl-C, which tests send.
@@ -75,7 +75,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.getoption("numprocesses"):
         return  # the two processes do it
     try:
-        from nanovllm.cpu import compile, jit
+        from nanovllm.backends.cpu import compile, jit
     except ImportError:
         return  # without Numba
     if hasattr(session.config, "workerinput") and jit.DIRECTORY:
@@ -87,7 +87,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def share_compilation() -> None:
     """Compile what the whole suite needs, fp8 caches too, with the other process: each first does
     what the other is not doing, and then waits for what the other has begun."""
-    from nanovllm.cpu import compile, jit, packs
+    from nanovllm.backends.cpu import compile, jit, packs
 
     # The same kernel of several lists once: in the order of a list, in which attention comes first.
     # Lists with a unit are last, because their kernels call those without: two processes that compile

@@ -44,13 +44,14 @@ import references
 
 import nanovllm.models.int8
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.batch import SamplingBatch
-from nanovllm.gpu import graphs
-from nanovllm.gpu.kernels import attention, pointwise
+from nanovllm.models.batch import SamplingBatch
+from nanovllm.backends.gpu import graphs
+from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.models import layers, logit_rules, sampler
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
-from nanovllm.runner import host_pool, tensor_parallel
-from nanovllm.runner import memory as runner_memory
+from nanovllm.features.host_tier import pool as host_pool
+from nanovllm.features.tensor_parallel import ranks as tensor_parallel
+from nanovllm.loading import memory as runner_memory
 
 ROOT = f"{Path(__file__).parent.parent}/"
 DEVICE = torch.device("cuda", 0)
@@ -856,7 +857,7 @@ def faults(directory: str) -> Any:
         freed = "memory that has been freed, captured at "
         cases = (
             (torch.neg, "tests/dry_run.py:"),
-            (pointwise.silu_and_mul, "nanovllm/gpu/kernels/"),
+            (pointwise.silu_and_mul, "nanovllm/backends/gpu/kernels/"),
         )
         for function, where in cases:
             outside, graph = torch.ones((1, 2), device=DEVICE), Graph()

@@ -27,11 +27,11 @@ import torch
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace, loading
-from nanovllm.beam_search import BeamSearchParams
-from nanovllm.runner import memory
+from nanovllm.features.beam_search import BeamSearchParams
+from nanovllm.loading import memory
 
 with suppress(ImportError):  # without Numba
-    import nanovllm.cpu.backend  # noqa: F401
+    import nanovllm.backends.cpu.backend  # noqa: F401
 
 LIMIT = 150  # seconds for a job
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -289,7 +289,7 @@ def an_early_end(path: str) -> str:
 
 
 def a_slow_rank(path: str) -> tuple[str, float]:
-    from nanovllm.runner import tensor_parallel
+    from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 
     tensor_parallel.TIMEOUT = timedelta(seconds=2)
     llm = make(path)
@@ -302,7 +302,7 @@ def a_slow_rank(path: str) -> tuple[str, float]:
 
 def a_long_download(path: str) -> tuple[list[list[int]], float]:
     """Longer than a rank may do nothing later."""
-    from nanovllm.runner import tensor_parallel
+    from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 
     tensor_parallel.TIMEOUT = timedelta(seconds=3)
     find = loading.find_files

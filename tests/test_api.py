@@ -21,9 +21,9 @@ from conftest import VOCAB, random_llm
 
 import nanovllm
 from nanovllm import LLM, GenerationError, SamplingParams, TextPrompt, TokensPrompt
-from nanovllm.config import EngineConfig
+from nanovllm.api.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.vllm_names import CALL_ARGUMENTS, INSTEAD, CallArguments
+from nanovllm.api.vllm_names import CALL_ARGUMENTS, INSTEAD, CallArguments
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.batch import ForwardBatch
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales, to_fp8
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.cpu import amx, avx512  # noqa: E402
-from nanovllm.cpu.attention import NumbaAttention, balanced  # noqa: E402
+from nanovllm.backends.cpu import amx, avx512  # noqa: E402
+from nanovllm.backends.cpu.attention import NumbaAttention, balanced  # noqa: E402
 
 NAN = float("nan")
 

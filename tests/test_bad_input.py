@@ -27,11 +27,11 @@ from nanovllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from nanovllm.config import EngineConfig
-from nanovllm.models.checkpoint import find_checkpoint, generation_defaults, weight_files
+from nanovllm.api.config import EngineConfig
+from nanovllm.loading.checkpoint import find_checkpoint, generation_defaults, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
-from nanovllm.runner import memory, start
-from nanovllm.vllm_names import VLLM_OPTIONS
+from nanovllm.loading import memory, make_runner as start
+from nanovllm.api.vllm_names import VLLM_OPTIONS
 
 NAN, INF = float("nan"), float("inf")
 

@@ -11,12 +11,12 @@ import pytest
 from tiers import TieredHistory
 from xxhash import xxh64_intdigest
 
-from nanovllm.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.features.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.engine import scheduler
 from nanovllm.engine.request import Sample
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.lessons.mutants import Mutant, apply
-from nanovllm.lessons.oracle import (
+from nanovllm.tools.oracle.mutants import Mutant, apply
+from nanovllm.tools.oracle.oracle import (
     ALPHABET,
     History,
     make_samples,

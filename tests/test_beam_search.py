@@ -6,14 +6,8 @@ import pytest
 import torch
 from conftest import VOCAB, make_checkpoint, random_llm
 
-from nanovllm import (
-    LLM,
-    BeamSearchParams,
-    SamplingParams,
-    StructuredOutputsParams,
-    Trace,
-    beam_search,
-)
+from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, Trace
+from nanovllm.features import beam_search
 
 ENDS = [0, 3, 17, 18, 19, 20, 21, 22]  # many, so that beams end at different lengths
 

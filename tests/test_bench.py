@@ -13,8 +13,8 @@ import pytest
 import torch
 from conftest import random_llm, weights_of
 
-from nanovllm.benchmarks import baselines, machine, modes, roofline, throughput, turn, workloads
-from nanovllm.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload
+from nanovllm.tools.benchmarks import baselines, machine, modes, roofline, throughput, turn, workloads
+from nanovllm.tools.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload
 from nanovllm.models.config import ModelConfig
 
 spec = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")

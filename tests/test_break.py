@@ -9,8 +9,8 @@ import pytest
 from nanovllm.engine import block_manager
 from nanovllm.lessons import __main__ as command
 from nanovllm.lessons import break_it
-from nanovllm.lessons.mutants import MUTANTS, apply
-from nanovllm.lessons.oracle import INVARIANTS, random_actions
+from nanovllm.tools.oracle.mutants import MUTANTS, apply
+from nanovllm.tools.oracle.oracle import INVARIANTS, random_actions
 
 FEW = (1, 14, 16)
 EXERCISES = range(1, len(MUTANTS) + 1)

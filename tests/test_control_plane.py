@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.mutants import MUTANTS, apply
-from nanovllm.lessons.oracle import (
+from nanovllm.tools.oracle.mutants import MUTANTS, apply
+from nanovllm.tools.oracle.oracle import (
     ALPHABET,
     History,
     OracleRunner,

@@ -11,16 +11,16 @@ import torch
 from conftest import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch import SamplingBatch
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.models import logit_rules, sampler
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.cpu import amx, avx512, compile, decode, int8, packs, parallel, primitives  # noqa: E402
-from nanovllm.cpu import kernels as cpu  # noqa: E402
-from nanovllm.cpu import sampler as cpu_sampler  # noqa: E402
-from nanovllm.cpu.layers import CompiledLayers  # noqa: E402
+from nanovllm.backends.cpu import amx, avx512, compile, decode, int8, packs, parallel, primitives  # noqa: E402
+from nanovllm.backends.cpu import kernels as cpu  # noqa: E402
+from nanovllm.backends.cpu import sampler as cpu_sampler  # noqa: E402
+from nanovllm.backends.cpu.layers import CompiledLayers  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -309,7 +309,7 @@ def test_without_numba(
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     wanted = random_llm(tmp_path).generate(prompts, params, use_tqdm=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    for name in [name for name in sys.modules if name.startswith("nanovllm.cpu.")]:
+    for name in [name for name in sys.modules if name.startswith("nanovllm.backends.cpu.")]:
         monkeypatch.delitem(sys.modules, name)
     with caplog.at_level(logging.WARNING, logger="nanovllm"):
         llm = random_llm(tmp_path)
@@ -331,7 +331,7 @@ def test_without_amx(tmp_path) -> None:
     code = (
         "from dataclasses import replace\n"
         "from nanovllm import LLM\n"
-        "from nanovllm.cpu import amx, avx512, backend, compile, int8, packs, sampler\n"
+        "from nanovllm.backends.cpu import amx, avx512, backend, compile, int8, packs, sampler\n"
         "from nanovllm.models.backend import PLAIN\n"
         "same = [sampler._weigh_chunks, sampler._draw_rows, sampler._logprobs_of_rows]\n"
         "same += [int8.quantize_rows, int8.product_blocks]\n"

@@ -9,17 +9,12 @@ from pathlib import Path
 import pytest
 
 import nanovllm
-from nanovllm import (
-    LLM,
-    SamplingParams,
-    StructuredOutputsParams,
-    beam_search,
-    outputs,
-    pooling,
-    scoring,
-)
-from nanovllm.config import EngineConfig
-from nanovllm.vllm_names import VLLM_OPTIONS
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.features import beam_search, loglikelihood as scoring
+from nanovllm.api import outputs
+from nanovllm.features.embeddings import pooling
+from nanovllm.api.config import EngineConfig
+from nanovllm.api.vllm_names import VLLM_OPTIONS
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

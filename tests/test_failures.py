@@ -13,12 +13,12 @@ from conftest import random_llm
 from test_api import ctrl_c_interrupts, is_idle  # noqa: F401 (a fixture)
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.detokenizer import Detokenizer
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.oracle import OracleRunner, make_samples
+from nanovllm.tools.oracle.oracle import OracleRunner, make_samples
 from nanovllm.models.logit_rules import RowRules, RulesState
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -13,7 +13,7 @@ import torch
 numba = pytest.importorskip("numba")
 
 import nanovllm  # noqa: E402
-from nanovllm.cpu import amx, attention, compile, jit  # noqa: E402
+from nanovllm.backends.cpu import amx, attention, compile, jit  # noqa: E402
 from nanovllm.models.config import ModelConfig  # noqa: E402
 
 ANSWER = """
@@ -109,7 +109,7 @@ def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
     code = """
 import numpy as np
 from numba import int64, typeof
-from nanovllm.cpu import amx, avx512
+from nanovllm.backends.cpu import amx, avx512
 for unit in (amx, avx512):
     unit.linear_blocks.compile((int64,) * 9)
 qkv, cache = np.empty((0, 1, 32), np.uint16), np.empty((0, 1, 16, 32), np.uint16)
@@ -160,7 +160,7 @@ def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
     source = package / "cpu" / "primitives.py"
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import numpy as np; from nanovllm.cpu import jit, sampler\n"
+        "import numpy as np; from nanovllm.backends.cpu import jit, sampler\n"
         "print(sampler._weight(np.float32(0)), len(sampler._weight.stats.cache_hits))\n"
         "print(jit.DIRECTORY)"
     )
@@ -181,7 +181,7 @@ def test_nowhere_to_keep_kernels(tmp_path: Path) -> None:
     """
     code = "import numba.core.caching as c; c.CacheImpl._locator_classes = []\n" + ANSWER
     code += (
-        "import numpy as np; from nanovllm.cpu import jit, primitives\n"
+        "import numpy as np; from nanovllm.backends.cpu import jit, primitives\n"
         "assert jit.DIRECTORY is None\n"
         "assert primitives.maximum(np.ones(20, np.float32)) == 1\n"
     )

@@ -17,15 +17,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch import SamplingBatch
-from nanovllm.demo import data
-from nanovllm.demo.grade import accuracy
+from nanovllm.models.batch import SamplingBatch
+from nanovllm.tools.training import data
+from nanovllm.tools.training.grade import accuracy
 from nanovllm.models import sampler
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.int8 import Int8Weight, weight_only
 from nanovllm.models.layers import add_rms_norm, silu_and_mul
 from nanovllm.plan import BlockMove
-from nanovllm.runner import host_pool
+from nanovllm.features.host_tier import pool as host_pool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,8 +90,8 @@ SHAPES = [
 @pytest.mark.parametrize("fp8", [False, True])
 def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype, fp8: bool) -> None:
     """In fp8 against the reference on the same numbers, which it multiplies by the scales."""
-    from nanovllm.gpu.kernels import attention
-    from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+    from nanovllm.backends.gpu.kernels import attention
+    from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 
     heads, kv_heads, dim = shape
     torch.manual_seed(0)
@@ -123,8 +123,8 @@ def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype, f
 
 
 def test_a_cache_of_more_than_2_31_elements() -> None:
-    from nanovllm.gpu.kernels import attention
-    from nanovllm.gpu.kernels.configs import GpuInfo, decode_tile
+    from nanovllm.backends.gpu.kernels import attention
+    from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile
 
     blocks, kv_heads, size, dim = 140_000, 8, 16, 128  # 2.3e9 elements, 4.6 GB each
     k, v = (
@@ -144,7 +144,7 @@ def test_a_cache_of_more_than_2_31_elements() -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_pointwise_and_store(dtype: torch.dtype) -> None:
-    from nanovllm.gpu.kernels import pointwise, store
+    from nanovllm.backends.gpu.kernels import pointwise, store
 
     torch.manual_seed(0)
     x, residual = (torch.randn(300, 4096, device=DEVICE).to(dtype) for _ in range(2))
@@ -176,7 +176,7 @@ def test_pointwise_and_store(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_store_in_fp8(dtype: torch.dtype) -> None:
     """Every rounding: beyond 448 saturates, NaN remains NaN. Without a rotation k is exact too."""
-    from nanovllm.gpu.kernels import store
+    from nanovllm.backends.gpu.kernels import store
 
     needs_fp8()
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def test_store_in_fp8(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(4096, 1024), (1024, 3072), (199, 70), (151_936, 1024)], ids=str)
 def test_int8_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Against the reference in float32, with the weights as they are stored."""
-    from nanovllm.gpu.kernels import int8
+    from nanovllm.backends.gpu.kernels import int8
 
     torch.manual_seed(0)
     weight = Int8Weight.empty(partial(torch.empty, dtype=dtype, device=DEVICE), *shape)
@@ -241,7 +241,7 @@ def test_int8_tokens_are_the_same_captured_and_eager(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sampler(dtype: torch.dtype) -> None:
     """The reference's tokens, but where sums in another order fall on the other side of an edge."""
-    from nanovllm.gpu.kernels import sampling
+    from nanovllm.backends.gpu.kernels import sampling
 
     torch.manual_seed(0)
     rows, size = 256, 151_936

@@ -18,13 +18,13 @@ import torch
 from conftest import VOCAB
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import EngineConfig
-from nanovllm.gpu import graphs as gpu_graphs
-from nanovllm.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
+from nanovllm.api.config import EngineConfig
+from nanovllm.backends.gpu import graphs as gpu_graphs
+from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
 from nanovllm.models.backend import PLAIN, Backend
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner import memory, start
-from nanovllm.runner.backends import pick_backend
+from nanovllm.loading import memory, make_runner as start
+from nanovllm.loading.select_backend import pick_backend
 from nanovllm.runner.start import make_runner
 
 

@@ -13,17 +13,19 @@ from hypothesis.stateful import initialize, invariant
 from test_control_plane import MACHINE, BlockManagerMachine
 from tiers import TieredHistory
 
-from nanovllm import LLM, SamplingParams, Trace, log
-from nanovllm.config import EngineConfig
-from nanovllm.engine import host_tier
-from nanovllm.engine.host_tier import HostBlock, TieredBlockManager
+from nanovllm import LLM, SamplingParams, Trace
+from nanovllm.api import log
+from nanovllm.api.config import EngineConfig
+from nanovllm.features.host_tier import blocks as host_tier
+from nanovllm.features.host_tier.blocks import HostBlock, TieredBlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.mutants import Mutant, apply
-from nanovllm.lessons.oracle import plain_sequence, run_history
+from nanovllm.tools.oracle.mutants import Mutant, apply
+from nanovllm.tools.oracle.oracle import plain_sequence, run_history
 from nanovllm.models.fp8 import FP8
 from nanovllm.plan import BlockMove, HostTier, StepPlan
-from nanovllm.runner import host_pool, memory
-from nanovllm.runner.host_pool import HostPool, least_load
+from nanovllm.features.host_tier import pool as host_pool
+from nanovllm.loading import memory
+from nanovllm.features.host_tier.pool import HostPool, least_load
 
 SLOW = pytest.mark.slow
 GIB = 2**30

@@ -77,7 +77,7 @@ def run(code: str) -> str:
 
 def test_control_plane_loads_no_torch() -> None:
     run(
-        "import sys, nanovllm.engine.llm_engine, nanovllm.demo.data\n"
+        "import sys, nanovllm.engine.llm_engine, nanovllm.tools.training.data\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
 
@@ -85,14 +85,14 @@ def test_control_plane_loads_no_torch() -> None:
 @pytest.mark.slow
 def test_histories_run_without_torch() -> None:
     run(
-        "import sys; from nanovllm.lessons.oracle import run_history\n"
+        "import sys; from nanovllm.tools.oracle.oracle import run_history\n"
         "for seed in range(100): run_history(seed)\n"
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("missing", ["triton", "nanovllm.gpu", "nanovllm.cpu"])
+@pytest.mark.parametrize("missing", ["triton", "nanovllm.backends.gpu", "nanovllm.backends.cpu"])
 def test_works_without(missing: str) -> None:
     """Without Triton or a device folder; and of transformers the tokenizers, never a model's code."""
     done = fresh.run(

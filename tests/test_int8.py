@@ -13,8 +13,8 @@ from conftest import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by_ta
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmarks import workloads
-from nanovllm.demo import data
+from nanovllm.tools.benchmarks import workloads
+from nanovllm.tools.training import data
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.int8 import (
@@ -25,10 +25,10 @@ from nanovllm.models.int8 import (
     quantized,
     weight_only,
 )
-from nanovllm.runner.memory import weight_bytes
+from nanovllm.loading.memory import weight_bytes
 
 try:
-    import nanovllm.cpu.int8 as kernels
+    import nanovllm.backends.cpu.int8 as kernels
 except ImportError:
     kernels = None
 

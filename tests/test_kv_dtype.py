@@ -20,15 +20,15 @@ from test_attention import BACKENDS, compare, heads_strategy, make
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.demo import data
+from nanovllm.tools.training import data
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
-from nanovllm.runner import backends
+from nanovllm.loading import select_backend as backends
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.cpu import amx, packs, primitives  # noqa: E402
-from nanovllm.cpu.attention import NumbaAttention  # noqa: E402
+from nanovllm.backends.cpu import amx, packs, primitives  # noqa: E402
+from nanovllm.backends.cpu.attention import NumbaAttention  # noqa: E402
 
 ONES = [(1.0, 1.0), (1.0, 1.0)]
 SCALES = [(0.25, 2.0), (0.3, 0.7)]  # of the two layers of a random checkpoint
@@ -345,7 +345,7 @@ def test_bad_type() -> None:
 
 
 def test_old_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = pytest.importorskip("nanovllm.gpu.attention")
+    attention = pytest.importorskip("nanovllm.backends.gpu.attention")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
 
     def make(capability: tuple[int, int], device: str = "cuda:0") -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
-from nanovllm.config import EMBEDDED
+from nanovllm.api.config import EMBEDDED
 from nanovllm.lessons import lesson10_puzzles as puzzles
 from nanovllm.lessons import lesson11_paged_attention as paged
 from nanovllm.lessons import lesson12_overlap as overlap
@@ -18,7 +18,7 @@ from nanovllm.lessons import lesson13_int8 as int8
 from nanovllm.lessons import lesson14_host_tier as host_tier
 from nanovllm.lessons import lesson15_tensor_parallel as tensor_parallel
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.checkpoint import config_file, find_checkpoint
+from nanovllm.loading.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
 
 

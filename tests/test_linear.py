@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import SamplingParams
-from nanovllm.cpu.linear import address, is_packed_by, packed, padded_tokens, product
+from nanovllm.backends.cpu.linear import address, is_packed_by, packed, padded_tokens, product
 
 needs_tiles = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bf16 tiles on this processor"
@@ -57,7 +57,7 @@ def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) -> None:
     pytest.importorskip("numba")
-    from nanovllm.cpu import amx, avx512, compile, parallel
+    from nanovllm.backends.cpu import amx, avx512, compile, parallel
 
     if not (amx.has_amx() or avx512.has_avx512_bf16()):
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
@@ -90,7 +90,7 @@ def test_what_is_packed_in_another_way(width: int, monkeypatch: pytest.MonkeyPat
     assert is_packed_by(width, packed(tiny)) == is_packed_by(width, tiles)
     # As if torch packed in another way: the numbers are those of another weight.
     other = packed(weights(64, 64))
-    monkeypatch.setattr("nanovllm.cpu.linear.address", lambda _: address(other))
+    monkeypatch.setattr("nanovllm.backends.cpu.linear.address", lambda _: address(other))
     assert not is_packed_by(width, tiles)
 
 
@@ -112,7 +112,7 @@ from functools import partial
 from pathlib import Path
 import torch
 from nanovllm.models.config import ModelConfig
-from nanovllm.cpu import linear
+from nanovllm.backends.cpu import linear
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.qwen3 import Qwen3
 

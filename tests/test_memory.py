@@ -8,10 +8,10 @@ import torch
 from conftest import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams
-from nanovllm.config import EngineConfig
+from nanovllm.api.config import EngineConfig
 from nanovllm.models import logit_rules
 from nanovllm.models.logit_rules import RulesState
-from nanovllm.runner import memory
+from nanovllm.loading import memory
 
 POSITIONS = 512
 

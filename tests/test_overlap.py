@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, loading
-from nanovllm.lessons.oracle import ALPHABET, OracleRunner, answer
+from nanovllm.tools.oracle.oracle import ALPHABET, OracleRunner, answer
 from nanovllm.models.backend import PLAIN
 from nanovllm.plan import HostTier, StepOutput
 

@@ -12,7 +12,7 @@ from nanovllm import LLM, SamplingParams
 
 pa = pytest.importorskip("pyarrow", reason="pip install -e '.[ray]'")
 
-from nanovllm.integrations.ray_data import SCHEMA, Generate  # noqa: E402
+from nanovllm.tools.jobs.ray_data import SCHEMA, Generate  # noqa: E402
 
 QUESTIONS = [f"What is {i} + {i + 3}?" for i in range(40)]
 PARAMS = {"temperature": 0.0, "max_tokens": 12}

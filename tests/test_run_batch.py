@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
-from nanovllm.openai_format import CHAT, COMPLETIONS, EMBEDDINGS, parse
-from nanovllm.run_batch import BatchFiles, main, run_batch
+from nanovllm.tools.jobs.openai_format import CHAT, COMPLETIONS, EMBEDDINGS, parse
+from nanovllm.tools.jobs.run_batch import BatchFiles, main, run_batch
 
 NAME = "qwen3-nano"
 
@@ -402,7 +402,7 @@ def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
     for option in ("max_num_seqs=2", "dtype=float32", "device=cpu"):
         arguments += ["--set", option]
     for number, done in ((signal.SIGINT, 2), (signal.SIGKILL, 6)):
-        process = fresh.Process(fresh.module("nanovllm.run_batch", *arguments))
+        process = fresh.Process(fresh.module("nanovllm.tools.jobs.run_batch", *arguments))
         until(lambda least=done: target.exists() and target.read_bytes().count(b"\n") >= least)
         process.send_signal(number)
         ended = process.wait()
@@ -460,7 +460,7 @@ def test_a_file_that_may_not_grow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The operating system writes a part of a line and refuses the rest."""
-    monkeypatch.setattr("nanovllm.run_batch.LLM", lambda *_, **__: embedded)
+    monkeypatch.setattr("nanovllm.tools.jobs.run_batch.LLM", lambda *_, **__: embedded)
     source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
     arguments = ["-i", str(source), "-o", str(target)]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -590,7 +590,7 @@ def test_wrong_options(
 def test_nothing_left_loads_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delattr("nanovllm.run_batch.LLM")
+    monkeypatch.delattr("nanovllm.tools.jobs.run_batch.LLM")
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"\n \n")
     assert main(["-i", str(source), "-o", str(target)]) == 0

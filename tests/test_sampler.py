@@ -16,7 +16,7 @@ from conftest import VOCAB, make_checkpoint, random_llm
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch import SamplingBatch
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import draw, keep_min_p, keep_top_k, keep_top_p, sample, uniform
 from nanovllm.plan import FILTERS
 
@@ -40,7 +40,7 @@ def sampling_batch(
 
 
 @pytest.fixture(
-    params=["nanovllm.models.sampler", "nanovllm.cpu.sampler", "nanovllm.gpu.kernels.sampling"]
+    params=["nanovllm.models.sampler", "nanovllm.backends.cpu.sampler", "nanovllm.backends.gpu.kernels.sampling"]
 )
 def backend(request: pytest.FixtureRequest) -> ModuleType:
     if "gpu" in request.param and os.environ.get("TRITON_INTERPRET") != "1":

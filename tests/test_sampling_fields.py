@@ -431,7 +431,7 @@ def test_leaving_a_stream_frees_everything(embedded: LLM) -> None:
 
 def test_detokenizer_on_every_prefix(embedded: LLM) -> None:
     """What is handed out is a prefix of the full decode at every token, and all of it at the end."""
-    from nanovllm.detokenizer import Detokenizer
+    from nanovllm.engine.detokenizer import Detokenizer
 
     tokenizer = embedded.get_tokenizer()
     rng = random.Random(0)
@@ -466,7 +466,7 @@ def test_detokenizer_on_every_prefix(embedded: LLM) -> None:
 
 
 def test_detokenizing_broken_bytes_is_linear(embedded: LLM) -> None:
-    from nanovllm.detokenizer import WINDOW, Detokenizer
+    from nanovllm.engine.detokenizer import WINDOW, Detokenizer
 
     detokenizer = Detokenizer(embedded.get_tokenizer())
     broken = embedded.get_tokenizer().encode("\u00e9")[:1]  # the first byte of two

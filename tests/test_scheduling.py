@@ -6,11 +6,11 @@ import random
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.host_tier import TieredBlockManager
+from nanovllm.features.host_tier.blocks import TieredBlockManager
 from nanovllm.engine.policies import AGING
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.lessons.oracle import OracleRunner, answer, make_samples
+from nanovllm.tools.oracle.oracle import OracleRunner, answer, make_samples
 from nanovllm.plan import HostTier, StepPlan
 
 

@@ -11,7 +11,7 @@ import torch
 from conftest import VOCAB, random_llm
 
 from nanovllm import LLM, LoglikelihoodOutput, SamplingParams
-from nanovllm.demo.data import graded_samples
+from nanovllm.tools.training.data import graded_samples
 from nanovllm.plan import StepPlan
 
 STEM = [(7 * i + 3) % VOCAB for i in range(40)]
@@ -209,7 +209,7 @@ def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from lm_eval.tasks import TaskManager
 
-    import nanovllm.integrations.lm_eval  # noqa: F401  (registers the model)
+    import nanovllm.tools.jobs.lm_eval  # noqa: F401  (registers the model)
 
     write_tasks(tmp_path, 24)
     path = str(Path(__file__).parent.parent / "nanovllm" / "demo" / "qwen3-nano")
@@ -249,7 +249,7 @@ def test_lm_evals_command_knows_the_model(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     write_tasks(tmp_path, 8)
     command = [
-        sys.executable, "-m", "nanovllm.integrations.lm_eval", "run", "--model", "nanovllm",
+        sys.executable, "-m", "nanovllm.tools.jobs.lm_eval", "run", "--model", "nanovllm",
         "--model_args", "model=qwen3-nano,attention_backend=sdpa", "--device", "cpu",
         "--include_path", str(tmp_path), "--tasks", "demo_choice",
     ]  # fmt: skip

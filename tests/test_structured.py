@@ -17,7 +17,7 @@ from nanovllm import LLM, GenerationError, SamplingParams, StructuredOutputsPara
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import Join, LogitRules, RowSampling
 from nanovllm.runner import model_runner, pending
-from nanovllm.structured import Grammar, GrammarCompiler, Matcher
+from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

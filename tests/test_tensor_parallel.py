@@ -18,16 +18,17 @@ import pytest
 import torch
 from conftest import make_checkpoint, random_llm
 
-from nanovllm import LLM, SamplingParams, run_batch
-from nanovllm.beam_search import BeamSearchParams
+from nanovllm import LLM, SamplingParams
+from nanovllm.tools.jobs import run_batch
+from nanovllm.features.beam_search import BeamSearchParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.int8 import quantized
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.shards import config_of_rank, parts_of_rank
+from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
 from nanovllm.models.weights import random_weights
-from nanovllm.runner.memory import weight_bytes
+from nanovllm.loading.memory import weight_bytes
 
 ROOT = Path(__file__).parent.parent
 Job = Callable[..., list[dict[str, Any]]]

@@ -11,8 +11,8 @@ import torch
 from conftest import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams
-from nanovllm.runner import threads
-from nanovllm.runner.threads import ThreadLimit, busy_ticks, quota
+from nanovllm.backends.cpu import threads
+from nanovllm.backends.cpu.threads import ThreadLimit, busy_ticks, quota
 
 STAT = """cpu  300 0 60 900 40 0 0 0 0 0
 cpu0 100 2 30 400 20 1 2 3 0 0

@@ -18,7 +18,7 @@ from conftest import random_llm
 from test_api import is_idle
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.log import show_log
+from nanovllm.api.log import show_log
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -435,7 +435,7 @@ def test_copies_are_refused(embedded: LLM, make_copy: Callable) -> None:
 FORK = """
 import os, signal, sys, torch
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.runner import openmp
+from nanovllm.backends.cpu import openmp
 
 def make(backend: str) -> LLM:
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True)

@@ -19,14 +19,14 @@ from test_overlap import FakeRunner, greedy, make  # noqa: F401
 from test_threads import run_in_threads
 
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
-from nanovllm.config import EngineConfig
+from nanovllm.api.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.plan import HostTier, StepOutput
-from nanovllm.trace import Event, State
-from nanovllm.trace_show import describe_changes, steps
+from nanovllm.tools.trace.trace import Event, State
+from nanovllm.tools.trace.show import describe_changes, steps
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.models.weights import Part, load_weights
-from nanovllm.runner import memory, start
+from nanovllm.loading import memory, make_runner as start
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -170,7 +170,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights
-from nanovllm.models.checkpoint import weight_files
+from nanovllm.loading.checkpoint import weight_files
 
 def private():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
@@ -201,7 +201,7 @@ def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
     """AutoModelForCausalLM and AutoTokenizer load it unchanged and say the same."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from nanovllm.models.checkpoint import find_checkpoint
+    from nanovllm.loading.checkpoint import find_checkpoint
 
     path = find_checkpoint("qwen3-nano")
     assert (path / "model.safetensors").stat().st_size <= 8_000_000

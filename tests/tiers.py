@@ -4,9 +4,10 @@ import random
 from array import array
 from types import ModuleType
 
-from nanovllm.engine import host_tier, scheduler
-from nanovllm.engine.host_tier import TieredBlockManager
-from nanovllm.lessons.oracle import History, require
+from nanovllm.features.host_tier import blocks as host_tier
+from nanovllm.engine import scheduler
+from nanovllm.features.host_tier.blocks import TieredBlockManager
+from nanovllm.tools.oracle.oracle import History, require
 from nanovllm.plan import HostTier
 
 

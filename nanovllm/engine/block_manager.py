@@ -115,7 +115,7 @@ class BlockManager:
         return matched
 
     def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
-        """What `match` takes for logical block `i`. engine/host_tier.py also looks in host memory."""
+        """What `match` takes for logical block `i`. features/host_tier/blocks.py also looks in host memory."""
         return self._lookup(seq, i, parent)
 
     def _lookup(self, seq: Sequence, i: int, parent: int) -> Block | None:
@@ -247,7 +247,7 @@ class BlockManager:
         return block_id
 
     def _evict(self, block_id: int) -> None:
-        """Free an evictable block. Its content is lost; engine/host_tier.py saves it before."""
+        """Free an evictable block. Its content is lost; features/host_tier/blocks.py saves it before."""
         self._uncache(self.blocks[block_id])
         self.evictions += 1
         self._evicted.append(block_id)

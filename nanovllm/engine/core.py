@@ -34,7 +34,7 @@ class EngineCore:
         """With `overlap`, a step is planned and launched before the previous one is committed."""
         self.scheduler, self.runner, self.outputs = scheduler, runner, outputs
         self.max_in_flight = 1 if overlap else 0  # steps that `run_step` leaves uncommitted
-        self.observer = NO_OBSERVER  # see nanovllm/trace.py
+        self.observer = NO_OBSERVER  # see nanovllm/tools/trace/trace.py
         self._process = os.getpid()
         self._lock = threading.RLock()
         self._to_abort: deque[Request] = deque()

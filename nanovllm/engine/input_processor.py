@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
-from nanovllm.chat import Message, render
-from nanovllm.checks import located
-from nanovllm.detokenizer import Tokenizer
+from nanovllm.api.chat import Message, render
+from nanovllm.api.checks import located
+from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
-from nanovllm.pooling import PoolingParams, PoolingSettings
-from nanovllm.prompts import Prompt, as_list, plain_ids, split_prompt
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scoring import ScoringParams, encode_pair
-from nanovllm.structured import GrammarCompiler
+from nanovllm.features.embeddings.pooling import PoolingParams, PoolingSettings
+from nanovllm.api.prompts import Prompt, as_list, plain_ids, split_prompt
+from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.features.loglikelihood import ScoringParams, encode_pair
+from nanovllm.features.structured import GrammarCompiler
 
 # What a request asks for: new tokens, an embedding, or the log-probabilities of its last tokens.
 Params: TypeAlias = SamplingParams | PoolingParams | ScoringParams

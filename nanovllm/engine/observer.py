@@ -1,4 +1,4 @@
-"""Observer: what EngineCore reports about its steps. nanovllm/trace.py implements it."""
+"""Observer: what EngineCore reports about its steps. nanovllm/tools/trace/trace.py implements it."""
 
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence

@@ -6,13 +6,13 @@ OutputProcessor changes it. The caller reads `output` at its end, or `read_strea
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from nanovllm.detokenizer import Detokenizer, Tokenizer
+from nanovllm.engine.detokenizer import Detokenizer, Tokenizer
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.outputs import Logprob, RequestMetrics, StreamOutput
+from nanovllm.api.outputs import Logprob, RequestMetrics, StreamOutput
 from nanovllm.plan import TokenLogprobs
-from nanovllm.pooling import PoolingParams
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scoring import ScoringParams
+from nanovllm.features.embeddings.pooling import PoolingParams
+from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.features.loglikelihood import ScoringParams
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Sample:
 
 
 class Search(Protocol):
-    """Chooses the tokens of a request whose rows yield candidates: see nanovllm/beam_search.py."""
+    """Chooses the tokens of a request whose rows yield candidates: see nanovllm/features/beam_search.py."""
 
     def start(self, seqs: list[Sequence]) -> None: ...
 

@@ -23,7 +23,7 @@ from nanovllm.lessons import lesson1_no_cache, lesson2_kv_cache
 from nanovllm.lessons.lesson import Counters, make_llm, optional
 from nanovllm.lessons.lesson1_no_cache import Way
 from nanovllm.lessons.show import say, show_table
-from nanovllm.outputs import RequestOutput
+from nanovllm.api.outputs import RequestOutput
 
 NUM_REQUESTS = 16
 ROWS = 8  # requests that run at once, from static batches to async scheduling
@@ -137,7 +137,7 @@ RUNGS = [
 
 def has_numba(dtype: torch.dtype = torch.float32) -> bool:
     """Whether the CPU's kernels can run. They are compiled on the first call, in 15 to 30 s."""
-    if (compile_ := optional("nanovllm.cpu.compile")) is not None:
+    if (compile_ := optional("nanovllm.backends.cpu.compile")) is not None:
         compile_.compile_now(dtype)
     return compile_ is not None
 

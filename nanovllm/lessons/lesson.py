@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.benchmarks.workloads import SHAPES
-from nanovllm.config import EMBEDDED
+from nanovllm.tools.benchmarks.workloads import SHAPES
+from nanovllm.api.config import EMBEDDED
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep
-from nanovllm.models.checkpoint import config_file, find_checkpoint
+from nanovllm.loading.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
-from nanovllm.outputs import RequestOutput
+from nanovllm.api.outputs import RequestOutput
 from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner.model_runner import ModelRunner
 

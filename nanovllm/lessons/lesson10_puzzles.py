@@ -190,7 +190,7 @@ def run() -> list[Question]:
         puzzles leave out one of them: `{COMMAND} 1` shows the first. Complete, they compute
         what torch does:""")
     show_table(("puzzle", "largest difference"), rows)
-    engine = optional("nanovllm.gpu.kernels.attention")
+    engine = optional("nanovllm.backends.gpu.kernels.attention")
     show_source(
         link(engine._load_blocks.fn, "tl.load"), link(engine._attend_tile.fn, "correction =")
     )

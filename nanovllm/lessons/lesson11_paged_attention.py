@@ -23,14 +23,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from nanovllm.batch import ForwardBatch
-from nanovllm.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
+from nanovllm.models.batch import ForwardBatch
+from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
 from nanovllm.lessons.lesson import decode_plan, embedded_config, optional, prompt_plan
 from nanovllm.lessons.show import Question, link, say, show_lines, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.runner.rows import Rows
 
-KERNELS = "nanovllm.gpu.kernels.attention"
+KERNELS = "nanovllm.backends.gpu.kernels.attention"
 CPU = torch.device("cpu")
 BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
 SPLIT = 256  # keys of a split here; the engine's kernel splits into 64 and more

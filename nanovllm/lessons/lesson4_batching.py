@@ -20,7 +20,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import make_llm, runner_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.trace import State
+from nanovllm.tools.trace.trace import State
 
 ROWS = 4  # max_num_seqs
 # Plain torch, so that the figures do not depend on whether kernels are compiled.

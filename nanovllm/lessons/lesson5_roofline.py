@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from nanovllm.benchmarks import roofline
-from nanovllm.benchmarks.workloads import Workload
-from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.tools.benchmarks import roofline
+from nanovllm.tools.benchmarks.workloads import Workload
+from nanovllm.api.config import EMBEDDED, EngineConfig
 from nanovllm.lessons.ladder import has_numba
 from nanovllm.lessons.lesson import decode_plan, embedded_config, prompt_plan, shape_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
-from nanovllm.models.checkpoint import find_checkpoint
+from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.runner import start
+from nanovllm.loading import make_runner as start
 from nanovllm.runner.model_runner import ModelRunner
 
 LAYERS, VOCAB = 4, 16_384  # of the part of Qwen3-0.6B that is timed

@@ -19,8 +19,8 @@ from nanovllm.engine.policies import AGING, shortest_job_first
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import Counters, ask, make_llm, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
-from nanovllm.outputs import RequestOutput
-from nanovllm.trace import State
+from nanovllm.api.outputs import RequestOutput
+from nanovllm.tools.trace.trace import State
 
 # Plain torch, so that the figures do not depend on whether kernels are compiled.
 OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=256, enable_prefix_caching=False)

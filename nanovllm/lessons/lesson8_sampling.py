@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM
-from nanovllm.batch import SamplingBatch
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.lessons.lesson import ask, make_llm
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.models import sampler

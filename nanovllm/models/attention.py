@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.batch import ForwardBatch, to_device
+from nanovllm.models.batch import ForwardBatch, to_device
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.batch import ForwardBatch, SamplingBatch
+from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
@@ -50,7 +50,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """Everything that a device brings. runner/backends.py selects one."""
+    """Everything that a device brings. loading/select_backend.py selects one."""
 
     # (shape) -> an uninitialized weight. The runner sets its dtype and device.
     empty: Callable[..., Tensor] = torch.empty

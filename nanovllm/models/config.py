@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checks import KINDS, check_scalar
-from nanovllm.config import DTYPES
+from nanovllm.api.checks import KINDS, check_scalar
+from nanovllm.api.config import DTYPES
 
 SIZE = (1, 2**31 - 1)
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))

@@ -53,7 +53,7 @@ class Linear:
         self.parts, self.backend = parts, backend
         self.weight = backend.make_weight(backend.empty, outputs, inputs)  # [O, I]
         self.bias = backend.empty(outputs) if bias else None
-        # Joins the results of several ranks; see runner/tensor_parallel.py.
+        # Joins the results of several ranks; see features/tensor_parallel/ranks.py.
         self.join: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:

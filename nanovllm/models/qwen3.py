@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from nanovllm.batch import ForwardBatch
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding, rms_norm, rotate

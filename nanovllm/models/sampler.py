@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanovllm.batch import SamplingBatch
+from nanovllm.models.batch import SamplingBatch
 
 HIDDEN = float("-inf")  # the logit of a token that is never drawn
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nanovllm.log import progress_bar
+from nanovllm.api.log import progress_bar
 from nanovllm.models.config import unreadable
 from nanovllm.models.fp8 import KV_SCALE
 

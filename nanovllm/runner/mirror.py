@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.batch import ForwardBatch, SamplingBatch
+from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.plan import StepPlan
 from nanovllm.runner.rows import Rows, sampling_batch
 

@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.batch import SamplingBatch, to_device
+from nanovllm.models.batch import SamplingBatch, to_device
 from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import Chunk, HostTier, StepOutput, StepPlan, Yield
-from nanovllm.runner.host_pool import HostPool
+from nanovllm.features.host_tier.pool import HostPool
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
 
 
 class ModelRunner:
-    attention: Attention  # set by runner/start.py, once the size of its KV cache is known
+    attention: Attention  # set by loading/make_runner.py, once the size of its KV cache is known
     num_blocks: int  # for requests; the null block is not counted
     max_model_len: int  # the longest request
     host_pool: HostPool | None = None

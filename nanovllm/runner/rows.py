@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.batch import ForwardBatch, SamplingBatch, to_device
+from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState, raising
 from nanovllm.plan import FILTERS, Join, LogitRules, StepPlan, Yield
 

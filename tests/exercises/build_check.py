@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.lessons.oracle import History, OracleRunner, answer, make_samples, run_history
+from nanovllm.tools.oracle.oracle import History, OracleRunner, answer, make_samples, run_history
 
 __all__ = ["OracleRunner", "answer", "check_history", "expect", "load", "make_samples"]
 

@@ -10,7 +10,7 @@ from build_check import OracleRunner, check_history, expect, load
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons import oracle
+from nanovllm.tools.oracle import oracle
 
 slots, blocks_to_append = load("slots.py", "slots"), load("slots.py", "blocks_to_append")
 

@@ -13,7 +13,7 @@ What must stay true:
   - Scores of 1,000 and of -1,000 give no infinity and no NaN.
   - A score of -inf has no weight, and a tile may have no other scores. The first state has m = -inf.
 
-Where it goes. _attend_tile and _merge_splits in nanovllm/gpu/kernels/attention.py. The check compares
+Where it goes. _attend_tile and _merge_splits in nanovllm/backends/gpu/kernels/attention.py. The check compares
 with torch, and reads the tiles through a block table, as lesson 11 does.
 
 Hints: what was summed with the old m is multiplied by exp(old m - new m). -inf - -inf is NaN, so

@@ -1,0 +1,98 @@
+"""Renders chat messages as the text of a prompt, with the chat template of the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+from nanovllm.api.checks import check_scalar
+from nanovllm.engine.detokenizer import Tokenizer
+
+Message = dict[str, Any]
+
+
+def as_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> list[Sequence[Message]]:
+    """Return a list of conversations, given one or a list of them."""
+    if not isinstance(messages, list | tuple):
+        raise TypeError(
+            'messages must be a list like [{"role": "user", "content": "..."}], or a list of '
+            f"such lists, not {messages!r}"
+        )
+    one = not messages or not isinstance(messages[0], list | tuple)
+    conversations = [messages] if one else list(messages)
+    if not all(conversations):
+        raise ValueError("the conversation is empty; give at least one message")
+    return cast("list[Sequence[Message]]", conversations)
+
+
+def render(
+    conversation: Iterable[Message],
+    tokenizer: Tokenizer,
+    chat_template: str | None,
+    **variables: Any,
+) -> str:
+    """Return the text of a conversation. `variables` are passed to `apply_chat_template`."""
+    if chat_template is not None:
+        check_scalar("chat_template", chat_template, str)
+    messages = plain_messages(conversation, tokenizer, chat_template)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, chat_template=chat_template, **variables
+        )
+    except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
+        shown = "the tokenizer's" if chat_template is None else f"{chat_template!r:.80}"
+        raise ValueError(
+            "the chat template cannot render these messages "
+            f"({type(error).__name__}: {error}); change them, or pass another template "
+            f"with chat_template=..., not {shown}"
+        ) from error
+    return cast(str, text)
+
+
+def plain_messages(
+    conversation: Iterable[Message], tokenizer: Tokenizer, chat_template: str | None
+) -> list[Message]:
+    """Check the messages. Join content parts, unless the chat template accepts parts."""
+    messages, joins = [], None  # whether parts are joined; tested at the first message with parts
+    for message in conversation:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            texts = [part_text(part) for part in content]
+            parts = [{"type": "text", "text": text} for text in texts]
+            if joins is None:
+                joins = not takes_parts(tokenizer, chat_template)
+            message = message | {"content": "\n".join(texts) if joins else parts}
+        elif not isinstance(content, str) and message["role"] in ("system", "user"):
+            raise TypeError(
+                f"the content of a message must be a string or a list of parts, not {content!r}"
+            )
+        messages.append(message)
+    return messages
+
+
+def part_text(part: Any) -> str:
+    """Return the text of a content part: a string, or {"type": "text", "text": "..."}."""
+    if isinstance(part, dict) and part.get("type") == "text":
+        part = part.get("text")
+    if not isinstance(part, str):
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise ValueError(
+            f"a content part of type {kind!r} is not supported: the models take text only, as "
+            '{"type": "text", "text": "..."}'
+        )
+    return part
+
+
+def takes_parts(tokenizer: Tokenizer, chat_template: str | None) -> bool:
+    """Whether the chat template renders the text of a content part, and nothing else of it."""
+    parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
+    probe: list[Message] = [{"role": "user", "content": parts}]
+    try:
+        shown = tokenizer.apply_chat_template(probe, tokenize=False, chat_template=chat_template)
+    except Exception:  # A template that takes strings only may fail in any way.
+        return False
+    return "probe text" in shown and "probe name" not in shown

@@ -1,0 +1,184 @@
+"""SamplingParams: how the tokens of one request are sampled and when it ends, with vLLM's names."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TypeAlias
+
+from nanovllm.api.checks import Positive, Seed, check_scalar, check_scalars, refuse_unknown_fields
+from nanovllm.features.structured import StructuredOutputsParams
+
+# (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits). Called on the
+# device's tensor for each token of the request.
+LogitsProcessor: TypeAlias = "Callable[..., Any]"
+
+# Fields of vLLM that do not exist here, and what to use instead.
+ELSEWHERE = {
+    "best_of": "ask for n samples and choose among them by cumulative_logprob",
+    "use_beam_search": "use LLM.beam_search with BeamSearchParams",
+    "length_penalty": "use LLM.beam_search with BeamSearchParams",
+    "early_stopping": "use LLM.beam_search with BeamSearchParams",
+    "extra_args": "write a function for logits_processors",
+    "guided_decoding": "use structured_outputs=StructuredOutputsParams(...), its newer name",
+    "output_kind": "use LLM.stream for tokens as they are generated",
+    "truncate_prompt_tokens": "cut the prompt's token ids yourself",
+    "spaces_between_special_tokens": "use skip_special_tokens, or decode token_ids yourself",
+}
+
+
+@refuse_unknown_fields("sampling parameter", ELSEWHERE)
+@dataclass
+class SamplingParams:
+    """How the tokens of one request are sampled and when it ends.
+
+    n: samples of each prompt; the prompt is computed once.
+    temperature: divides the logits; 0 is greedy.
+    top_p: keep the smallest set of tokens whose probability reaches p.
+    top_k: keep the k most likely tokens; 0 or -1 keeps all.
+    min_p: keep tokens at least this likely, relative to the most likely.
+    seed: of the random numbers; None: the engine chooses one for each request.
+    max_tokens: of the output; None: as many as max_model_len leaves.
+    min_tokens: of the output, which does not end before.
+    stop: a string or strings that end the output.
+    stop_token_ids: further tokens that end the output.
+    include_stop_str_in_output: whether the text has the stop string, and the text of a stop token.
+    ignore_eos: continue after the checkpoint's end-of-sequence tokens.
+    presence_penalty: subtracted from the logits of tokens in the output.
+    frequency_penalty: the same, times the number of occurrences.
+    repetition_penalty: divides the logits of tokens in prompt or output (Keskar et al. 2019,
+        arXiv:1909.05858).
+    logit_bias: token id -> number that is added to its logit.
+    allowed_token_ids: only these tokens are sampled.
+    bad_words: words that are never completed.
+    logprobs: report the log-probabilities of the sampled and the k most likely tokens; -1: of the
+        whole vocabulary.
+    prompt_logprobs: the same for each prompt token except the first.
+    skip_special_tokens: leave special tokens out of the text.
+    detokenize: False: no text, token ids only.
+    logits_processors: functions (output ids, logits) -> logits or (prompt ids, output ids, logits)
+        -> logits, called for each token with lists of ids and float32 logits [V].
+    structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. Fields may
+    be set later. They are checked again when a request uses them. Setting an unknown field raises
+    AttributeError. None for a list is an empty list.
+    """
+
+    n: Annotated[int, 1, 16_384] = 1
+    temperature: Annotated[float, 0, math.inf] = 1.0
+    top_p: Annotated[float, 0, 1] = 1.0
+    top_k: Annotated[int, -1, math.inf] = 0
+    min_p: Annotated[float, 0, 1] = 0.0
+    seed: Seed | None = None
+    max_tokens: Positive | None = 64
+    min_tokens: Annotated[int, 0, math.inf] = 0
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: Annotated[float, -2, 2] = 0.0
+    frequency_penalty: Annotated[float, -2, 2] = 0.0
+    # A logit divided by less could be infinite.
+    repetition_penalty: Annotated[float, 0.01, math.inf] = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
+    logprobs: Annotated[int, -1, math.inf] | None = None
+    prompt_logprobs: Annotated[int, -1, math.inf] | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    logits_processors: Sequence[LogitsProcessor] | None = ()
+    structured_outputs: StructuredOutputsParams | None = None
+
+    @classmethod
+    def from_optional(cls, **fields: Any) -> SamplingParams:
+        """Return an object with these fields. A field that cannot be None has its default instead."""
+        own = {name for name, f in cls.__dataclass_fields__.items() if "None" not in f.type}
+        return cls(**{n: v for n, v in fields.items() if v is not None or n not in own})
+
+    def clone(self) -> SamplingParams:
+        """Return a checked copy with its own lists and logit_bias; logits processors are shared."""
+        return replace(self, logit_bias=copy.copy(self.logit_bias))
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+        if self.top_p == 0:
+            raise ValueError("top_p must be more than 0, not 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            )
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name in ("stop", "bad_words"):
+            for text in self._as_list(name):
+                if not isinstance(text, str):
+                    raise TypeError(f"{name} must hold strings, not {text!r}")
+                if not text.strip() if name == "bad_words" else not text:
+                    raise ValueError(f"{name} holds an empty string; remove it")
+        if self.stop and not self.detokenize:
+            raise ValueError(
+                "stop strings need the text: set detokenize=True, or use stop_token_ids"
+            )
+        for token in self._as_list("stop_token_ids"):
+            check_scalar("a stop token id", token, int, TOKEN_IDS)
+        if self.allowed_token_ids is not None:
+            if not self._as_list("allowed_token_ids"):
+                raise ValueError("allowed_token_ids is empty; None allows every token")
+            for token in self.allowed_token_ids:
+                check_scalar("an allowed token id", token, int, TOKEN_IDS)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise TypeError(
+                    f"logit_bias must map token ids to numbers, not {self.logit_bias!r}"
+                )
+            for token, bias in self.logit_bias.items():
+                check_scalar("a token id of logit_bias", token, int, TOKEN_IDS)
+                check_scalar("a logit_bias", bias, float)
+        for processor in self._as_list("logits_processors"):
+            if not callable(processor):
+                raise TypeError(f"logits_processors must be functions, not {processor!r}")
+            takes_prompt(processor)
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise TypeError(
+                "structured_outputs must be a StructuredOutputsParams, not "
+                f"{self.structured_outputs!r}"
+            )
+
+    def _as_list(self, name: str) -> list[Any]:
+        """Replace a field by a new list, to which the user may append, and return its items."""
+        value = getattr(self, name)
+        value = () if value is None else value
+        if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+            kind = "a string or a list of strings" if name == "stop" else "a list"
+            raise TypeError(f"{name} must be {kind}, not {value!r}")
+        setattr(self, name, list(value))
+        return list(value)
+
+
+def takes_prompt(processor: LogitsProcessor) -> bool:
+    """Whether it takes (prompt ids, output ids, logits) and not (output ids, logits), as in vLLM.
+
+    Raises TypeError if it takes neither.
+    """
+    try:
+        signature = inspect.signature(processor)
+    except (TypeError, ValueError):
+        return False  # of a function in C
+    for count in (2, 3):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 3
+    raise TypeError(
+        "a logits processor is called with (output ids, logits) or (prompt ids, output ids, logits), "
+        f"which {processor!r} does not take"
+    )
+
+
+TOKEN_IDS = (0, math.inf)

@@ -1,0 +1,153 @@
+"""Compiles the CPU's kernels for one dtype: in this process, or once for later ones in another.
+
+    python -m nanovllm.backends.cpu.compile bfloat16
+
+Later processes load the code in less than a second. A file beside it, the marker, says that all
+kernels of a dtype are there.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import boolean, float32, float64, int32, int64, typeof, types
+
+from nanovllm.backends.cpu import amx, avx512, decode, int8, jit, kernels, packs, parallel, sampler
+from nanovllm.backends.cpu.parallel import Types
+from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
+from nanovllm.api.log import logger
+
+
+def kernels_in_parts(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> dict[Any, Types]:
+    """The kernels that cpu/parallel.py calls, with the types of their arguments.
+
+    `unit` is as in NumbaAttention. The types are as in the signatures of the kernels: int64 is an
+    address or a size.
+    """
+    example, cached = typeof(DTYPE_EXAMPLE[dtype]), typeof(DTYPE_EXAMPLE[cache_dtype])
+    qkv, cache = example[:, :, ::1], cached[:, :, :, ::1]
+    ints, floats, tables = int64[::1], float32[::1], float32[:, ::1]
+    blocks, logits = (int64[:, ::1], int64[:, ::1], int32[:, ::1]), (int64, boolean, int64)
+    weighed = boolean[::1], tables, tables, tables
+    found = {
+        unit.attend_packs: (qkv, qkv, tables, cache, cache, *blocks, boolean),
+        kernels.add_rms_norm_rows: (*[int64] * 5, float64, example),
+        kernels.silu_and_mul_rows: (*[int64] * 4, example),
+        kernels.norm_rope_store_rows: tuple(
+            [int64] * 7 + [ints] + [int64] * 5 + [float64, example, cached, float64, float64]
+        ),
+        sampler._weigh_chunks: (*logits, floats, *weighed),
+        sampler._draw_rows: (*logits, floats, ints, ints, tables, *weighed, ints),
+        sampler._logprobs_of_rows: (*logits, ints, float64[:, ::1]),
+        **int8.types_of_code(dtype),
+    }
+    if unit is not packs:
+        found[unit.linear_blocks] = (int64,) * 7
+    return {kernel: (*argument_types, int64, int64) for kernel, argument_types in found.items()}
+
+
+def calls(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> list[tuple[Any, Types]]:
+    """All kernels that two dtypes, of the model and of the KV cache, need, with the types of their
+    arguments. The later ones call the earlier ones.
+    """
+    example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
+    queries, shape = np.empty((0, 0), np.int64), (1,) * 4
+    some = packs.Packs(queries, queries, queries.astype(np.int32))
+    work = packs.AttentionWork(some, some, queries.astype(np.float32))
+    in_parts = kernels_in_parts(dtype, unit, cache_dtype)
+    parallel.CALLED_AT.update(in_parts.values())
+    found = list(in_parts.items())
+    for argument_types in in_parts.values():
+        arguments = types.BaseTuple.from_types(argument_types[:-2])
+        found.append((parallel.in_parts, (int64, arguments, int64, int64)))
+    samples = [
+        (packs.attend, (*[0] * 6, shape, work, example, cached, 0, 1)),
+        (int8.product, ((0, 0), *[0] * 8, example, 1)),
+    ]
+    if unit is not packs:
+        code, slots = decode.Code(*[0] * 6), np.empty(0, np.int64)
+        sizes = 1, 1, 0.0, shape, slots, work, 1
+        samples.append((decode.decode_layers, (code, queries, *[0] * 6, *sizes)))
+    return found + [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in samples]
+
+
+def compile_all(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> dict[Any, int]:
+    """Compile all kernels that two dtypes, of the model and of the KV cache, need, or load their
+    code. None of them is called. Returns the addresses of those of `kernels_in_parts`.
+    """
+    with jit.guard():
+        missed = False
+        for kernel, argument_types in calls(dtype, unit, cache_dtype):
+            misses = kernel.stats.cache_misses.total()
+            kernel.compile(argument_types)
+            if not missed and kernel.stats.cache_misses.total() > misses:
+                missed = True
+                kept = "and keeping them" if jit.DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
+                logger.info(f"compiling the CPU kernels, which takes 15 to 30 s ({kept})")
+    in_parts = kernels_in_parts(dtype, unit, cache_dtype)
+    return {call[0]: parallel.address_of(*call) for call in in_parts.items()}
+
+
+def units(dtype: torch.dtype) -> list[Any]:
+    """What may compute attention in this dtype here; see NumbaAttention."""
+    # Both kernels of attention are needed: fits_amx depends on model and blocks.
+    if dtype is torch.bfloat16 and amx.has_amx():
+        return [packs, amx]
+    if dtype is torch.bfloat16 and avx512.has_avx512_bf16():
+        return [packs, avx512]
+    return [packs]
+
+
+def marker(dtype: torch.dtype) -> Path | None:
+    """The marker's path; None if Numba has no directory to keep kernels in."""
+    name = f"{str(dtype)[6:]}{'-amx' if amx.has_amx() else ''}.compiled"
+    return jit.DIRECTORY / name if jit.DIRECTORY else None
+
+
+def compile_now(dtype: torch.dtype) -> None:
+    """Compile, or wait for the process that does. It returns at once if all is compiled."""
+    path = marker(dtype)
+    if path is None or path.exists():
+        return
+    with jit.locked(path.with_suffix(".lock")):
+        if not path.exists():
+            for unit in units(dtype):
+                compile_all(dtype, unit, dtype)
+            path.touch()
+
+
+def is_ready(dtype: torch.dtype) -> bool:
+    """Whether the kernels are compiled. If not, this starts to compile them in the background."""
+    path = marker(dtype)
+    if path is None:
+        logger.warning(
+            "Numba finds no directory to keep compiled kernels in, so that this process runs in "
+            "plain torch, which is slower; set NUMBA_CACHE_DIR"
+        )
+        return False
+    if path.exists():
+        return True
+    package = str(Path(__file__).parents[2])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    # A session of its own, so that Ctrl-C in this one does not stop it.
+    subprocess.Popen(
+        [sys.executable, "-m", "nanovllm.backends.cpu.compile", str(dtype)[6:]],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    logger.info(
+        "the CPU's kernels are compiled in the background for later starts, which takes 15 to 30 s;"
+        " this process runs in plain torch, which is slower. attention_backend='numba' waits instead"
+    )
+    return False
+
+
+if __name__ == "__main__":
+    compile_now(getattr(torch, sys.argv[1]))

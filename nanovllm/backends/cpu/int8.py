@@ -1,0 +1,213 @@
+"""Linear layers with weights in int8 on a CPU: `dynamic` of models/int8.py in one kernel.
+
+VNNI, the dot product of AVX-512 for int8, adds to each of 16 numbers in int32 the products of 4
+neighbours. The weights are stored in the order in which the kernel reads them, [O / 64, I / 4, 64, 4]:
+
+    four vectors     output    0       1    ..   63
+    inputs 0 to 3         [ wwww | wwww | .. | wwww ]       x of a token: inputs 0 to 3 in all lanes
+           4 to 7         [ wwww | wwww | .. | wwww ]                     inputs 4 to 7
+
+One operand of VNNI is unsigned: w + 128 is stored. The excess of a sum, 128 times the sum of the
+token's activations, is known before the product and subtracted after it. No sum overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite.binding import get_host_cpu_features
+from numba import get_num_threads, int64, typeof, types
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.backends.cpu.dot import INT8, dot_rows
+from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.parallel import SERIAL_ELEMENTS, Types, address_of, call_at, in_parts
+from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
+from nanovllm.models.int8 import LARGEST, SMALLEST, Int8Weight
+from nanovllm.models.layers import Linear
+
+f32, int32 = np.float32, np.int32
+OUTPUTS = 64  # of a block of weights
+TOKENS = 4  # whose sums for a block stay in registers
+TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
+
+
+@dataclass(slots=True)
+class PackedWeight(Int8Weight):
+    """`values` [O / 64, I / 4, 64] int32, each 4 inputs of an output; `rows` of it are this weight."""
+
+    rows: range
+    inputs: int
+
+    @classmethod
+    def empty(cls, empty: Callable[..., Tensor], outputs: int, inputs: int) -> PackedWeight:
+        shape = -(-outputs // OUTPUTS), -(-inputs // 4), OUTPUTS
+        values, scale = empty(*shape, dtype=torch.int32), empty(outputs, dtype=torch.float32)
+        return cls(values, scale, empty(0).dtype, range(outputs), inputs)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows), self.inputs))
+
+    def split(self, sizes: list[int]) -> Sequence[PackedWeight]:
+        ends = np.cumsum(sizes).tolist()
+        parts = [self.rows[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [replace(self, rows=rows) for rows in parts]
+
+    def store(self, start: int, values: Tensor, scale: Tensor) -> None:
+        rows = torch.tensor(self.rows[start : start + len(values)])
+        unsigned = F.pad(values.view(torch.uint8) ^ 128, (0, -self.inputs % 4))
+        self.values[rows // OUTPUTS, :, rows % OUTPUTS] = unsigned.view(torch.int32)
+        self.scale[rows] = scale
+
+    def __getitem__(self, rows: Tensor) -> Tensor:
+        rows = rows + self.rows.start
+        unsigned = self.values[rows // OUTPUTS, :, rows % OUTPUTS].view(torch.uint8)
+        values = (unsigned[:, : self.inputs] ^ 128).view(torch.int8)
+        return (values * self.scale[rows, None]).to(self.dtype)
+
+
+def has_vnni() -> bool:
+    named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
+    return not named and bool(get_host_cpu_features().get("avx512vnni"))
+
+
+@compiled()
+def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """sums [tokens, 64] int32 += x [tokens, 4 * steps] int8 times a block of weights.
+
+    tokens is TOKENS or 1. The first three are addresses, and the rows of x begin `stride` bytes apart.
+    """
+    x, w = (x_ptr, stride, 4), (weight_ptr, 4 * OUTPUTS)
+    if tokens == TOKENS:
+        dot_rows(INT8, 4, 4, 1, x, w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0))
+    else:
+        dot_rows(INT8, 1, 4, 1, x, w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0))
+
+
+@compiled()
+def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """Compute the same as vnni_tile."""
+    sums, x = array(sums_ptr, (tokens, OUTPUTS), int32(0)), array(x_ptr, (tokens, stride), np.int8(0))
+    weight = array(weight_ptr, (steps, OUTPUTS, 4), np.uint8(0))
+    for t in range(tokens):
+        for s in range(steps):
+            for o in range(OUTPUTS):
+                total = int32(0)
+                for i in range(4):
+                    total += int32(weight[s, o, i]) * int32(x[t, 4 * s + i])
+                sums[t, o] += total
+
+
+tile: Any = vnni_tile if has_vnni() else plain_tile
+
+
+@compiled(exact=True)
+def quantize_rows(x_ptr, values, scale, excess, size, example, start, stop):
+    """Rows [start, stop) of `quantize` of x [T, size], and the excess [T] of their products."""
+    x = array(x_ptr, (len(scale), size), example)
+    for i in range(start, stop):
+        # As integers, the bits of magnitudes are in the same order, and those of NaN come last.
+        bits = f32(SMALLEST).view(np.int32)
+        for c in range(size):
+            number = np.float32(to_float32(x[i, c])).view(np.int32)
+            bits = max(bits, int32(number & int32(0x7FFFFFFF)))
+        largest = int32(bits).view(np.float32)
+        inverse, total = f32(LARGEST) / largest, int32(0)
+        for c in range(size):
+            value = int32(np.rint(to_float32(x[i, c]) * inverse))
+            values[i, c] = np.int8(value)
+            total = int32(total + value)
+        values[i, size:] = 0
+        scale[i], excess[i] = largest * f32(1 / LARGEST), int32(128 * total)
+
+
+@compiled(exact=True)
+def scale_dequantized(sums, excess, token_scale, scale, addend, out):
+    """out [N] = (sums - excess) * token_scale * scale + addend."""
+    for c in range(len(out)):
+        total = f32(int32(sums[c] - excess))
+        out[c] = from_float32(total * token_scale * scale[c] + addend[c], out[c])
+
+
+@compiled(exact=True)
+def product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
+                   example, start, stop):
+    """Blocks [start, stop) of 64 outputs, of all tokens: values [T, I] int8 -> out [T, outputs]."""
+    tokens, size = values.shape
+    scale, out = array(scale_ptr, (outputs,), f32(0)), array(out_ptr, (tokens, outputs), example)
+    bias = array(bias_ptr, (outputs,), example)
+    sums, addend = np.empty((TOKENS, OUTPUTS), np.int32), np.zeros(OUTPUTS, f32)
+    for first in range(0, tokens, TOKEN_BLOCK):
+        last = min(first + TOKEN_BLOCK, tokens)
+        for block in range(start, stop):
+            weight, o = weight_ptr + block * OUTPUTS * size, block * OUTPUTS
+            if bias_ptr != 0:
+                for c in range(min(OUTPUTS, outputs - o)):
+                    addend[c] = to_float32(bias[o + c])
+            for t in range(first, last, TOKENS):
+                rows = min(TOKENS, last - t)
+                sums[:rows] = 0
+                sums_ptr, x = np.int64(sums.ctypes.data), np.int64(values.ctypes.data) + t * size
+                if rows == TOKENS:
+                    tile(sums_ptr, x, weight, size // 4, size, TOKENS)
+                else:
+                    for i in range(rows):
+                        row_ptr = sums_ptr + 4 * OUTPUTS * i
+                        tile(row_ptr, x + i * size, weight, size // 4, size, 1)
+                for i in range(rows):
+                    scale_dequantized(
+                        sums[i], excess[t + i], token_scale[t + i], scale[o:], addend,
+                        out[t + i, o : o + OUTPUTS])
+
+
+@compiled()
+def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, example,
+            parts):
+    """code: the addresses of quantize_rows and product_blocks."""
+    quantize, blocks = code
+    values = np.empty((tokens, (size + 3) // 4 * 4), np.int8)
+    token_scale, excess = np.empty(tokens, f32), np.empty(tokens, np.int32)
+    rows = (x_ptr, values, token_scale, excess, size, example)
+    if tokens * size <= SERIAL_ELEMENTS:
+        call_at(quantize, (*rows, np.int64(0), tokens))
+    else:
+        in_parts(quantize, rows, tokens, parts)
+    arguments = (values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
+                 example)
+    in_parts(blocks, arguments, (outputs + OUTPUTS - 1) // OUTPUTS, parts)
+
+
+def types_of_code(dtype: torch.dtype) -> dict[Any, Types]:
+    """The types of the arguments, but for (start, stop), of the kernels that `product` calls."""
+    example = typeof(DTYPE_EXAMPLE[dtype])
+    values, scale, excess = types.int8[:, ::1], types.float32[::1], types.int32[::1]
+    return {
+        quantize_rows: (int64, values, scale, excess, int64, example),
+        product_blocks: (values, scale, excess, *[int64] * 5, example),
+    }
+
+
+@cache
+def code(dtype: torch.dtype) -> tuple[int, ...]:
+    called = types_of_code(dtype).items()
+    return tuple(address_of(kernel, (*types, int64, int64)) for kernel, types in called)
+
+
+def linear(x: Tensor, module: Linear) -> Tensor:
+    """x [T, I], float32 or bfloat16 -> [T, O]."""
+    weight, bias = module.weight, module.bias
+    outputs, inputs = weight.shape
+    out = x.new_empty((len(x), outputs))
+    addresses = (x.data_ptr(), weight.values.data_ptr(), weight.scale.data_ptr(),
+                 0 if bias is None else bias.data_ptr(), out.data_ptr())
+    sizes = len(x), inputs, outputs
+    product(code(x.dtype), *addresses, *sizes, DTYPE_EXAMPLE[x.dtype], get_num_threads())
+    return out

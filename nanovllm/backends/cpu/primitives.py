@@ -1,0 +1,195 @@
+"""What all kernels of a CPU are made of: numbers as they are stored, addresses, exp and maximum.
+
+NumPy has no bfloat16, so it is stored as uint16, the upper half of a float32. The type of the
+argument `example` of a kernel selects the stored dtype, and that of `cache_example` the dtype of
+the KV cache, where uint8 is fp8.
+"""
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic, overload
+
+from nanovllm.backends.cpu.jit import compiled
+from nanovllm.models.fp8 import FP8
+
+CACHE_LINE = 64  # bytes
+BFLOAT16 = np.uint16(0)
+DTYPE_EXAMPLE = {torch.bfloat16: BFLOAT16, torch.float32: np.float32(0), FP8: np.uint8(0)}
+
+f32 = np.float32
+
+
+def instruction(name, kinds, operands, *constants):
+    """Return what @intrinsic expects for a call to the LLVM function `name`.
+
+    `kinds` says what each operand is: a tile (whose number must be a literal), an address, an array
+    or a number of bytes. The int32 `constants` follow. An address does not keep its array alive:
+    Numba frees an array after the last statement or loop that names it. Kernels therefore read
+    `.ctypes.data` in the loop that uses it.
+    """
+
+    def generate(context, builder, signature, args):
+        values, byte, full = [], ir.IntType(8), f"llvm.{name}"
+        for kind, operand, arg in zip(kinds.split(), operands, args, strict=True):
+            if kind == "tile":
+                values.append(byte(operand.literal_value))
+            elif kind == "address":
+                values.append(builder.inttoptr(arg, byte.as_pointer()))
+            elif kind == "array":
+                data = context.make_array(operand)(context, builder, arg).data
+                values.append(builder.bitcast(data, byte.as_pointer()))
+            else:
+                values.append(context.cast(builder, arg, operand, types.int64))
+        values += [ir.IntType(32)(constant) for constant in constants]
+        kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
+        function = builder.module.globals.get(full) or ir.Function(builder.module, kind, full)
+        builder.call(function, values)
+        return context.get_dummy_value()
+
+    return types.void(*operands), generate
+
+
+@intrinsic
+def prefetch(typing, address):
+    """Load the cache line of an address without waiting: to read, into all levels, as data."""
+    return instruction("prefetch.p0", "address", (address,), 0, 3, 1)
+
+
+@intrinsic
+def pointer(typing, address, example):
+    """Cast an address to a pointer to numbers of the type of `example`."""
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(example)(address, example), generate
+
+
+@intrinsic
+def half_to_float32(typing, bits):
+    """Convert a float16, given as uint16."""
+
+    def generate(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@compiled()
+def array(address, shape, example):
+    return carray(pointer(address, example), shape)
+
+
+def to_float32(x):
+    """Convert a stored number to float32."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(to_float32)
+def _to_float32(x):
+    def from_fp8(x):
+        # By float16, which the processor converts: it has the same order of fields, one more bit of
+        # exponent (0 here) and seven more of mantissa, and its exponent means 2^8 less.
+        bits = np.int16((np.int16(np.int8(x)) << np.int16(7)) & np.int16(~0x4000))
+        is_nan = (bits & np.int16(0x3F80)) == np.int16(0x3F80)
+        bits = np.int16(bits | np.int16(0x7E00)) if is_nan else bits
+        return half_to_float32(np.uint16(bits)) * f32(256)
+
+    if x == types.uint8:
+        return from_fp8
+    if x == types.uint16:
+        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+    return lambda x: x
+
+
+def from_float32(x, example):
+    """Round float32 to a stored number: to the nearest, ties to even; in fp8 at most 448."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(from_float32)
+def _from_float32(x, example):
+    def to_bfloat16(x, example):
+        bits = np.float32(x).view(np.uint32)
+        rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        return np.uint16((bits + rounding) >> np.uint32(16)) if x == x else np.uint16(0x7FC0)
+
+    def to_fp8(x, example):
+        size = np.float32(min(abs(np.float32(x)), f32(448)))
+        bits = size.view(np.uint32)
+        rounding = np.uint32(0x7FFFF) + ((bits >> np.uint32(20)) & np.uint32(1))
+        normal = ((bits + rounding) >> np.uint32(20)) - np.uint32(120 << 3)
+        # In a float32 near 2^14 the lowest bit is 2^-9, the unit of subnormal numbers.
+        subnormal = np.float32(size + f32(2**14)).view(np.uint32) & np.uint32(0xF)
+        code = normal if size >= f32(2**-6) else subnormal
+        code = code if x == x else np.uint32(0x7F)
+        return np.uint8(code | ((np.float32(x).view(np.uint32) >> np.uint32(24)) & np.uint32(0x80)))
+
+    if example == types.uint8:
+        return to_fp8
+    return to_bfloat16 if example == types.uint16 else lambda x, example: f32(x)
+
+
+def store_in_cache(x, cache, scale, example):
+    """Write x [D] to cache [D]. In fp8, of x / scale; x becomes what the cache then holds."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(store_in_cache)
+def _store_in_cache(x, cache, scale, example):
+    def store_fp8(x, cache, scale, example):
+        for c in range(len(x)):
+            cache[c] = from_float32(to_float32(x[c]) / scale, cache[c])
+            x[c] = from_float32(to_float32(cache[c]), example)
+
+    def store(x, cache, scale, example):
+        for c in range(len(x)):
+            cache[c] = x[c]
+
+    return store_fp8 if cache.dtype == types.uint8 else store
+
+
+@compiled()
+def exp(x):
+    """e^x for x clamped to [-87, 87]; the relative error is at most 3e-7 + 1e-7 |x|.
+
+    LLVM vectorizes it, unlike libm's. If x / ln 2 = whole + part, then 2^whole is the exponent of a
+    float, and a polynomial on [0, 1) approximates 2^part: the minimax one that is 1 at 0 and
+    2 - 2^-23 at 1, so that e^0 is exactly 1, and e^x less than 1 for every x < 0.
+    """
+    x = min(max(x * f32(1.44269504), f32(-126)), f32(126))
+    whole = np.floor(x)
+    part = x - whole
+    power = f32(1.8701225e-3) * part + f32(9.0106837e-3)
+    power = (power * part + f32(5.5804454e-2)) * part + f32(2.4016321e-1)
+    power = (power * part + f32(6.9315141e-1)) * part + f32(1)
+    return power * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@compiled(no_nan=True)
+def maximum_in(x, lanes):
+    """The maximum of x [n], n >= 1, in `lanes` [16]: LLVM does not vectorize a plain loop."""
+    lanes[:] = x[0]
+    whole = len(x) // 16 * 16
+    for i in range(0, whole, 16):
+        for c in range(16):
+            lanes[c] = max(lanes[c], x[i + c])
+    top = lanes[0]
+    for c in range(1, 16):
+        top = max(top, lanes[c])
+    for i in range(whole, len(x)):
+        top = max(top, x[i])
+    return top
+
+
+@compiled(no_nan=True)
+def maximum(x):
+    return maximum_in(x, np.empty(16, x.dtype))
+
+
+@compiled()
+def prefetch_range(address, size):
+    for offset in range(0, size, CACHE_LINE):
+        prefetch(address + offset)

@@ -1,0 +1,91 @@
+"""Paged attention on a GPU, by the Triton kernels in gpu/kernels/."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.models.batch import ForwardBatch, to_device
+from nanovllm.backends.gpu.kernels import attention, store
+from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.fp8 import Scales
+from nanovllm.models.layers import Norms, Rope
+
+
+class TritonAttention(PlainAttention):
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fp8_scales: list[Scales] | None = None,
+    ) -> None:
+        if fp8_scales:  # for older GPUs Triton has no conversions of float8_e4m3fn
+            instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
+            check_capability(device, (8, 9), "kv_cache_dtype='fp8' needs", instead)
+        super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
+        # Numbers of the host: a captured launch contains them, and no kernel waits for a load.
+        self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
+        self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
+        self.gpu = GpuInfo.of(device)
+        self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype)
+        self.prefill_tile = prefill_tile(self.gpu, config.head_dim, dtype)
+        self.group_size = config.num_heads // config.num_kv_heads
+        if self.group_size > (limit := self.decode_tile.num_rows):
+            raise ValueError(
+                f"attention_backend='triton' supports at most {limit} query heads per KV head, and "
+                f"the model has {self.group_size}; use attention_backend='sdpa'"
+            )
+        self.num_kv_heads, self.eps = config.num_kv_heads, config.rms_norm_eps
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Compute once for all layers what a launch of the chunks and one of the decodes take."""
+        decodes, lens, tables = batch.num_decodes, batch.context_lens, batch.block_tables
+        chunks, tokens = len(lens) - decodes, len(batch.input_ids) - decodes
+        batch.attention = []  # (tokens, function, its arguments)
+        if chunks:
+            tile, starts = self.prefill_tile, batch.query_start_loc[: chunks + 1]
+            queries = tile.num_rows // self.group_size
+            tiles = attention.query_tiles(batch.query_lens[:chunks], queries)
+            chunk_args = (to_device(tiles, lens.device), starts, lens[:chunks], tables, tile)
+            batch.attention.append((slice(0, tokens), attention.attend, chunk_args))
+        if decodes:
+            tile, lens, tables = self.decode_tile, lens[chunks:], tables[chunks:]
+            programs = tile.programs_per_sm * self.gpu.num_sms
+            splits = attention.num_splits(decodes, self.num_kv_heads, programs)
+            order = lens.argsort(descending=True)  # the longest contexts start first
+            decode_args = (order, lens, tables, tile, splits)
+            batch.attention.append((slice(tokens, None), attention.attend_decode, decode_args))
+
+    def norm_rope_store(
+        self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
+    ) -> Tensor:
+        q_norm, k_norm = norms or (None, None)
+        cache = (batch.slot_mapping, *self.layers[layer])
+        scales = self.scales[layer]
+        return store.norm_rope_store(qkv, q_norm, k_norm, self.eps, *rope, *cache, *scales)
+
+    def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
+        """Attention of q [T, H, D] -> [T, H * D].
+
+        Decodes have their own launch: in a prefill tile a single query would leave most rows
+        unused, and one program would have to read its whole context.
+        """
+        out = torch.empty_like(q)
+        for tokens, attend, args in batch.attention:
+            attend(q[tokens], *self.layers[layer], *args, out[tokens], *self.scales[layer])
+        return out.flatten(1)
+
+
+def check_capability(device: torch.device, least: tuple[int, int], what: str, instead: str) -> None:
+    """Raise ValueError if the device is a GPU of NVIDIA whose compute capability is below `least`."""
+    if device.type == "cuda" and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < least:
+            (major, minor), found = least, ".".join(map(str, capability))
+            raise ValueError(
+                f"{what} compute capability {major}.{minor} or higher, and "
+                f"{torch.cuda.get_device_name(device)} has {found}; {instead}"
+            )

@@ -1,0 +1,116 @@
+"""Decode steps as CUDA graphs: the launches of a step are captured once and replayed by one call.
+
+DecodeGraphs owns a graph for each of a few batch sizes and the tensors that these read and write at
+fixed addresses. A batch is padded to the next captured size with row N, the padding row of Rows.
+"""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.models.batch import to_device
+from nanovllm.api.log import logger, progress_bar
+
+# Takes the function to capture and returns the function that replays it.
+Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """The captured sizes: dense where a padding row is a large share, and the maximum itself."""
+    sizes = [1, 2, 4, 8, *range(16, 512, 16), *range(512, max_num_seqs, 64)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+# torch hands out this many streams in turn, and then the same ones again.
+NUM_STREAMS = 32
+# The streams of living engines. A graph that is freed frees the cuBLAS workspaces of its stream,
+# which the graphs of another engine on this stream would still use (pytorch/pytorch#193402).
+_streams: WeakSet[torch.cuda.Stream] = WeakSet()
+_streams_lock = threading.Lock()
+
+
+def unused_stream() -> torch.cuda.Stream:
+    """A stream of the current device that no living engine captures on, while it is referenced."""
+    with _streams_lock:
+        for _ in range(NUM_STREAMS):
+            stream = torch.cuda.Stream()
+            if stream not in _streams:
+                _streams.add(stream)
+                return stream
+    raise ValueError(
+        f"at most {NUM_STREAMS} engines of a process can capture CUDA graphs on one GPU; delete "
+        "others, or set enforce_eager=True"
+    )
+
+
+def cuda_capture() -> Capture:
+    """Return a Capture. Its graphs share one memory pool, because only one runs at a time."""
+    pool, stream = torch.cuda.graph_pool_handle(), unused_stream()
+
+    def capture(function: Callable[[], None]) -> Callable[[], None]:
+        function()  # compiles kernels and initializes libraries, which a capture must not do
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # In thread-local mode other threads may use the device during a capture.
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            function()
+        return graph.replay
+
+    return capture
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        decode: Callable[[Tensor], tuple[Tensor, Tensor]],
+        hidden: Tensor,
+        capture: Callable[[], Capture],
+    ) -> None:
+        """decode: rows [S] -> (hidden [S, E], tokens [S]). Replays write to `hidden` [N, E]."""
+        num_rows, device = len(hidden), hidden.device
+        self.padding_row = num_rows
+        self.rows = torch.full((num_rows,), num_rows, dtype=torch.int64, device=device)
+        self.hidden = hidden
+        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.decode_rows: list[int] = []  # what self.rows holds, without padding
+        self.size = 0
+        self.replays: dict[int, Callable[[], None]] = {}
+        start = time.perf_counter()
+        self.capture = capture()  # kept with the graphs, because it has their stream
+
+        def step(size: int) -> None:
+            self.hidden[:size], self.tokens[:size] = decode(self.rows[:size])
+
+        # The largest size comes first: its memory in the pool is enough for all others.
+        sizes = batch_sizes(num_rows)[::-1]
+        # Python's garbage collector could free a graph of another engine, which breaks a capture.
+        gc.collect()
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            for size in progress_bar("Capturing graphs", "graph", sizes):
+                self.replays[size] = self.capture(partial(step, size))
+        finally:
+            if enabled:
+                gc.enable()
+        seconds = time.perf_counter() - start
+        logger.info(f"captured decode for {len(sizes)} sizes up to {num_rows} in {seconds:.1f} s")
+
+    def replay(self, decode_rows: list[int]) -> tuple[Tensor, Tensor]:
+        """Decode rows. Returns hidden states [S, E], tokens [S], valid until the next replay."""
+        num = len(decode_rows)
+        if decode_rows != self.decode_rows:
+            self.size = next(size for size in sorted(self.replays) if size >= num)
+            padded = decode_rows + [self.padding_row] * (self.size - num)
+            self.rows[: self.size] = to_device(np.array(padded), self.rows.device)
+            self.decode_rows = decode_rows
+        self.replays[self.size]()
+        return self.hidden[:num], self.tokens[:num]

@@ -1,0 +1,109 @@
+"""Products of few rows with weights in int8: `weight_only` of models/int8.py in one pass over W.
+
+A product of few rows takes as long as reading its weights. Here they are read as int8 and converted
+to the dtype of x in registers, which is exact; the scale of an output multiplies its float32 sum.
+For many rows the products take longer than the weights: `linear` then multiplies in torch, with a
+copy of the weights in the dtype of x, which is a second pass over them.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.backends.gpu.kernels.launch import launch
+from nanovllm.models.layers import Linear
+
+
+class Int8Tile(NamedTuple):
+    """One program computes `num_outputs` for `num_rows`, and reads some inputs at a time."""
+
+    num_rows: int
+    num_outputs: int
+    num_inputs: int
+    num_warps: int
+    num_stages: int
+
+
+# By the largest number of rows that they serve; more than that are multiplied in torch. With 16
+# outputs the small layers of Qwen3-0.6B (1,024 outputs) have 64 programs. The sizes follow from
+# shared memory and registers. On an H100 a single request of that model took 1.04 times as long as in
+# bfloat16; no other sizes were timed. Those of float32 are small, because it uses no matrix units.
+HALF = {
+    16: Int8Tile(16, 16, 256, 4, 4),
+    32: Int8Tile(32, 32, 128, 4, 4),
+    64: Int8Tile(64, 32, 128, 4, 3),
+    128: Int8Tile(128, 64, 64, 8, 3),
+    256: Int8Tile(128, 64, 64, 8, 3),  # two programs read the same weights, of 1 byte each
+}
+FLOAT32 = {
+    16: Int8Tile(16, 16, 64, 4, 3),
+    128: Int8Tile(32, 32, 32, 4, 3),
+}
+
+
+# The sizes of a layer are no constants, so that all layers of a model share the compiled variants.
+@triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_inputs"])
+def _int8_linear(
+    x, weight, scale, bias, out, num_rows, num_outputs, num_inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """One program computes ROWS x OUTPUTS of out [T, O] = (x [T, I] weight [O, I]^T) * scale + bias.
+
+    ALIGNED: whether I is a multiple of 16, so that a load takes 16 bytes. The product is
+    transposed, so that the converted weights are the operand that may be in registers.
+    """
+    dtype = x.dtype.element_ty
+    if ALIGNED:
+        num_inputs = num_inputs // 16 * 16  # the same number: the compiler sees what divides it
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, INPUTS)
+    # A weight may have more than 2^31 elements.
+    weight_ptrs = weight + output.to(tl.int64)[:, None] * num_inputs + i[None, :]
+    x_ptrs = x + row.to(tl.int64)[None, :] * num_inputs + i[:, None]
+    is_output, is_row = (output < num_outputs)[:, None], (row < num_rows)[None, :]
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in range(0, num_inputs, INPUTS):
+        is_input = i < num_inputs - start
+        w = tl.load(weight_ptrs + start, mask=is_output & is_input[None, :], other=0)
+        columns = tl.load(x_ptrs + start, mask=is_row & is_input[:, None], other=0.0)
+        acc = tl.dot(w.to(dtype), columns, acc, input_precision="ieee")
+    acc *= tl.load(scale + output, mask=output < num_outputs, other=0.0)[:, None]
+    if BIAS:
+        acc += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
+    tl.store(out_ptrs, acc.to(dtype), mask=is_row & is_output)
+
+
+def linear(x: Tensor, module: Linear) -> Tensor:
+    """x [T, I], contiguous -> [T, O]."""
+    weight, bias, rows = module.weight, module.bias, len(x)
+    tiles = FLOAT32 if x.dtype == torch.float32 else HALF
+    if rows > max(tiles):
+        return F.linear(x, weight.dequantized(), bias)
+    tile = tiles[min(limit for limit in tiles if limit >= rows)]
+    outputs, inputs = weight.shape
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    addend = weight.scale if bias is None else bias
+    args = (x, weight.values, weight.scale, addend, out, rows, outputs, inputs)
+    constants = dict(
+        ROWS=tile.num_rows, OUTPUTS=tile.num_outputs, INPUTS=tile.num_inputs,
+        BIAS=bias is not None, ALIGNED=inputs % 16 == 0,
+    )
+    grid = (-(-outputs // tile.num_outputs), -(-rows // tile.num_rows), 1)
+    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+    launch(_int8_linear, grid, args, constants, **options)
+    return out
+
+
+def pack(module: Linear) -> None:
+    """Compile what a Linear needs, with each number of rows, before requests are served."""
+    weight = module.weight
+    for rows in FLOAT32 if weight.dtype == torch.float32 else HALF:
+        linear(torch.zeros((rows, weight.shape[1]), dtype=weight.dtype, device=weight.values.device),
+               module)

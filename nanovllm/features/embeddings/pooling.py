@@ -1,0 +1,98 @@
+"""Embeddings: what a request asks for, what its checkpoint says about them, and the result.
+
+An embedding is the hidden state of the prompt's last token, after the final norm. No token is sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
+from nanovllm.api.outputs import RequestMetrics
+
+
+@refuse_unknown_fields("field of PoolingParams")
+@dataclass
+class PoolingParams:
+    """How an embedding is made. None: as the checkpoint says, and without that as in the comments.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value; again when a
+    request uses it.
+    """
+
+    # How many numbers are kept, the first ones (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147);
+    # without it all.
+    dimensions: Positive | None = None
+    normalize: bool | None = None  # divide what is kept by its length (L2); without it True
+    # The name of a prompt of the checkpoint, such as "query", that is put before the text.
+    prompt_name: str | None = None
+    use_activation: bool | None = None  # vLLM's name of `normalize`
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+        if self.use_activation is not None:
+            if self.normalize not in (None, self.use_activation):
+                raise ValueError("normalize and use_activation are two names of one field")
+            self.normalize, self.use_activation = self.use_activation, None
+
+    def pool(self, hidden: list[float]) -> list[float]:
+        """hidden state [E] -> embedding. Raises ArithmeticError if the model computed NaN."""
+        kept = hidden[: self.dimensions]
+        length = math.hypot(*kept)
+        if not math.isfinite(length):
+            raise ArithmeticError("there is no embedding: the model computed NaN or infinity")
+        return [x / length for x in kept] if self.normalize and length else kept
+
+
+@dataclass(frozen=True)
+class PoolingSettings:
+    """What a checkpoint says about its embeddings; features/embeddings/sentence_transformers.py reads it."""
+
+    size: int = 0  # numbers in a hidden state
+    refused: str = ""  # why there are no embeddings of this checkpoint, if so
+    dimensions: int | None = None
+    normalize: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text
+    prompt_name: str | None = None  # of the prompt that is used by default
+
+    def complete(self, params: PoolingParams) -> PoolingParams:
+        """Return checked parameters without None, except that all dimensions remain None."""
+        params = replace(params)
+        if self.refused:
+            raise ValueError(self.refused)
+        if (params.dimensions or 0) > self.size:
+            raise ValueError(
+                f"dimensions={params.dimensions} is more than the {self.size} of the model"
+            )
+        if params.prompt_name not in (None, *self.prompts):
+            known = ", ".join(map(repr, self.prompts)) or "none"
+            raise ValueError(
+                f"the checkpoint has no prompt named {params.prompt_name!r}; it has {known}. Put "
+                "the instruction before the text yourself"
+            )
+        params.dimensions = params.dimensions or self.dimensions
+        params.normalize = self.normalize if params.normalize is None else params.normalize
+        return params
+
+    def prefix(self, params: PoolingParams) -> str:
+        """Return what is put before a text."""
+        return self.prompts.get(params.prompt_name or self.prompt_name or "", "")
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    embedding: list[float]  # empty if the request was aborted or failed
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The result of a request for an embedding."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    finished: bool
+    num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
+    metrics: RequestMetrics = field(compare=False)

@@ -1,0 +1,223 @@
+"""HostPool: KV blocks in host memory, and the copies between them and the KV cache.
+
+features/host_tier/blocks.py decides which block is where. A pool executes its decisions: the saves of a plan
+are made before anything else of the step, the loads before the step computes.
+
+On a CPU both are plain copies. On a GPU the pieces of a block are far apart in the cache, [layers, 2,
+blocks, K, B, D], so a copy has two parts, with a staging buffer on the device between them:
+
+    save    cache ----gather----> staging ----transfer----> pinned host memory
+    load    cache <---scatter---- staging <---transfer----- pinned host memory
+                   steps' stream            the pool's stream
+
+The order follows from the streams. A block is in staging before a later launch of its step overwrites
+it, while the transfer continues beside the computation. A transfer of a load waits for nothing that
+computes, so that it can begin while the previous step runs; the step itself waits for the event that
+follows the transfer. Transfers are in the order of the plans, so that a load reads what the save
+before it wrote. Each buffer has an event that follows its last use, for which its next use waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.models.batch import to_device
+from nanovllm.api.config import EngineConfig
+from nanovllm.api.log import logger, progress_bar
+from nanovllm.plan import BlockMove, Chunk, HostTier, Join, RowSampling, StepPlan, Yield
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+    from nanovllm.features.tensor_parallel.ranks import Ranks
+
+CHUNK_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two
+STAGING_BYTES = 64 << 20  # of each of the two buffers on a GPU
+
+NEVER = 2**31  # stands for None between ranks
+
+
+class HostPool:
+    """A pool for a device that shares its memory with the host."""
+
+    def __init__(self, num_blocks: int, block: Tensor) -> None:
+        """`block` [layers, 2, K, B, D] is one of the cache."""
+        self.num_blocks = num_blocks
+        self.blocks = torch.empty((num_blocks, *block.shape), dtype=block.dtype)
+
+    def save(self, cache: Tensor, moves: list[BlockMove]) -> None:
+        """Copy blocks of the cache to host blocks. The cache may be overwritten by what follows."""
+        for block, host_block in moves:
+            self.blocks[host_block] = cache[:, :, block]
+
+    def load(self, cache: Tensor, moves: list[BlockMove]) -> None:
+        """Copy host blocks to blocks of the cache. What follows reads them there."""
+        for host_block, block in moves:
+            cache[:, :, block] = self.blocks[host_block]
+
+
+class PinnedPool(HostPool):
+    """A pool in pinned memory, for a GPU."""
+
+    def __init__(self, num_blocks: int, block: Tensor) -> None:
+        # index_select and index_copy_ need not know fp8, because a copy is the same for all dtypes.
+        self.dtype = torch.uint8 if block.itemsize == 1 else block.dtype
+        self.num_blocks, shape, device = num_blocks, block.shape, block.device
+        self.per_chunk = max(1, CHUNK_BYTES // block.nbytes)
+        starts = range(0, num_blocks, self.per_chunk)
+        sizes = [min(self.per_chunk, num_blocks - start) for start in starts]
+        self.chunks = [
+            torch.empty((size, *shape), dtype=self.dtype, pin_memory=True)
+            for size in progress_bar("Pinning memory", "chunk", sizes)
+        ]
+        # Graphs are captured on streams of the other priority, so that none is shared with them.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.ready = torch.cuda.Event()
+        staged = max(1, min(STAGING_BYTES // block.nbytes, num_blocks))
+        self.staging = [
+            (torch.empty((staged, *shape), dtype=self.dtype, device=device), torch.cuda.Event())
+            for _ in range(2)
+        ]
+        self.turns = itertools.cycle(self.staging)
+
+    def save(self, cache: Tensor, moves: list[BlockMove]) -> None:
+        blocks = cache.view(self.dtype).movedim(2, 0)
+        with synchronized_on_error():
+            for sources, targets, buffer, used in self.parts(moves):
+                used.wait()
+                index = to_device(np.array(sources), cache.device)
+                torch.index_select(blocks, 0, index, out=buffer)
+                self.ready.record()
+                with torch.cuda.stream(self.stream):
+                    self.ready.wait()
+                    for where, run in self.runs(targets):
+                        run.copy_(buffer[where], non_blocking=True)
+                    used.record()
+
+    def load(self, cache: Tensor, moves: list[BlockMove]) -> None:
+        blocks = cache.view(self.dtype).movedim(2, 0)
+        with synchronized_on_error():
+            for sources, targets, buffer, used in self.parts(moves):
+                with torch.cuda.stream(self.stream):
+                    used.wait()
+                    for where, run in self.runs(sources):
+                        buffer[where].copy_(run, non_blocking=True)
+                    self.ready.record()
+                index = to_device(np.array(targets), cache.device)
+                self.ready.wait()
+                blocks.index_copy_(0, index, buffer)
+                used.record()
+
+    def parts(
+        self, moves: list[BlockMove]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor, torch.cuda.Event]]:
+        """Yield sources and targets of as many moves as a buffer holds, it, and its last use."""
+        most = len(self.staging[0][0])
+        for start in range(0, len(moves), most):
+            sources, targets = zip(*moves[start : start + most], strict=True)
+            buffer, used = next(self.turns)
+            yield sources, targets, buffer[: len(sources)], used
+
+    def runs(self, host_blocks: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
+        """Yield runs of consecutive blocks: where they are in the list, and their memory."""
+        size = self.per_chunk
+        placed = itertools.groupby(enumerate(host_blocks), lambda x: (x[1] - x[0], x[1] // size))
+        for _, group in placed:
+            [(start, block), *rest] = group
+            first, num = block % size, 1 + len(rest)
+            yield slice(start, start + num), self.chunks[block // size][first : first + num]
+
+
+@contextmanager
+def synchronized_on_error() -> Iterator[None]:
+    """Wait for the device if a copy is interrupted: its buffer may be in use without an event."""
+    try:
+        yield
+    except BaseException:
+        torch.cuda.synchronize()
+        raise
+
+
+# ---- what a load must spare ----
+
+
+def least_load(compute: float, load: float, overhead: float) -> int | None:
+    """Return the least number of blocks that are loaded in less time than they are computed.
+
+    Times are in seconds: `compute` and `load` of one block, and `overhead` of each load however many
+    blocks it copies. n blocks are worth it if overhead + n * load < n * compute. None: never.
+    """
+    return None if load >= compute else math.floor(overhead / (compute - load)) + 1
+
+
+def make_host_tier(
+    runner: ModelRunner,
+    pool: HostPool,
+    config: EngineConfig,
+    max_model_len: int,
+    ranks: Ranks | None = None,
+) -> HostTier | None:
+    """Measure what a load must spare, unless the option swap_min_blocks says it.
+
+    Runs a step and overwrites blocks of the cache. Returns None if no load is worth it. Ranks, which
+    plan the same steps, take the least of what they measured.
+    """
+    least = config.swap_min_blocks
+    if least is None:
+        on_gpu, size = runner.device.type == "cuda", config.kvcache_block_size
+        tokens = min(2048 if on_gpu else 64, config.max_num_batched_tokens, max_model_len)
+        plan = StepPlan(
+            joins=[Join(0, [0] * -(-tokens // size), RowSampling(0.0, seed=0))],
+            chunks=[Chunk(0, 0, [0] * tokens, Yield.NOTHING)],
+        )
+        compute = seconds(lambda: runner.run(plan)(), runner.device) / tokens * size
+        cache = runner.attention.cache
+        most = min(pool.num_blocks, runner.num_blocks, 32)
+        moves = [BlockMove(i, i + 1) for i in range(most)]
+        one = seconds(lambda: pool.load(cache, moves[:1]), runner.device)
+        load = one / most
+        if most > 1:
+            load = max(0.0, seconds(lambda: pool.load(cache, moves), runner.device) - one)
+            load /= most - 1
+        least = least_load(compute, load, max(0.0, one - load))
+        if ranks is not None:
+            least = ranks.smallest(NEVER if least is None else least)
+            least = None if least == NEVER else least
+        logger.info(
+            f"loading a KV block from host memory takes {load * 1e6:,.0f} us, computing its tokens "
+            f"{compute * 1e6:,.0f} us"
+        )
+    if least is None:
+        logger.warning(
+            f"swap_space={config.swap_space:g} is not used, because computing a KV block is faster "
+            "than loading it; swap_min_blocks=1 would use it"
+        )
+        return None
+    logger.info(
+        f"host memory holds {pool.num_blocks:,} KV blocks ({config.swap_space:g} GiB); at least "
+        f"{least} are loaded at a time"
+    )
+    return HostTier(pool.num_blocks, least)
+
+
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest time of three calls: other processes lengthen some, and a first one compiles."""
+    times = []
+    with torch.inference_mode():
+        for _ in range(4):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+    return min(times[1:])

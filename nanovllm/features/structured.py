@@ -1,0 +1,201 @@
+"""Structured outputs: a grammar says, at each position of an output, which tokens may follow.
+
+llguidance (the extra `structured`) compiles a grammar and computes the mask of these tokens. A request
+has a compiled `Grammar`, and each of its rows has a `Matcher`, which follows the row's output.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.api.checks import check_scalars, refuse_unknown_fields
+from nanovllm.engine.detokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+CACHED_GRAMMARS = 64
+# Between the parts of JSON. Where more is allowed, weak models write spaces and nothing else.
+WHITESPACE = " ?"
+
+
+class OutputComplete(Exception):
+    """An output that its grammar completes, and whose request has no token that ends it."""
+
+
+@refuse_unknown_fields("field of StructuredOutputsParams")
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the text of an output must be. Exactly one of these fields is given:
+
+    json: a JSON schema, as a dict or a string, or a pydantic model: the output is such a value.
+    regex: a regular expression that matches the whole output; no look-around, no back-references.
+    choice: a list of strings, one of which is the output.
+    grammar: a context-free grammar in Lark's notation, with the rule `start`, or in GBNF.
+    json_object: True: the output is any JSON object.
+
+    Raises TypeError for a wrong type or an unknown field, ValueError if no field or several are given, or if `json` is
+    not JSON. The grammar itself is compiled, and may be refused, when a request uses it.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_scalars(self)
+        names = [field.name for field in fields(self)]
+        given = [n for n in names if getattr(self, n) is not None and getattr(self, n) is not False]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of {', '.join(names)}, not {' and '.join(given) or 'none'}"
+            )
+        self.source()
+
+    def source(self) -> tuple[str, str, str]:
+        """Return the field that is given, llguidance's name of its format, and its text."""
+        if self.json is not None:
+            return "json", "json_schema", schema_text(self.json)
+        if self.regex is not None:
+            return "regex", "regex", self.regex
+        if self.grammar is not None:
+            return "grammar", "grammar", self.grammar
+        if self.choice is None:
+            return "json_object", "json_schema", '{"type": "object"}'
+        choice = self.choice
+        is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
+        if not is_list or not all(isinstance(text, str) for text in choice):
+            raise TypeError(f"choice must be a list of strings, not {choice!r}")
+        if not choice:
+            raise ValueError("choice is empty; give at least one string")
+        return "choice", "choice", json.dumps(list(choice))
+
+
+def schema_text(schema: Any) -> str:
+    """Return a JSON schema, given as a pydantic model, a dict or a string, as a string."""
+    value = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, Mapping):
+            return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"json={schema!r:.80} is not JSON: {error}") from None
+    raise TypeError(
+        f"json must be a JSON schema, as a dict or a string, or a pydantic model, not {schema!r:.80}"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    """A compiled grammar, and the tokens that end an output once it is complete."""
+
+    start: LLMatcher  # it stays at the start; each row has a copy
+    library_ends: tuple[int, ...]  # what llguidance takes for such tokens
+    ends: tuple[int, ...]  # those of the request; may be empty
+
+
+class Matcher:
+    """Follows the output of one row through a grammar."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar, self.state = grammar, grammar.start.deep_copy()
+        self.num_read = 0  # tokens of the output that `state` has read
+
+    def mask(self, output: list[int]) -> bytes | None:
+        """Which tokens may follow `output`, which begins with that of the last call.
+
+        One bit for each token, the lowest ids in the first byte and its lowest bits. None if
+        `output` has ended: the engine learns this one step late and drops what follows. Raises
+        OutputComplete if no token may follow, and RuntimeError if llguidance reaches a limit.
+        """
+        state, ends = self.state, self.grammar.ends
+        for token in output[self.num_read :]:
+            if token < 0 or token in ends:
+                return None
+            state.consume_token(token)
+            self.num_read += 1
+        mask = bytearray(state.compute_bitmask())
+        if state.is_error():
+            raise RuntimeError(f"structured_outputs: {reason(state)}")
+        for token in self.grammar.library_ends:
+            mask[token >> 3] &= ~(1 << (token & 7))
+        if state.is_accepting():
+            if not ends and state.is_stopped():
+                raise OutputComplete
+            for token in ends:
+                mask[token >> 3] |= 1 << (token & 7)
+        return bytes(mask)
+
+
+class GrammarCompiler:
+    """Compiles the grammars of the requests of one engine. Keeps those that were used last.
+
+    Several threads may use it at a time.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self.vocabulary: LLTokenizer | None = None  # made for the first grammar
+        self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
+
+    def compile(self, params: StructuredOutputsParams, ends: list[int]) -> Grammar:
+        """Return the grammar of a request that one of the tokens `ends` ends.
+
+        Raises ImportError without llguidance, ValueError without a tokenizer, and ValueError with
+        llguidance's reason if it refuses the grammar.
+        """
+        if self.vocabulary is None:
+            self.vocabulary = self._make_vocabulary()
+        start = self.compiled(*params.source())
+        return Grammar(start, tuple(self.vocabulary.eos_tokens), tuple(ends))
+
+    def _make_vocabulary(self) -> LLTokenizer:
+        tokenizer: Any = self.tokenizer
+        if tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer (skip_tokenizer_init is set)")
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ImportError(
+                f"structured_outputs needs llguidance ({error}): pip install -e '.[structured]'"
+            ) from error
+        # Models may have more tokens than their tokenizer, or fewer.
+        size = len(tokenizer)
+        eos_token_ids = sorted(token for token in self.eos_token_ids if token < size)
+        return from_tokenizer(
+            tokenizer, n_vocab=max(size, self.vocab_size), eos_token=eos_token_ids or None
+        )
+
+    def _compile(self, field: str, kind: Any, text: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits, grammar_from
+
+        assert self.vocabulary is not None
+        try:
+            start = LLMatcher(
+                self.vocabulary,
+                LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
+                if kind == "json_schema"
+                else grammar_from(kind, text),
+                log_level=0,
+                limits=LLParserLimits(verbose_errors=False),
+            )
+            start.compute_bitmask()  # finds that no token can be the first
+            if start.is_error():
+                raise ValueError(reason(start))
+        except ValueError as error:
+            raise ValueError(
+                f"llguidance refuses the {field} of structured_outputs: {error}"
+            ) from None
+        return start
+
+
+def reason(matcher: LLMatcher) -> str:
+    return matcher.get_error().removesuffix("\n<non-verbose/>")

@@ -1,0 +1,207 @@
+"""Tensor parallelism: every rank, a process with a device, has a part of each layer and of the cache.
+
+torchrun starts the script once for each rank. All ranks make the same engine, add the same requests
+and plan the same steps, because the scheduler has no clock and a random number is a function of
+(seed, position). So there is no controller, and no plan is sent. What is divided is as in Megatron-LM
+(Shoeybi et al. 2019, arXiv:1909.08053). N ranks; T tokens, R rows that sample:
+
+    embedding   V / N rows: each rank looks up the tokens that it has         all-reduce of [T, E]
+    layer       q, k, v: the rows of H / N and K / N heads
+                attention of these heads, with their KV cache
+                output: the columns of these heads                            all-reduce of [T, E]
+                gate, up: F / N rows; down: F / N columns                     all-reduce of [T, E]
+    head        V / N rows                                                    all-gather of [R, V]
+
+The model of a rank is thus a Qwen3 with fewer heads, a smaller feed-forward and a smaller vocabulary,
+which loads slices of the checkpoint (features/tensor_parallel/shards.py) and whose results are joined here. All ranks
+have the same logits, and sample the same tokens from them.
+
+Ranks that are about to run different steps would wait for each other or mix their results. Before a
+step they therefore compare a hash of its plan and of the last tokens.
+"""
+
+import itertools
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from nanovllm.api.config import EngineConfig
+from nanovllm.api.log import logger
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.plan import Runner, StepOutput, StepPlan
+
+# A rank that does nothing for so long ends the others. One that fails or is killed does so at once.
+TIMEOUT = timedelta(minutes=5)
+DOWNLOAD_TIMEOUT = timedelta(days=1)  # of the ranks that wait while rank 0 downloads
+
+
+class Ranks:
+    """The connections of this process to the others: one to agree on, one between the devices."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises RuntimeError if the ranks have different options or one of them is missing."""
+        self.rank, self.size = config.rank, config.tensor_parallel_size
+        if self.rank > 0:
+            logger.setLevel(logging.WARNING)
+        on_gpu = config.device != "cpu" and torch.cuda.is_available()
+        if on_gpu:
+            index = int(os.environ.get("LOCAL_RANK", self.rank))
+            if index >= (found := torch.cuda.device_count()):
+                raise ValueError(
+                    f"LOCAL_RANK={index} needs GPU {index}, and torch finds {found}; lower "
+                    "--nproc-per-node and tensor_parallel_size, or set device='cpu'"
+                )
+            torch.cuda.set_device(index)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=TIMEOUT)
+        # Groups of its own: another engine, or the script, may use the others.
+        self.host = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.device = dist.new_group(backend="nccl", timeout=TIMEOUT) if on_gpu else self.host
+        self.is_connected = True
+        self.agree("options", repr(config))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Add up x [T, E] of all ranks, in place."""
+        self._call(dist.all_reduce, x, group=self.device)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x [T, O] of each rank -> [T, O * N], in the order of ranks."""
+        found = [torch.empty_like(x) for _ in range(self.size)]
+        self._call(dist.all_gather, found, x, group=self.device)
+        return torch.cat(found, dim=-1)
+
+    def smallest(self, number: int) -> int:
+        """The smallest number that a rank calls this with."""
+        found = torch.tensor(number, device="cpu")
+        self._call(dist.all_reduce, found, dist.ReduceOp.MIN, group=self.host)
+        return int(found)
+
+    def agree(self, what: str, text: str) -> None:
+        """Raise RuntimeError on every rank if they have different texts."""
+        # An address in the representation of an object is another one in each process.
+        text = re.sub(r" at 0x[0-9a-f]+", "", text)
+        digest = xxhash.xxh64_intdigest((what + text).encode()) >> 1
+        found = torch.tensor([digest, -digest], device="cpu")
+        self._call(dist.all_reduce, found, dist.ReduceOp.MAX, group=self.host)
+        highest, negative_lowest = found.tolist()
+        if highest != -negative_lowest:
+            texts: list[Any] = [None] * self.size
+            self._call(dist.all_gather_object, texts, f"{what} {text}", group=self.host)
+            same = (len(set(letters)) == 1 for letters in zip(*texts, strict=False))
+            start = max(0, sum(itertools.takewhile(bool, same)) - 60)
+            shown = "; ".join(f"rank {i}: ...{t[start : start + 120]}" for i, t in enumerate(texts))
+            raise RuntimeError(
+                f"the ranks have different {what}: {shown}. Every rank must make the same calls "
+                "with the same arguments in the same order, from one thread; aborts too"
+            )
+
+    def connect(self, model: Qwen3, vocab_size: int) -> None:
+        """Join the results of the ranks' models, once their weights are loaded.
+
+        vocab_size: that of the whole model. The head of the last rank may have rows beyond it.
+        """
+
+        def gather_logits(logits: Tensor) -> Tensor:
+            return self.all_gather(logits)[:, :vocab_size].contiguous()
+
+        for layer in model.layers:
+            layer.self_attn.o_proj.join = layer.mlp.down_proj.join = self.all_reduce
+        model.lm_head.join = gather_logits
+        model.embed_tokens = ShardedTable(model.embed_tokens, self)
+
+    @contextmanager
+    def rank_0_first(self) -> Iterator[None]:
+        """Rank 0 leaves the block before the others enter it."""
+        patient = dist.new_group(backend="gloo", timeout=DOWNLOAD_TIMEOUT)
+        if self.rank > 0:
+            self._call(dist.barrier, patient)
+        try:
+            yield
+        finally:
+            if self.rank == 0:
+                self._call(dist.barrier, patient)
+            dist.destroy_process_group(patient)
+
+    @contextmanager
+    def leave_if_it_fails(self) -> Iterator[None]:
+        """If the block fails, disconnect, so that no other rank waits for this one."""
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Disconnect from the other ranks, if that has not happened. It waits for none of them."""
+        if self.is_connected:
+            self.is_connected = False
+            if dist.is_initialized():  # else the script has destroyed all groups
+                dist.destroy_process_group(self.host)
+            self.host = self.device = None
+
+    def _call(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        reason = None
+        try:
+            if self.is_connected:
+                function(*args, **kwargs)
+                return
+        except BaseException as error:  # also of Ctrl-C, after which the others must not wait
+            self.leave()
+            if not isinstance(error, RuntimeError):
+                raise
+            reason = error
+        raise RuntimeError(
+            f"rank {self.rank} is disconnected from the other ranks: a rank failed, was "
+            f"stopped, ended its script, or made no step for {TIMEOUT.seconds} s, and its own "
+            "error says why; start the script again"
+        ) from reason
+
+
+class ShardedTable:
+    """An embedding table, looked up as if it were whole."""
+
+    def __init__(self, rows: Any, ranks: Ranks) -> None:
+        """rows: those of this rank, a tensor or an Int8Weight [V / N, E]."""
+        self.rows, self.ranks, self.dtype = rows, ranks, rows.dtype
+        self.start = ranks.rank * rows.shape[0]
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        """ids [T] -> [T, E]: the row of each token is on one rank, and 0 on the others."""
+        rows = ids - self.start
+        elsewhere = (rows < 0) | (rows >= self.rows.shape[0])
+        x: Tensor = self.rows[rows.masked_fill(elsewhere, 0)]
+        return self.ranks.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+
+
+class AgreeingRunner:
+    """A Runner that begins a step when all ranks have planned the same one."""
+
+    def __init__(self, runner: Runner, ranks: Ranks) -> None:
+        self.runner, self.ranks = runner, ranks
+        self.num_blocks, self.host_tier = runner.num_blocks, runner.host_tier
+        self.is_async = runner.is_async
+        self.last = ""  # what the last step yielded
+
+    def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        last, self.last = self.last, ""  # if they differ, the next calls may agree again
+        self.ranks.agree("steps", f"{plan} after {last}")
+        with self.ranks.leave_if_it_fails():
+            wait = self.runner.run(plan)
+
+        def wait_and_note() -> StepOutput:
+            with self.ranks.leave_if_it_fails():
+                output = wait()
+            self.last = f"{output.token_ids} {sorted(output.errors)}"
+            return output
+
+        return wait_and_note

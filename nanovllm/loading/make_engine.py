@@ -1,0 +1,146 @@
+"""Loading: from the options of `LLM()` to an engine with its checkpoint and tokenizer."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanovllm.api.config import EngineConfig
+from nanovllm.engine.detokenizer import Tokenizer
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.api.log import logger
+from nanovllm.loading.checkpoint import (
+    config_file,
+    find_checkpoint,
+    generation_defaults,
+    weight_files,
+)
+from nanovllm.models.config import ModelConfig, read_json
+from nanovllm.features.embeddings.sentence_transformers import read_pooling_settings
+from nanovllm.models.weights import HEAD, tensor_names
+from nanovllm.loading.memory import weight_bytes
+from nanovllm.runner.start import make_runner
+
+if TYPE_CHECKING:
+    from nanovllm.features.tensor_parallel.ranks import Ranks
+
+# Held while a tokenizer is loaded: transformers imports its modules when they are first used, and an
+# import that another thread has begun fails there with ImportError.
+TOKENIZER_LOCK = threading.Lock()
+
+
+def make_engine(config: EngineConfig) -> LLMEngine:
+    """Find and load the checkpoint and its tokenizer, and build the engine."""
+    if config.tensor_parallel_size == 1:
+        return load_engine(config, *find_files(config))
+    # Not imported, nor is torch.distributed used, by an engine on one device.
+    from nanovllm.features.tensor_parallel.ranks import AgreeingRunner, Ranks
+
+    ranks = Ranks(config)
+    with ranks.leave_if_it_fails():
+        with ranks.rank_0_first():  # which downloads them
+            files = find_files(config)
+        engine = load_engine(config, *files, ranks)
+    engine.runner = AgreeingRunner(engine.runner, ranks)
+    # Also when the interpreter exits: a thread of Gloo may otherwise end the process with SIGABRT.
+    weakref.finalize(engine, ranks.leave)
+    return engine
+
+
+def find_files(config: EngineConfig) -> tuple[Path, Path]:
+    """Return the directories of the checkpoint and of the tokenizer."""
+    has_weights = config.load_format != "dummy"
+    directory = home = find_checkpoint(config.model, config.revision, weights=has_weights)
+    if config.tokenizer is not None and not config.skip_tokenizer_init:
+        home = find_checkpoint(config.tokenizer, weights=False)
+    return directory, home
+
+
+def load_engine(
+    config: EngineConfig, directory: Path, home: Path, ranks: Ranks | None = None
+) -> LLMEngine:
+    """Load the checkpoint in `directory` and the tokenizer in `home`, and build the engine."""
+    model_config = ModelConfig.from_file(config_file(directory))
+    longest, window = model_config.max_position_embeddings, model_config.sliding_window
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "
+            f"at most {longest}"
+        )
+    if window is not None and max_model_len > window:
+        raise ValueError(
+            f"{directory.name} attends over a sliding window of {window} tokens, which is not "
+            f"supported; set max_model_len={window} or less to run it within one window"
+        )
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        with TOKENIZER_LOCK:
+            tokenizer = load_tokenizer(home)
+    eos_token_ids, default_params = generation_defaults(directory)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos_token_ids |= {tokenizer.eos_token_id}
+    has_head = model_config.tie_word_embeddings or (
+        HEAD in tensor_names(weight_files(directory))
+        if config.load_format != "dummy"
+        else model_config.architecture.endswith("ForCausalLM")
+    )
+    if not has_head:  # a head that is tied takes no memory; it is never used
+        model_config = replace(model_config, tie_word_embeddings=True)
+    runner = make_runner(config, model_config, directory, max_model_len, ranks=ranks)
+    num_tokens, fitted = runner.num_blocks * config.kvcache_block_size, ""
+    if (length := runner.max_model_len) < max_model_len:
+        fitted = f", which limits max_model_len to {length:,} of the model's {max_model_len:,}"
+    cache = runner.attention.cache
+    in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
+    weights = weight_bytes(runner.model.config, runner.backend, runner.dtype)
+    each = "" if ranks is None else f", each of {ranks.size} ranks"
+    logger.info(
+        f"{directory.name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
+        f"weights of {weights / 2**20:,.0f} MiB, "
+        f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
+        f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
+    )
+    inputs = InputProcessor(
+        tokenizer,
+        model_config.vocab_size,
+        length,
+        eos_token_ids,
+        default_params,
+        config.seed,
+        read_pooling_settings(directory, model_config.hidden_size),
+        has_head,
+    )
+    return LLMEngine(config, runner, inputs)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    if not any((directory / name).is_file() for name in names):
+        raise ValueError(
+            f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
+            "skip_tokenizer_init=True to work with token ids"
+        )
+    try:
+        config = directory / "tokenizer_config.json"
+        kind = read_json(config).get("tokenizer_class") if config.is_file() else None
+        if kind == "PreTrainedTokenizerFast":
+            # AutoTokenizer would choose the same, but it first imports transformers' models: 0.4 s.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(directory)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers and tokenizers raise errors of many types
+        for path in sorted(directory.glob("*.json")):
+            read_json(path)  # raises ValueError with the name of a broken file
+        raise ValueError(
+            f"tokenizer.json or tokenizer_config.json in {directory} cannot be used "
+            f"({type(error).__name__}: {error}); fetch them again, or name another tokenizer with "
+            "tokenizer=..."
+        ) from error

@@ -1,0 +1,95 @@
+"""Selects the device, the dtype and the backend.
+
+    device and dtype                     attention_backend="auto"
+    a GPU                                gpu.backend   ("triton"), from compute capability 7.5
+    a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is installed and, for
+                                         a small model, its kernels are compiled
+    anything else                        models.backend.PLAIN ("sdpa")
+
+The folders gpu/ and cpu/ are imported here, by name, when they are selected.
+"""
+
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+from nanovllm.api.log import logger
+from nanovllm.models.backend import PLAIN, Backend
+
+FOLDERS = {"triton": "gpu", "numba": "cpu"}
+# A model with fewer weights answers in plain torch before the CPU's kernels would be compiled.
+SMALL_MODEL = 100_000_000
+
+
+def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weights: int) -> Backend:
+    """Raises ValueError if the named backend is not installed or does not run on the device."""
+    wanted = name
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "numba"
+        if name == "numba" and dtype is torch.float16:
+            logger.warning("float16 on a CPU runs in plain torch, which is slower")
+            name = "sdpa"
+    if name == "sdpa":
+        return PLAIN
+    try:
+        module = importlib.import_module(f"nanovllm.{FOLDERS[name]}.backend")
+    except ImportError as error:
+        if wanted == "auto":
+            logger.warning(f"attention runs in plain torch, which is slower: {error}")
+            return PLAIN
+        raise ValueError(
+            f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
+            "is missing, or use attention_backend='sdpa'"
+        ) from error
+    may_be_plain = wanted == "auto" and name == "numba" and num_weights < SMALL_MODEL
+    if may_be_plain and not module.is_ready(dtype):
+        # It stays so for the whole process, so that its tokens do not change midway.
+        return PLAIN
+    try:
+        backend: Backend = module.make_backend(device, dtype)
+    except ValueError as error:
+        if wanted != "auto":
+            raise
+        logger.warning(f"attention runs in plain torch, which is slower: {error}")
+        return PLAIN
+    return backend
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' needs a GPU, and torch finds none; use device='cpu'")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def pick_dtype(name: str, device: torch.device, stored: str | None) -> torch.dtype:
+    if name == "auto":
+        if device.type == "cpu":
+            name = "bfloat16" if cpu_has_fast_bf16() else "float32"
+        else:
+            name = stored or "bfloat16"
+            if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):
+                name = "float16"  # GPUs before Ampere have no bfloat16
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def cpu_has_fast_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm's BF16)."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current device of this thread, because Triton launches on it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

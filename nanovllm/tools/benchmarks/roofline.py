@@ -1,0 +1,107 @@
+"""Roofline: the least time that a workload can take on this machine (Williams et al. 2009).
+
+It assumes an ideal schedule with a perfect prefix cache: prefill of all prompts, followed by decode
+of all requests together. Each phase takes as long as the slower of its FLOPs (compute-bound) and
+its bytes (memory-bound):
+
+    weights     read once in each step, LM head included
+    KV          2 * layers * KV heads * head size values per token, read once in each decode step
+    linear      2 FLOPs per parameter and token; the LM head for sampled tokens only
+    attention   4 FLOPs per layer, head, dimension and attended token
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from os.path import commonprefix
+
+import torch
+from torch.utils.benchmark import Timer
+
+from nanovllm.tools.benchmarks.workloads import Workload
+from nanovllm.models.config import ModelConfig
+
+
+def costs(
+    work: Workload,
+    config: ModelConfig,
+    itemsize: int,
+    max_num_seqs: int,
+    kv_itemsize: int | None = None,
+) -> dict[str, int]:
+    """Return FLOPs and bytes; decode reads `kv_bytes`.
+
+    A weight has `itemsize` bytes, and so has a KV value unless `kv_itemsize` is given.
+    """
+    c = config
+    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    layers = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
+    head = c.vocab_size * c.hidden_size
+    weight_bytes = (layers + head) * itemsize
+    kv_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * (kv_itemsize or itemsize)
+    flops_per_attended = 4 * c.num_layers * c.num_heads * c.head_dim
+
+    # A perfect prefix cache contains the start of each prompt. In sorted order, each prompt follows
+    # the one with which it shares the longest prefix.
+    prompts = sorted(work.prompts)
+    starts = [0, *(len(commonprefix(pair)) for pair in pairwise(prompts))]  # noqa: RUF071
+    ends = list(map(len, prompts))
+    computed = sum(ends) - sum(starts)
+    attended = sum(n * (n + 1) // 2 for n in ends) - sum(n * (n + 1) // 2 for n in starts)
+    linear = 2 * layers * computed + 2 * head * len(prompts)
+    steps = kv_tokens = decoded = decode_attended = 0
+    for round_ in work.rounds:
+        # Prefill yields the first token of each output.
+        outputs = [work.outputs[i] - 1 for i in round_]
+        round_steps = max(*outputs, -(-sum(outputs) // max_num_seqs))
+        contexts = (range(len(work.prompts[i]) + 1, work.lengths[i]) for i in round_)
+        round_attended = sum(map(sum, contexts))
+        # Requests that decode together read the KV of their common prefix once in each step.
+        shared = len(commonprefix([work.prompts[i] for i in round_]))  # noqa: RUF071
+        shared = shared if 1 < len(round_) <= max_num_seqs else 0
+        kv_tokens += round_attended - shared * (sum(outputs) - round_steps)
+        steps, decoded = steps + round_steps, decoded + sum(outputs)
+        decode_attended += round_attended
+    return {
+        "prefill_tokens": computed,
+        "prefill_flops": linear + flops_per_attended * attended,
+        "prefill_bytes": len(work.rounds) * weight_bytes + computed * kv_token,
+        "decode_steps": steps,
+        "decode_flops": 2 * (layers + head) * decoded + flops_per_attended * decode_attended,
+        "decode_bytes": steps * weight_bytes + kv_tokens * kv_token,
+        "weight_bytes": weight_bytes,
+        "kv_bytes": kv_tokens * kv_token,
+    }
+
+
+def bounds(cost: dict[str, int], peak: dict[str, float]) -> dict[str, tuple[float, str]]:
+    """Return phase -> (least seconds, the resource that bounds it)."""
+    return {
+        phase: max(
+            (cost[f"{phase}_flops"] / peak["flops"], "compute-bound"),
+            (cost[f"{phase}_bytes"] / peak["bandwidth"], "memory-bound"),
+        )
+        for phase in ("prefill", "decode")
+    }
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype, step_bytes: int) -> dict[str, float]:
+    """Return bytes read and FLOPs per second, of the fastest of many runs.
+
+    The fastest, because no workload may be faster than its roofline. The buffer is as large as the
+    `step_bytes` that a decode step reads, within limits, because a small model stays in the
+    processor's caches and is bounded by their bandwidth.
+    """
+
+    def fastest(run: Callable[[], object]) -> float:
+        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        return min(timer.blocked_autorange(min_run_time=0.5).times)
+
+    cuda = device.type == "cuda"
+    size = min(max(step_bytes, 4 << 20), (4 << 30) if cuda else (1 << 30)) // 4096 * 1024
+    buffer, vector = torch.ones(size, device=device), torch.ones(1024, device=device)
+    read = min(fastest(buffer.sum), fastest(lambda: buffer.view(-1, 1024) @ vector))
+    side = 8192 if cuda else 2048
+    # The values are random, because a GPU draws less power and is faster if it multiplies ones.
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    flops = 2 * side**3 / fastest(lambda: a @ b.T)
+    return {"bandwidth": 4 * size / read, "buffer_bytes": 4 * size, "flops": flops}

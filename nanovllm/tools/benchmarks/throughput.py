@@ -1,0 +1,168 @@
+"""Throughput: nanovllm and its baselines take turns on one workload.
+
+prepare     the checkpoint, the requests and their costs, checked before anything long runs
+take_turns  a process for each engine and turn: load, one run unmeasured, one run measured
+throughput  the result, one dict, which --json writes unchanged
+"""
+
+import argparse
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+from tqdm import tqdm
+
+from nanovllm.tools.benchmarks import baselines, machine, report, roofline, vllm_peer, workloads
+from nanovllm.tools.benchmarks.turn import COMMAND, Result, run_turn
+from nanovllm.tools.benchmarks.workloads import Workload
+from nanovllm.api.config import EMBEDDED, EngineConfig
+from nanovllm.loading.checkpoint import config_file, find_checkpoint
+from nanovllm.models.config import ModelConfig
+from nanovllm.loading.select_backend import pick_device, pick_dtype
+from nanovllm.loading.memory import available_host_memory
+
+
+@dataclass
+class Engine:
+    """An engine, and what the process of one turn needs: a command and its input."""
+
+    name: str
+    work: Workload
+    command: list[str]
+    job: Result
+    note: str = ""
+
+
+@dataclass
+class Setup:
+    """What was asked for, checked."""
+
+    work: Workload
+    directory: Path
+    engines: list[Engine]  # nanovllm first
+    device: torch.device
+    dtype: torch.dtype
+    cost: dict[str, int]  # see roofline.costs
+    about: dict[str, str]  # printed at the start
+    writes_weights: bool  # random ones, which the baselines cannot make themselves
+
+
+def throughput(args: argparse.Namespace, options: Result, command: str, temporary: Path) -> Result:
+    """Run what the command line asks for. Raises ValueError before anything long runs."""
+    setup = prepare(args, options, temporary)
+    print("\n".join(map(report.entry, setup.about, setup.about.values())), flush=True)
+    cost = setup.cost
+    step_bytes = cost["decode_bytes"] // max(1, cost["decode_steps"])
+    peak = roofline.measure_peak(setup.device, setup.dtype, step_bytes)
+    if setup.writes_weights:
+        workloads.write_weights(setup.directory, setup.dtype)
+
+    rows, failed = take_turns(setup.engines, args.repeats, args.busy)
+    engines, ours = list(rows.values()), rows["nanovllm"]["runs"]
+    # The run with the median time, the slower one of two.
+    run = sorted(ours, key=lambda run: run["seconds"])[len(ours) // 2]
+    limits = roofline.bounds(cost, peak)
+    result = {**setup.about, "machine": machine.describe(setup.device), "command": command}
+    result |= {"cost": cost, "peak": peak, "roofline": limits, "run": run, "failed": failed}
+    result["roofline_share"] = sum(seconds for seconds, _ in limits.values()) / run["seconds"]
+    result["load_seconds"] = median(run["load_seconds"] for run in ours)
+    result["seconds_by_component"] = ours[-1].pop("seconds_by_component")
+    return result | {"engines": engines}
+
+
+def take_turns(
+    engines: list[Engine], repeats: int, busy: bool
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Run the engines alternately. Returns a row for each with its runs, and what failed and why."""
+    rows: dict[str, Result] = {}
+    failed: dict[str, str] = {}
+    loads = [False, True] if busy else [False]
+    order = [(i, engine, load) for i in range(repeats) for engine in engines for load in loads]
+    for i, engine, load in (bar := tqdm(order, desc="Turns", unit="turn")):
+        if engine.name in failed:
+            continue
+        name = f"{engine.name}+busy" if load else engine.name
+        bar.set_postfix_str(name)
+        job = engine.job | {"profile": i == repeats - 1 and not load}
+        before = machine.cpu_seconds()
+        try:
+            with machine.busy_process() if load else nullcontext():
+                run = run_turn(engine.command, job)
+        except RuntimeError as error:
+            if engine.name == "nanovllm":
+                raise
+            failed[engine.name] = str(error)
+            rows = {n: row for n, row in rows.items() if row["engine"] != engine.name}
+            continue
+        output = sum(engine.work.outputs)
+        run["other_load"] = machine.other_load(before)
+        run["output_tokens_per_second"] = output / run["seconds"]
+        row = {"name": name, "engine": engine.name, "note": engine.note, "output_tokens": output}
+        row |= {"input_tokens": sum(map(len, engine.work.prompts)), "runs": []}
+        rows.setdefault(name, row)["runs"].append(run)
+    return rows, failed
+
+
+def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup:
+    """Choose the checkpoint and the requests, and check them. Raises ValueError."""
+    keys = ("count", "input", "output", "prefix", "turns")
+    numbers = {n: number for n in keys if (number := getattr(args, n)) is not None}
+    spec = replace(workloads.WORKLOADS[args.workload], **numbers)
+    shape = args.shape or (None if args.model else spec.model)
+    model = shape or args.model or EMBEDDED
+    config = EngineConfig.from_options(options)
+    device = pick_device(config.device)
+    directory = workloads.write_shape(shape, temporary) if shape else find_checkpoint(model)
+    sizes = ModelConfig.from_file(config_file(directory))
+    dtype = pick_dtype(config.dtype, device, sizes.dtype)
+    work = workloads.make_workload(args.workload, spec, sizes.vocab_size)
+    longest = min(sizes.max_position_embeddings, config.max_model_len or 1 << 60)
+    if max(work.lengths) > longest:
+        raise ValueError(
+            f"--workload {work.name} has a request of {max(work.lengths):,} tokens, but {model} "
+            f"ends at {longest:,}; lower --input, --output, --prefix or --turns, or take a --shape"
+        )
+    in_fp8 = config.kv_cache_dtype != "auto"
+    # In int8 a weight has one byte; the scales are not counted.
+    weight_size, kv_size = (
+        1 if small else dtype.itemsize for small in (config.quantization, in_fp8)
+    )
+    cost = roofline.costs(work, sizes, weight_size, config.max_num_seqs, kv_size)
+    cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if cuda else available_host_memory()
+    # The remaining tenth is for the KV cache and the activations.
+    if cost["weight_bytes"] > 0.9 * free:
+        raise ValueError(
+            f"{model} takes {cost['weight_bytes'] / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are "
+            "free; use a smaller --shape (qwen3-0.6b)"
+        )
+
+    others = ["hf", "hf-batch"] if model == EMBEDDED else []
+    others = others if args.baseline is None else list(dict.fromkeys(args.baseline))
+    common = {"directory": str(directory), "device": str(device), "dtype": str(dtype)[6:]}
+    own = {"skip_tokenizer_init": True, **options, "device": str(device), "dtype": str(dtype)[6:]}
+    if shape and not others:
+        own["load_format"] = "dummy"
+    job = {**common, "engine": "nanovllm", "work": asdict(work), "options": own}
+    engines = [Engine("nanovllm", work, COMMAND, job)]
+    for name in others:
+        if name.startswith("vllm"):
+            given: Result = {"model": str(directory), "dtype": str(dtype)[6:]}
+            given |= {"max_num_seqs": config.max_num_seqs, "enforce_eager": name == "vllm-eager"}
+            version = baselines.vllm_version(args.peer_python)
+            peer = [args.peer_python, str(vllm_peer.__file__)]
+            engines.append(Engine(name, work, peer, baselines.vllm_job(given, work), version))
+        else:
+            part, note = baselines.hf_part(name, work, args.sample, args.batch_size)
+            job = {**common, "engine": name, "work": asdict(part), "batch_size": args.batch_size}
+            engines.append(Engine(name, part, COMMAND, job, note))
+    about = {
+        "machine": ", ".join(f"{key} {value}" for key, value in machine.describe(device).items()),
+        "model": f"{model} in {str(dtype)[6:]}"
+        f"{', weights in int8' * bool(config.quantization)}{', KV in fp8' * in_fp8}",
+        "workload": f"{work.name}: {spec.help}; {len(work.prompts)} requests; "
+        f"{sum(work.lengths):,} tokens, {sum(work.outputs):,} of them output",
+    }
+    return Setup(work, directory, engines, device, dtype, cost, about, bool(shape and others))

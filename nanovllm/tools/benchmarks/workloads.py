@@ -1,0 +1,145 @@
+"""What a benchmark runs: the tables WORKLOADS (requests) and SHAPES (architectures).
+
+Python's `random` with seed 0 draws the requests, so that they are the same on every machine.
+The weights of a shape are those of load_format="dummy" with seed 0, and nothing is downloaded.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from nanovllm.api.config import EMBEDDED
+from nanovllm.models.backend import PLAIN
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.weights import Part, random_weights
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Requests whose lengths are drawn uniformly.
+
+    model: a shape. long_every: every n-th prompt is 10 times as long. alone: one request at a time.
+    """
+
+    help: str
+    count: int
+    input: tuple[int, int]
+    output: tuple[int, int]
+    model: str | None = None
+    prefix: int = 0
+    turns: int = 1
+    alone: bool = False
+    long_every: int = 0
+
+    def __str__(self) -> str:
+        prompt, output = ("-".join(map(str, sorted({*ends}))) for ends in (self.input, self.output))
+        return f"{self.help}; {self.count} x {prompt} in, {output} out; {self.model or EMBEDDED}"
+
+
+WORKLOADS = {
+    "short": Spec("short requests", 64, (16, 128), (16, 128)),
+    "nano": Spec("nano-vllm's benchmark", 256, (100, 1024), (100, 1024), "qwen3-0.6b"),
+    "cpu-mixed": Spec("mixed lengths on a CPU", 16, (64, 256), (16, 128), "qwen3-0.6b"),
+    "cpu-prefix": Spec("one prefix of 512", 16, (32, 32), (32, 32), "qwen3-0.6b", prefix=512),
+    "cpu-small": Spec("many requests, small model", 64, (100, 512), (50, 256), "cpu-small"),
+    "prefix": Spec("one prefix of 512 tokens for all", 64, (16, 64), (16, 64), prefix=512),
+    "chat": Spec("conversations of 4 turns", 16, (16, 48), (16, 48), turns=4),
+    "long": Spec("long prompts: prefill", 16, (8192, 8192), (16, 16), "qwen3-0.6b"),
+    "mixed": Spec("every eighth prompt is 10 x as long", 64, (16, 64), (16, 128), long_every=8),
+    "latency": Spec("one request at a time", 4, (16, 128), (128, 128), alone=True),
+}
+
+SHAPE_FIELDS = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads "
+    "head_dim vocab_size tie_word_embeddings max_position_embeddings"
+)
+SHAPES = {
+    "qwen3-0.6b": (1024, 3072, 28, 16, 8, 128, 151_936, True, 40_960),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 8, 128, 151_936, True, 40_960),
+    "qwen3-4b": (2560, 9728, 36, 32, 8, 128, 151_936, True, 40_960),
+    "qwen3-8b": (4096, 12_288, 36, 32, 8, 128, 151_936, False, 40_960),
+    "qwen3-14b": (5120, 17_408, 40, 40, 8, 128, 151_936, False, 40_960),
+    "qwen2.5-7b": (3584, 18_944, 28, 28, 4, 128, 152_064, False, 32_768),
+    "cpu-small": (256, 768, 4, 4, 2, 64, 4096, True, 4096),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests, each with the number of tokens to generate. The requests of a round run together."""
+
+    name: str
+    prompts: list[list[int]]
+    outputs: list[int]
+    rounds: list[list[int]]
+    temperature: float = 0.6
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each request, prompt and output together."""
+        return [len(p) + n for p, n in zip(self.prompts, self.outputs, strict=True)]
+
+    def subset(self, chosen: Sequence[int]) -> "Workload":
+        """Return the chosen requests alone, in the same rounds."""
+        rounds = [[chosen.index(i) for i in r if i in chosen] for r in self.rounds]
+        prompts, outputs = [self.prompts[i] for i in chosen], [self.outputs[i] for i in chosen]
+        return Workload(self.name, prompts, outputs, [r for r in rounds if r], self.temperature)
+
+
+def make_workload(name: str, spec: Spec, vocab_size: int) -> Workload:
+    """Draw the lengths and token ids of the prompts, then the lengths of the outputs.
+
+    In this order, and with ids from 0 to 10,000, `nano` is nano-vllm's benchmark token for token.
+    The answers within a conversation are drawn too, so that all engines get the same prompts.
+    """
+    rng = random.Random(0)
+
+    def ids(length: int) -> list[int]:
+        return [rng.randint(0, min(10_000, vocab_size - 1)) for _ in range(length)]
+
+    prefix = ids(spec.prefix)
+    prompts: list[list[int]] = []
+    for i in range(spec.count):
+        long = spec.long_every and i % spec.long_every == 0
+        prompts.append(prefix + ids(rng.randint(*spec.input) * (10 if long else 1)))
+    outputs: list[int] = []
+    # Request i of a later turn continues request i of the turn before it.
+    for i in range(spec.count * (spec.turns - 1)):
+        outputs.append(rng.randint(*spec.output))
+        prompts.append(prompts[i] + ids(outputs[i]) + ids(rng.randint(*spec.input)))
+    outputs += [rng.randint(*spec.output) for _ in range(spec.count)]
+    size = 1 if spec.alone else spec.count
+    rounds = [list(range(i, i + size)) for i in range(0, len(prompts), size)]
+    return Workload(name, prompts, outputs, rounds)
+
+
+def write_shape(name: str, parent: Path) -> Path:
+    """Create a directory with config.json alone, which is enough for load_format="dummy"."""
+    family = "Qwen2" if name.startswith("qwen2") else "Qwen3"
+    config: dict[str, object] = dict(zip(SHAPE_FIELDS.split(), SHAPES[name], strict=True))
+    config |= {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
+    config |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "dtype": "bfloat16"}
+    if family == "Qwen2":
+        # A config.json of Qwen2 does not have it, because it follows from the other sizes.
+        del config["head_dim"]
+    directory = parent / name
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return directory
+
+
+def write_weights(directory: Path, dtype: torch.dtype) -> None:
+    """Write the random weights beside config.json, for engines that cannot make them themselves."""
+    config = ModelConfig.from_file(directory / "config.json")
+    with torch.device("meta"):
+        parts = list(Qwen3(config, 16, PLAIN).checkpoint_parts())
+    weights = {part.name: torch.empty(part.shape, dtype=dtype) for part in parts}
+    stored = [Part.whole(name, weight) for name, weight in weights.items()]
+    random_weights(stored, 0, torch.device("cpu"))
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,324 @@
+"""Run a file of requests: python -m nanovllm.tools.jobs.run_batch -i in.jsonl -o out.jsonl --model NAME
+
+The input has one request a line in OpenAI's batch format, and the output gets one result a line, as soon
+as it is known: the order is not that of the input.
+
+  {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
+  {"id": ..., "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
+
+A line that is wrong gets a result with an error. Stopped at any moment, also by kill -9, the same command
+goes on where it was. docs/jobs.md says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import fcntl
+import json
+import os
+import re
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from tqdm import tqdm
+
+from nanovllm.api.checks import check_scalar
+from nanovllm.api.config import EMBEDDED, EngineConfig
+from nanovllm.engine.interrupt import defer_interrupt
+from nanovllm.engine.request import Request
+from nanovllm.llm import LLM
+from nanovllm.tools.jobs.openai_format import Job, error_body, parse
+
+RESULT = re.compile(rb'\{"id": "batch-([0-9a-f]{16})-(\d+)", ')  # what each line begins with
+GO_ON = "start the same command again to go on"
+
+
+class BatchFiles:
+    """The two files of a run, and a byte for each line of the input: whether it is done.
+
+    The output file is all that is kept between runs. Each result begins with its id, which is the
+    fingerprint of the input file and the number of the line that it answers. A start reads from it
+    which lines are done. A result is appended with one call of the operating system, after which
+    kill -9 cannot undo it. During that call a kill or a full disk can leave a part of it: a last line
+    without its newline, which is cut off and computed again.
+
+    Raises OSError, or ValueError if a custom_id comes twice, if the output has the results of another
+    input, or of an input that has changed since, or if another process writes to it.
+    """
+
+    def __init__(self, source: Path, target: Path) -> None:
+        self.source, self.target = source, target
+        for path in (source, target):
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is not a regular file, and it would be read twice")
+        with contextlib.ExitStack() as files:
+            self.lines = files.enter_context(source.open("rb"))
+            self.num_lines, self.num_requests, self.fingerprint = self._scan()
+            self.done = bytearray(1 + self.num_lines)  # by number of the line, from 1
+            self.num_done = 0
+            self.results = files.enter_context(target.open("ab", buffering=0))
+            try:
+                fcntl.flock(self.results, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another process is writing to {target}") from None
+            self.size = self._resume()  # bytes of complete lines
+            self.results.truncate(self.size)
+            self.files = files.pop_all()
+
+    def __enter__(self) -> BatchFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.files.close()
+
+    def _scan(self) -> tuple[int, int, str]:
+        """Read the input once. Returns its lines, those that are not empty, and its fingerprint.
+
+        A hash of each custom_id, 8 bytes, is held until the end of the scan.
+        """
+        digest, hashes, num_lines, num_requests = xxhash.xxh3_64(), array("Q"), 0, 0
+        size = os.fstat(self.lines.fileno()).st_size
+        with tqdm(
+            total=size, desc="Reading", unit="B", unit_scale=True, delay=1, leave=False
+        ) as bar:
+            for line in self.lines:
+                digest.update(line)
+                num_lines += 1
+                num_requests += bool(line.strip())
+                if (custom_id := custom_id_of(line)) is not None:
+                    hashes.append(hash_of(custom_id))
+                bar.update(len(line))
+        values, counts = np.unique(np.asarray(hashes), return_counts=True)
+        suspects = set(values[counts > 1].tolist())
+        first: dict[str, int] = {}
+        self.lines.seek(0)
+        for number, line in enumerate(self.lines if suspects else (), 1):
+            custom_id = custom_id_of(line)
+            if custom_id is None or hash_of(custom_id) not in suspects:
+                continue
+            if (before := first.setdefault(custom_id, number)) != number:
+                raise ValueError(
+                    f"custom_id {custom_id!r:.80} is in line {before} and in line {number} of "
+                    f"{self.source}; give each line its own"
+                )
+        return num_lines, num_requests, digest.hexdigest()
+
+    def _resume(self) -> int:
+        """Note the lines that are done. Returns the bytes of the complete lines of the output."""
+        size, start = 0, f'{{"id": "batch-{self.fingerprint}-'.encode()
+        with self.target.open("rb") as results:
+            for line in results:
+                if not line.endswith(b"\n") and line[: len(start)] == start[: len(line)]:
+                    break  # the last line, torn
+                match = RESULT.match(line)
+                if match is None or not line.endswith(b"\n"):
+                    raise ValueError(
+                        f"{self.target} has lines that run_batch did not write; name another output"
+                    )
+                if match[1].decode() != self.fingerprint or int(match[2]) > self.num_lines:
+                    raise ValueError(
+                        f"{self.source} has changed since {self.target} was begun; restore it, or "
+                        "name another output"
+                    )
+                self._note(int(match[2]))
+                size += len(line)
+        return size
+
+    def _note(self, number: int) -> None:
+        self.num_done += not self.done[number]
+        self.done[number] = 1
+
+    def left(self) -> Iterator[tuple[int, bytes]]:
+        """Read the lines that are not done, with their numbers, as they are asked for.
+
+        Raises ValueError at the end if the input has changed since the scan.
+        """
+        self.lines.seek(0)
+        digest = xxhash.xxh3_64()
+        for number, line in zip(range(1, self.num_lines + 1), self.lines, strict=False):
+            digest.update(line)
+            if line.strip() and not self.done[number]:
+                yield number, line
+        if digest.hexdigest() != self.fingerprint:
+            raise ValueError(f"{self.source} has changed while it was read")
+
+    def name(self, number: int) -> str:
+        return f"batch-{self.fingerprint}-{number}"
+
+    def write(self, number: int, result: dict[str, Any]) -> None:
+        """Append a result. Raises OSError, and then the complete lines of the output remain."""
+        line = json.dumps({"id": self.name(number)} | result, allow_nan=False).encode() + b"\n"
+        try:
+            written = 0
+            while written < len(line):
+                written += self.results.write(line[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.results.truncate(self.size)
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(self.target)) from error
+        self.size += len(line)
+        self._note(number)
+
+
+def hash_of(custom_id: str) -> int:
+    return xxhash.xxh3_64_intdigest(custom_id.encode("utf-8", "surrogatepass"))
+
+
+def custom_id_of(line: bytes) -> str | None:
+    """Return the custom_id of a line; None if it has none, which becomes an error of the line."""
+    try:
+        custom_id = json.loads(line)["custom_id"]
+    except (KeyError, RecursionError, TypeError, ValueError):
+        return None
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def parse_line(llm: LLM, line: bytes, model: str) -> Job:
+    """Raises what is wrong with the line, of any type."""
+    try:
+        request = json.loads(line)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"the line is not JSON: {error}") from None
+    check_scalar("the line", request, dict)
+    check_scalar("custom_id", request.get("custom_id"), str)
+    if request.get("method") != "POST":
+        raise ValueError(f"method must be 'POST', not {request.get('method')!r:.80}")
+    return parse(llm, request.get("url"), request.get("body"), model)
+
+
+def run_batch(
+    llm: LLM,
+    files: BatchFiles,
+    model: str = EMBEDDED,
+    max_in_flight: int = 512,
+    use_tqdm: bool = True,
+) -> int:
+    """Compute the lines that are left. Returns how many of their results have an error.
+
+    model: the name that the lines may ask for; without one, a line gets the model of `llm`.
+    max_in_flight: lines that are in memory at a time.
+
+    If the engine, the disk or Ctrl-C ends the run, its requests are aborted and the error is raised.
+    """
+    flying: dict[int, tuple[str | None, Job, list[Request]]] = {}
+    num_failed, start, before = 0, time.monotonic(), llm.stats()["output_tokens"]
+    bar = tqdm(
+        total=files.num_requests,
+        initial=files.num_done,
+        desc="Running",
+        unit="req",
+        disable=not use_tqdm,
+    )
+
+    def write(number: int, custom_id: str | None, body: Any, error: Any = None) -> None:
+        nonlocal num_failed
+        num_failed += error is not None
+        code = 200 if error is None else error["error"]["code"]
+        response = {"status_code": code, "request_id": files.name(number), "body": body}
+        files.write(number, {"custom_id": custom_id, "response": response, "error": error})
+        rate = (llm.stats()["output_tokens"] - before) / (time.monotonic() - start + 1e-9)
+        bar.set_postfix_str(f"output {rate:,.0f} tok/s, {num_failed} errors", refresh=False)
+        bar.update()
+
+    left = files.left()
+    with bar, defer_interrupt() as interrupt:
+        try:
+            while True:
+                while len(flying) < max_in_flight and (item := next(left, None)):
+                    interrupt.check()
+                    number, line = item
+                    custom_id = custom_id_of(line)
+                    try:
+                        job = parse_line(llm, line, model)
+                        flying[number] = custom_id, job, job.submit(llm)
+                    except Exception as error:
+                        write(number, custom_id, None, error_body(error))
+                if not flying:
+                    return num_failed
+                llm.engine.run_step()
+                interrupt.check()
+                for number, (custom_id, job, requests) in [*flying.items()]:
+                    if all(request.ended for request in requests):
+                        del flying[number]
+                        try:
+                            body, reason = job.response(files.name(number), requests), None
+                        except Exception as error:
+                            body, reason = None, error_body(error)
+                        write(number, custom_id, body, reason)
+        finally:  # of what is left after an error
+            llm.engine.abort(r for *_, requests in flying.values() for r in requests)
+
+
+def option(text: str) -> tuple[str, Any]:
+    """Parse OPTION=VALUE of a command line, where VALUE is a Python literal or else a string."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text}: give OPTION=VALUE, like max_num_seqs=16")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is out of range; give 1 or more")
+    return int(text)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m nanovllm.tools.jobs.run_batch", description=__doc__, formatter_class=raw
+    )
+    add = parser.add_argument
+    file: dict[str, Any] = {"type": Path, "required": True, "metavar": "FILE"}
+    add("-i", "--input-file", **file, help="the requests (.jsonl)")
+    add("-o", "--output-file", **file, help="the results (.jsonl)")
+    add("--model", default=EMBEDDED, help=f"directory or hub id ({EMBEDDED})")
+    served = "what `model` is in the lines, if they name another (that of --model)"
+    add("--served-model-name", metavar="NAME", help=served)
+    flying = "lines in memory at a time (twice max_num_seqs)"
+    add("--max-in-flight", type=positive, metavar="N", help=flying)
+    pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
+    add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=16")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    options, model, progress = dict(args.set), args.served_model_name or args.model, ""
+    try:
+        if "model" in options:
+            raise ValueError("--set model=...: give --model instead")
+        if options.get("tensor_parallel_size", 1) != 1:
+            raise ValueError("tensor_parallel_size: one process writes the output; use 1")
+        config = EngineConfig.from_options({"model": args.model, **options})
+        with BatchFiles(args.input_file, args.output_file) as files:
+            num_failed = 0
+            try:
+                if files.num_done < files.num_requests:
+                    max_in_flight = args.max_in_flight or 2 * config.max_num_seqs
+                    num_failed = run_batch(LLM(args.model, **options), files, model, max_in_flight)
+            finally:
+                progress = f"; {files.num_done} of {files.num_requests} lines are done: {GO_ON}"
+            print(f"{files.num_done} results in {args.output_file}, {num_failed} new errors")
+    except (OSError, TypeError, ValueError) as error:
+        print(f"error: {' '.join(str(error).split())}{progress}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\ninterrupted{progress}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""How a trace is shown: as a table, as a page, and in Chrome's Trace Event Format.
+
+Each function takes the options of the engine, the events, and the text of each token.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nanovllm.engine.scheduler import WHY_WAITING
+from nanovllm.tools.trace.events import Event, State
+
+# The first columns of the printed table. Sentences stand below it, from the last of these on.
+ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8}"
+HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "block table", "token")
+INDENT = " " * 24
+
+
+def steps(events: list[Event]) -> Iterator[list[Event]]:
+    """Yield the events before the first plan, then those of each step, its plan first."""
+    group: list[Event] = []
+    for event in list(events):
+        if "plan" in event:
+            yield group
+            group = []
+        group.append(event)
+    yield group
+
+
+def page(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> str:
+    state, words = State(), []
+    for event in events:
+        state.apply(event)
+        words.append(list(describe_changes(event, state, options["policy"], options["block_size"])))
+    data = {"options": options, "texts": texts, "events": events, "words": words}
+    # JSON is safe in a script element if it contains no "<".
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    template = Path(__file__).with_name("trace.html").read_text(encoding="utf-8")
+    return template.replace("TRACE_DATA", text)
+
+
+def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> dict[str, Any]:
+    """Return the trace in Chrome's Trace Event Format: slices in microseconds and counters.
+
+    A step runs from its launch until its tokens are read. With async scheduling the next step is
+    launched before that, so the odd steps and the even steps have one track each.
+
+    Process 2 has a track for each sequence: when it waits, and what each step computes for it.
+    Slices of a track must not overlap, so one that would begins when the one before it ends.
+    Viewers have a meaning of their own for process 0 and thread 0, which are not used.
+    """
+    out: list[dict[str, Any]] = []
+
+    def add(ph: str, name: str, ts: int, tid: int = 1, **fields: object) -> None:
+        out.append({"ph": ph, "name": name, "ts": ts, "pid": 1, "tid": tid, **fields})
+
+    def mark(ph: str, number: int, name: str, ts: int, **fields: object) -> None:
+        add(ph, name, ts, 10 + number, pid=2, **fields)
+
+    def add_to(number: int, name: str, start: int, end: int, **args: object) -> None:
+        start, ends[number] = max(start, ends.get(number, 0)), end
+        if start < end:
+            mark("X", number, name, start, dur=end - start, args=args)
+
+    is_async, state, launches, now = options["async_scheduling"], State(), [0], 0
+    ends, since = dict[int, int](), dict[int, int]()  # of each track; of those that wait
+    work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes
+    tracks = ["host", *(["odd steps run", "even steps run"] if is_async else ["steps run"])]
+    add("M", "process_name", 0, args={"name": "engine"})
+    mark("M", 0, "process_name", 0, args={"name": "requests"})
+    for tid, name in enumerate(tracks, 1):
+        add("M", "thread_name", 0, tid, args={"name": name})
+    for event in events:
+        first_new = len(state.seqs)
+        state.apply(event)
+        for number in range(first_new, len(state.seqs)):
+            name = f"request {state.seqs[number].name}"
+            mark("M", number, "thread_name", 0, args={"name": name})
+            mark("M", number, "thread_sort_index", 0, args={"sort_index": number})
+        if "plan" in event:
+            (begin, end), now = event["time"][:2], event["time"][-1]
+            args = {"chunks": event["chunks"], "decodes": state.decodes}
+            add("X", f"schedule {event['plan']}", begin, dur=end - begin, args=args)
+            launches.append(now)
+            chunks = planned(event, state)
+            size = options["block_size"]
+            work[event["plan"]] = [(c[0], describe_work(state, c, size)[0]) for c in chunks]
+            free, cached, _ = state.pool(options["num_blocks"])
+            add("C", "sequences running", end, args={"count": len(state.running)})
+            add("C", "sequences waiting", end, args={"count": len(state.waiting)})
+            add("C", "blocks free", end, args={"count": free})
+            add("C", "blocks cached", end, args={"count": cached})
+        elif "commit" in event:
+            step, (read, now) = event["commit"], event["time"]
+            launch, tid = launches[step], 3 - step % 2 if is_async else 2
+            add("X", f"run {step}", launch, tid, dur=read - launch, args={})
+            args = {"tokens": event["tokens"], "sequences": state.of}
+            add("X", f"commit {step}", read, dur=now - read, args=args)
+            got = {n: texts.get(t, t) for n, t in zip(state.of, event["tokens"], strict=True)}
+            for number, what in work.pop(step, ()):
+                add_to(number, what, launch, read, step=step, token=got.get(number))
+        elif "failed" in event:
+            add("i", "failed", now, s="g", args={"error": event["failed"]})
+        waiting = set(state.waiting)
+        for number in [n for n in since if n not in waiting or "ended" in event]:
+            add_to(number, "waiting", since.pop(number), now)
+        for number in waiting - since.keys():
+            since[number] = now
+        for number in event.get("preempted", ()):
+            mark("i", number, "preempted", now, s="t")
+        for number, reason, _ in event.get("finished", ()):
+            mark("i", number, f"finished ({reason})", now, s="t")
+    return {"traceEvents": out, "displayTimeUnit": "ms", "otherData": options}
+
+
+def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> str:
+    o, state, size = options, State(), options["block_size"]
+    num_steps = sum("plan" in event for event in events)
+    num_seqs = sum(len(event.get("new", ())) for event in events)
+    width = max(80, min(100, shutil.get_terminal_size((100, 24)).columns))
+    indents: Any = {"initial_indent": INDENT, "subsequent_indent": INDENT + "  "}
+    lines = [
+        f"{plural(num_steps, 'step')} of {plural(num_seqs, 'sequence')}, "
+        f"{o['policy']}, {plural(o['num_blocks'], 'block')} of {plural(size, 'token')}",
+        f"at most {plural(o['max_num_batched_tokens'], 'token')} and "
+        f"{plural(o['max_num_seqs'], 'sequence')} in a step",
+        f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
+        *["1: 'x' in a later step is a token of step 1"] * o["async_scheduling"],
+        "",
+        table_row(HEAD, width),
+    ]
+    for group in steps(events):
+        step, rows, notes = [""] * 4, dict[int, list[str]](), list[str]()
+        for event in group:
+            state.apply(event)
+            if "plan" in event:
+                step = [str(n) for n in (event["plan"], *state.pool(options["num_blocks"]))]
+                rows = {number: ["nothing", "", "", ""] for number in state.running}
+                for chunk in planned(event, state):
+                    rows[chunk[0]] = describe_work(state, chunk, size)
+            for number, token in zip(state.of, event.get("tokens", ()), strict=False):
+                text = repr(texts[token]) if token in texts else str(token)
+                late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
+                rows.setdefault(number, [""] * 4)[3] = late + text
+            notes += describe_changes(event, state, options["policy"], options["block_size"])
+        for number, row in rows.items():
+            lines.append(table_row((*step, state.seqs[number].name, *row), width))
+            step = [""] * 4
+        for note in notes:
+            lines += textwrap.wrap(note, width, **indents)
+    return "\n".join(lines)
+
+
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def some(names: list[str], most: int = 8) -> str:
+    """Join names, of which a large trace can have hundreds."""
+    more = [f"{len(names) - most} more"] if len(names) > most + 1 else []
+    names = names[:most] + more if more else names
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def block_list(blocks: list[int]) -> str:
+    return f"block{'s' * (len(blocks) > 1)} {', '.join(map(str, blocks))}"
+
+
+def last_words(text: str, width: int) -> str:
+    """Shorten a line at its beginning, because a step works on the last blocks and slots."""
+    return textwrap.shorten(text[::-1], width, placeholder=" …")[::-1]
+
+
+def table_row(cells: tuple[str, ...], width: int) -> str:
+    """Join the cells of a line of 80 to 100 columns."""
+    more, (*left, what, slots, blocks, token) = width - 80, cells
+    slots, blocks = last_words(slots, 9 + more // 4), last_words(blocks, 11 + more * 3 // 10)
+    line = f"{what:<{13 + more // 5}} {slots:<{9 + more // 4}} {blocks:<{11 + more * 3 // 10}} "
+    return (ROW.format(*left) + " " + line + token)[:width].rstrip()
+
+
+def planned(plan: Event, state: State) -> list[list[int]]:
+    """Return the chunks and the decodes of a plan: sequence, first position, number of tokens."""
+    return plan["chunks"] + [[i, state.seqs[i].computed - 1, 1] for i in state.decodes]
+
+
+def describe_work(state: State, chunk: list[int], size: int) -> list[str]:
+    """Return the table's cells for what `planned` returns: computes, slots, block table, token."""
+    number, start, count = chunk
+    seq, end, kind = state.seqs[number], start + count, state.seqs[number].kind(start)
+    what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
+    # A faulty scheduler may plan positions without a block; see lessons/break_it.py.
+    ranges: list[list[int]] = []
+    for position in range(start, min(end, len(seq.table) * size)):
+        slot = seq.table[position // size] * size + position % size
+        if ranges and ranges[-1][1] == slot - 1:
+            ranges[-1][1] = slot
+        else:
+            ranges.append([slot, slot])
+    slots = " ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    return [what, slots, " ".join(map(str, seq.table)), ""]
+
+
+def describe_changes(event: Event, state: State, policy: str, size: int) -> Iterator[str]:
+    """Yield a sentence for each change of an event, with its rule. `state` is the state after it."""
+    names = [f"request {seq.name}" for seq in state.seqs]
+    for i in event.get("preempted", ()):
+        before, why = state.ran_before, "no block was available and it was admitted last"
+        later = before[before.index(i) + 1 :] if i in before else []
+        if still := [names[j] for j in later if j in state.running]:
+            why = f"no block was available (admitted after it and still running: {some(still)})"
+        if "failed" in event:
+            why = "the step failed"
+        yield f"Preemption: {names[i]} returns to the head of the queue, because {why}."
+    for seq in state.seqs[len(state.seqs) - len(event.get("new", ())) :]:
+        if seq.parent >= 0 and "commit" in event:
+            yield f"Fork: request {seq.name} continues {names[seq.parent]}."
+    admitted: dict[str, list[str]] = {}
+    for i in event.get("joins", ()):
+        is_head = state.seqs[i].lost or state.seqs[i].parent >= 0
+        rule = "preempted sequences and forks come first" if is_head else policy
+        admitted.setdefault(rule, []).append(names[i])
+    for rule, admitted_names in admitted.items():
+        yield f"Admission: {some(admitted_names)} from the head of the queue ({rule})."
+    for i, start, count in event.get("chunks", ()):
+        seq, left = state.seqs[i], len(state.seqs[i].tokens) - start
+        if i in event.get("joins", ()):
+            if seq.parent >= 0 and not seq.lost and left == 1:
+                if start < seq.num_prompt:
+                    both = f"{names[i]} shares the prompt's blocks with {names[seq.parent]}"
+                    yield f"Fork: {both} and computes only the last prompt token again."
+            elif start:
+                blocks = block_list(seq.table[: start // size])
+                yield f"Prefix hit: positions 0-{start - 1} of {names[i]} are cached ({blocks})."
+        if count < left:
+            yield f"Token budget: {names[i]} computes {count} of the {left} tokens that are left."
+    if copies := event.get("copies"):
+        pairs = ", ".join(f"{source} to {target}" for source, target in copies)
+        yield f"Copy-on-write: block {pairs}, because the block to write is shared or cached."
+    if evicted := event.get("evicted"):
+        yield f"Eviction: no block was free, so the prefix cache lost {block_list(evicted)}."
+    if host := event.get("host"):
+        moves = [f"block {block} is saved to host block {to}" for block, to in event["saved"]]
+        moves += [f"block {block} is loaded from host block {of}" for of, block in event["loaded"]]
+        yield (
+            f"Host memory: before the step computes, {', '.join(moves)}. It holds "
+            f"{plural(host['host_blocks'], 'block')}, has lost {host['host_evictions']}, and has "
+            f"spared {plural(host['host_spared_tokens'], 'token')}."
+        )
+    if "why" in event:
+        waiting = [names[i] for i in state.waiting]
+        yield f"Waiting: {some(waiting)}, because {WHY_WAITING[event['why']].format(waiting[0])}."
+    for i in event.get("dropped", ()):
+        yield f"The token of {names[i]} is dropped, because the sequence had already ended."
+    for i, reason, stop in event.get("finished", ()):
+        by = "" if stop is None else f" by {'token ' if isinstance(stop, int) else ''}{stop!r}"
+        yield f"End: {names[i]} finishes ({reason}{by}) and releases its blocks."
+    if "failed" in event:
+        yield f"Failure: the steps in flight were reverted. {event['failed']}"
+    if event.get("ended"):
+        yield f"The trace ends with an error. {event['ended']}"

@@ -1,0 +1,270 @@
+"""Trace: what an engine did in every step, as a table, as a page and for Perfetto.
+
+    with Trace(llm) as trace:
+        llm.generate(prompts, params)
+    print(trace)
+    trace.save("trace.html")  # or "trace.json"
+
+A trace is the engine's observer. It stores the events of trace_events.py: dicts that contain what has
+changed since the previous event. trace_show.py shows them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from itertools import islice, takewhile
+from operator import eq
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nanovllm.tools.trace import show as trace_show
+from nanovllm.features.host_tier.blocks import TieredBlockManager
+from nanovllm.engine.observer import NO_OBSERVER, Observer
+from nanovllm.engine.scheduler import InFlightStep, Scheduler
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.plan import StepOutput, Yield
+from nanovllm.tools.trace.events import Event as Event
+from nanovllm.tools.trace.events import State as State
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+MOST_LIKELY = 5  # tokens whose probabilities are recorded beside that of a sampled one
+
+
+class Observable(Protocol):
+    """What a Trace needs of an engine. LLMEngine and the histories of lessons/ implement it."""
+
+    scheduler: Scheduler
+    tokenizer: Any
+    max_in_flight: int
+    observer: Observer
+
+    @property
+    def lock(self) -> threading.RLock: ...
+
+
+class Trace(Observer):
+    """Records the steps of `llm`, an LLM or its LLMEngine, while its `with` block runs.
+
+    It contains the requests of all threads. An engine has one Trace at a time, and a Trace has one
+    `with` block. It can be printed and saved at any time, also after an error.
+    """
+
+    def __init__(self, llm: LLM | Observable) -> None:
+        engine: Observable = getattr(llm, "engine", llm)  # type: ignore[arg-type]
+        self._engine = engine
+        self._scheduler = scheduler = engine.scheduler
+        self._blocks = scheduler.blocks
+        self.options: dict[str, Any] = {
+            "num_blocks": self._blocks.num_blocks,
+            "block_size": self._blocks.block_size,
+            "max_num_batched_tokens": scheduler.token_budget,
+            "max_num_seqs": scheduler.max_num_seqs,
+            "policy": str(getattr(scheduler.policy_key, "__name__", "")).replace("_", " "),
+            "async_scheduling": engine.max_in_flight,
+        }
+        self.events: list[Event] = []
+        self.num_steps = 0
+        self._state = State()  # after all events
+        self._numbers: dict[Sequence, int] = {}
+        self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
+        self._beams = Counter[int]()  # arrival of a beam search -> its sequences so far
+        self._in_flight: deque[int] = deque()  # steps; 0 for one that was planned before the trace
+        self._start = self._begun = 0.0
+
+    def __enter__(self) -> Trace:
+        with self._engine.lock:
+            if self.events:
+                raise RuntimeError("this Trace has been used; create another with Trace(llm)")
+            if self._engine.observer is not NO_OBSERVER:
+                raise RuntimeError(
+                    "the engine has a Trace already; leave its `with` block before the next one"
+                )
+            self._engine.observer = self
+            self._start = time.perf_counter()
+            self._in_flight.extend(0 for _ in self._scheduler.in_flight)
+            self._add(self._changes())
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        with self._engine.lock:
+            self._engine.observer = NO_OBSERVER
+            self._add(self._changes() | Event(ended=describe(error)))
+
+    # ---- the engine's observer ----
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter()
+
+    def scheduled(self, step: InFlightStep | None) -> None:
+        times = [self._micros(self._begun), self._micros(time.perf_counter())]
+        if step is None and not self._in_flight:
+            return  # nothing was planned, and nothing will be committed
+        number, event = self.num_steps + 1, self._changes()
+        event |= Event(plan=number, time=times, chunks=[])
+        decodes: list[int] = []
+        if step is not None:
+            plan = step.plan
+            numbers = {row: self._numbers[seq] for row, seq in step.seqs.items()}
+            decodes = [numbers[row] for row in plan.decode_rows]
+            event["chunks"] = [[numbers[c.row], c.start, len(c.token_ids)] for c in plan.chunks]
+            if plan.joins:
+                event["joins"] = [numbers[join.row] for join in plan.joins]
+            if plan.block_moves:
+                event["copies"] = list(plan.block_moves)
+            if (plan.saves or plan.loads) and isinstance(self._blocks, TieredBlockManager):
+                event["saved"], event["loaded"] = list(plan.saves), list(plan.loads)
+                event["host"] = self._blocks.stats()
+            if step.evicted:
+                event["evicted"] = step.evicted
+            self._in_flight.append(number)
+        if decodes != self._state.decodes:
+            event["decodes"] = decodes
+        if self._scheduler.why_waiting:
+            event["why"] = self._scheduler.why_waiting
+        self.num_steps = number
+        self._add(event)
+        self.events[-1]["time"].append(self._micros(time.perf_counter()))
+
+    def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
+        times = [self._micros(self._begun), self._micros(time.perf_counter())]
+        event = self._changes()
+        event |= Event(commit=self._in_flight.popleft(), time=times)
+        # A beam gets its token when the other beams have results, and some beams get none.
+        known = self._state.seqs
+        got = [
+            (number, -1 if seq.finish_reason == "error" else seq.token_ids[-1])
+            for seq in self._preemptions
+            if len(seq.token_ids) > len(known[number := self._numbers[seq]].tokens)
+            or (seq.finish_reason == "error" and seq in updated)
+        ]
+        event["tokens"] = [token for _, token in got]
+        of = [number for number, _ in got]
+        if of != self._state.of:
+            event["of"] = of
+        if output.logprobs:
+            event["likely"] = list(self._likely(step, output, of))
+        sampled = [self._numbers[seq] for seq in step.sampling_seqs if seq in self._numbers]
+        if dropped := [number for number in sampled if number not in of]:
+            event["dropped"] = dropped
+        self._add(event)
+
+    def _likely(
+        self, step: InFlightStep, output: StepOutput, of: list[int]
+    ) -> Iterator[tuple[int, int, list[tuple[int, float]]]]:
+        """Yield `Event.likely`, with probabilities of four digits, because a trace should be small."""
+        for row, seq in step.seqs.items():
+            number = self._numbers.get(seq, -1)
+            own, *others = output.logprobs.get(row, [(-1, 0.0, 0)])
+            if number in of and own[0] >= 0:
+                others = [entry for entry in others if entry[0] != own[0]][:MOST_LIKELY]
+                likely = [(t, float(f"{math.exp(p):.4g}")) for t, p, _ in (own, *others)]
+                yield number, own[2], likely
+
+    def reverted(self, error: BaseException) -> None:
+        self._in_flight.clear()
+        self._add(self._changes() | Event(failed=describe(error)))
+
+    def _micros(self, seconds: float) -> int:
+        return round((seconds - self._start) * 1e6)
+
+    def _changes(self) -> Event:
+        """Return what differs between the engine and the state after the last event."""
+        scheduler, state, numbers, event = self._scheduler, self._state, self._numbers, Event()
+        queue = [entry[-1] for entry in scheduler.waiting]
+        unknown = [seq for seq in (*scheduler.running, *queue) if seq not in numbers]
+        for seq in sorted(unknown, key=lambda seq: (seq.arrival, seq.index)):
+            numbers[seq] = len(numbers)
+        if new := list(islice(numbers, len(state.seqs), None)):
+            name, parent = self._name, self._parent
+            event["new"] = [
+                (name(seq), seq.num_prompt, list(seq.token_ids), seq.num_computed, parent(seq))
+                for seq in new
+            ]
+        if (running := [numbers[seq] for seq in scheduler.running]) != state.running:
+            event["running"] = running
+        if (waiting := [numbers[seq] for seq in queue]) != state.waiting:
+            event["waiting"] = waiting
+        tables = []
+        for seq in (*self._preemptions, *new):
+            number, blocks = numbers[seq], seq.block_table
+            before = state.seqs[number].table if number < len(state.seqs) else []
+            if blocks != before:
+                keep = sum(takewhile(bool, map(eq, before, blocks)))
+                tables.append([number, keep, *blocks[keep:]])
+        if tables:
+            event["tables"] = tables
+        if cached := sorted(state.cached.symmetric_difference(self._blocks.prefix_index.values())):
+            event["cached"] = cached
+        if preempted := [numbers[s] for s, n in self._preemptions.items() if s.preemptions > n]:
+            event["preempted"] = preempted
+        if ended := [seq for seq in self._preemptions if seq.status is Status.FINISHED]:
+            event["finished"] = [(numbers[s], s.finish_reason or "", s.stop_reason) for s in ended]
+        return event
+
+    def _name(self, seq: Sequence) -> str:
+        """Return the id of the request, with a number if it can have several sequences.
+
+        That is the index of a sample. The index of a beam changes, so beams are numbered as they appear.
+        """
+        if seq.yields is Yield.CANDIDATES:
+            self._beams[seq.arrival] += 1
+            return f"{seq.request_id}.{self._beams[seq.arrival] - 1}"
+        return f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id
+
+    def _parent(self, seq: Sequence) -> int:
+        """Return the number of the sequence that it is forked from, or -1."""
+        return -1 if seq.parent is None else self._numbers.get(seq.parent, -1)
+
+    def _add(self, event: Event) -> None:
+        """Append an event and update the state with which the next one is compared."""
+        live = [*self._preemptions, *islice(self._numbers, len(self._state.seqs), None)]
+        self.events.append(event)
+        self._state.apply(event)
+        self._preemptions = {s: s.preemptions for s in live if s.status is not Status.FINISHED}
+
+    # ---- the events as a table, a page and a Chrome trace ----
+
+    def texts(self) -> dict[int, str]:
+        """Return the text of each token in the trace; empty without a tokenizer."""
+        if (tokenizer := self._engine.tokenizer) is None:
+            return {}
+        known = {t for event in self.events for _, _, ids, *_ in event.get("new", ()) for t in ids}
+        known |= {token for event in self.events for token in event.get("tokens", ())} - {-1}
+        likely = (entry for event in self.events for entry in event.get("likely", ()))
+        known |= {token for *_, pairs in likely for token, _ in pairs}
+        return {token: str(tokenizer.decode([token])) for token in sorted(known)}
+
+    def save(self, path: str | Path) -> None:
+        """Write a page (.html), or a Chrome trace for ui.perfetto.dev (.json)."""
+        path = Path(path)
+        if path.suffix not in (".html", ".json"):
+            raise ValueError(f"a trace is saved as .html or .json, not as {path.name!r}")
+        if not self.num_steps:
+            raise RuntimeError(
+                "the trace is empty; call llm.generate inside `with Trace(llm)` first"
+            )
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path.parent} is not a directory; create it first")
+        with self._engine.lock:
+            content = self.page() if path.suffix == ".html" else json.dumps(self.chrome())
+        path.write_text(content, encoding="utf-8")
+
+    def page(self) -> str:
+        return trace_show.page(self.options, self.events, self.texts())
+
+    def chrome(self) -> dict[str, Any]:
+        return trace_show.chrome(self.options, self.events, self.texts())
+
+    def __str__(self) -> str:
+        return trace_show.table(self.options, self.events, self.texts())
+
+
+def describe(error: BaseException | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
