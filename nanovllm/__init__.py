@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # The same names by module.
 NAMES = {
-    "beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
+    "features.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
     "llm": "LLM",
-    "outputs": "CompletionOutput GenerationError Logprob RequestMetrics RequestOutput StreamOutput",
-    "pooling": "EmbeddingOutput EmbeddingRequestOutput PoolingParams",
-    "prompts": "TextPrompt TokensPrompt",
-    "sampling_params": "SamplingParams",
-    "scoring": "LoglikelihoodOutput",
-    "structured": "StructuredOutputsParams",
-    "trace": "Trace",
+    "api.outputs": "CompletionOutput GenerationError Logprob RequestMetrics RequestOutput StreamOutput",
+    "features.embeddings.pooling": "EmbeddingOutput EmbeddingRequestOutput PoolingParams",
+    "api.prompts": "TextPrompt TokensPrompt",
+    "api.sampling_params": "SamplingParams",
+    "features.loglikelihood": "LoglikelihoodOutput",
+    "features.structured": "StructuredOutputsParams",
+    "tools.trace.trace": "Trace",
 }
 HOMES = {name: module for module, names in NAMES.items() for name in names.split()}
 __all__ = list(HOMES)

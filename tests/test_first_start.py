@@ -87,7 +87,7 @@ def test_with_amx_every_block_size_is_compiled_in_the_background(
     monkeypatch.setattr(jit, "DIRECTORY", tmp_path)
     for module in (attention, compile):
         monkeypatch.setattr(module, "compile_all", lambda *arguments: compiled.append(arguments))
-    directory = Path(nanovllm.__file__).parent / "demo" / "qwen3-nano"
+    directory = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
     config = ModelConfig.from_file(directory / "config.json")
     for dtype in (torch.float32, torch.bfloat16):
         compiled.clear()
@@ -157,7 +157,7 @@ def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
     package, found = tmp_path / "nanovllm", []
     ignored = shutil.ignore_patterns("__pycache__", "demo", "lessons", "benchmarks")
     shutil.copytree(Path(nanovllm.__file__).parent, package, ignore=ignored)
-    source = package / "cpu" / "primitives.py"
+    source = package / "backends" / "cpu" / "primitives.py"
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "import numpy as np; from nanovllm.backends.cpu import jit, sampler\n"
@@ -172,7 +172,7 @@ def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
     values, directories = zip(*found, strict=True)
     assert values == ("1.0 0", "1.0 1", "2.0 0")
     assert directories[0] == directories[1] != directories[2]
-    assert {Path(d).parent for d in directories} == {package / "cpu" / "__pycache__"}
+    assert {Path(d).parent for d in directories} == {package / "backends" / "cpu" / "__pycache__"}
 
 
 def test_nowhere_to_keep_kernels(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
     import nanovllm.tools.jobs.lm_eval  # noqa: F401  (registers the model)
 
     write_tasks(tmp_path, 24)
-    path = str(Path(__file__).parent.parent / "nanovllm" / "demo" / "qwen3-nano")
+    path = str(Path(__file__).parent.parent / "nanovllm" / "loading" / "qwen3-nano")
     found = []
     for model, args in (
         ("hf", {"pretrained": path, "dtype": "float32"}),

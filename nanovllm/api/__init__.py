@@ -1,0 +1,1 @@
+"""What a caller gives and gets, and the checks of both."""

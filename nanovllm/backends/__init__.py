@@ -1,0 +1,1 @@
+"""Optional kernels for a GPU and for a CPU. Plain torch runs without them."""

@@ -1,0 +1,1 @@
+"""Optional kinds of requests and of memory. Each can be deleted."""

@@ -34,7 +34,7 @@ def find_checkpoint(
     patterns = WANTED if weights else [w for w in WANTED if "tensors" not in w]
     path = Path(os.path.expanduser(name))
     if name == EMBEDDED:
-        path = Path(__file__).parent.parent / "demo" / EMBEDDED
+        path = Path(__file__).with_name(EMBEDDED)
         if not path.is_dir():
             raise ValueError(
                 f"{path} is not a directory; pip install the package, do not import it from a zip file"

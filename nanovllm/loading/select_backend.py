@@ -34,7 +34,7 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
     if name == "sdpa":
         return PLAIN
     try:
-        module = importlib.import_module(f"nanovllm.{FOLDERS[name]}.backend")
+        module = importlib.import_module(f"nanovllm.backends.{FOLDERS[name]}.backend")
     except ImportError as error:
         if wanted == "auto":
             logger.warning(f"attention runs in plain torch, which is slower: {error}")

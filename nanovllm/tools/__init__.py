@@ -1,0 +1,1 @@
+"""Optional programs around the engine: trace, batch files, benchmarks, tests' oracle, training."""

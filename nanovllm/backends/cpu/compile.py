@@ -131,7 +131,7 @@ def is_ready(dtype: torch.dtype) -> bool:
         return False
     if path.exists():
         return True
-    package = str(Path(__file__).parents[2])
+    package = str(Path(__file__).parents[3])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     # A session of its own, so that Ctrl-C in this one does not stop it.
     subprocess.Popen(

@@ -1,0 +1,1 @@
+"""Embeddings: the hidden state of a prompt's last token."""

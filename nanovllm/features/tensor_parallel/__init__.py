@@ -1,0 +1,1 @@
+"""Several processes share one model; each holds a part of every large weight."""

@@ -60,7 +60,7 @@ def kernels(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 # What --gpu-report runs, as arguments of Python in the repository's root.
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 GPU_REPORT = (
     "-m pytest -m gpu -rs",
     "bench.py --kernels",

@@ -1,0 +1,1 @@
+"""Batches of requests: files in OpenAI's format, Ray Data, lm_eval."""

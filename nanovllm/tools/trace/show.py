@@ -40,7 +40,7 @@ def page(options: dict[str, Any], events: list[Event], texts: dict[int, str]) ->
     data = {"options": options, "texts": texts, "events": events, "words": words}
     # JSON is safe in a script element if it contains no "<".
     text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    template = Path(__file__).with_name("trace.html").read_text(encoding="utf-8")
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return template.replace("TRACE_DATA", text)
 
 

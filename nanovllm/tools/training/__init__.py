@@ -1,0 +1,1 @@
+"""Trains and grades the embedded model, qwen3-nano."""
