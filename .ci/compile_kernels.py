@@ -6,7 +6,7 @@
 Triton can compile without a GPU. The script calls the functions of nanovllm.backends.gpu.kernels with tensors of
 the real dtypes and intercepts each launch before Triton looks for a device. It therefore compiles
 what a GPU would run, with the specializations that Triton derives from the arguments.
-tests/dry_run.py runs whole engines and checks that this script compiles every variant that they meet.
+tests/helpers/dry_run.py runs whole engines and checks that this script compiles every variant that they meet.
 
 It checks that every kernel compiles within the shared memory of the target, that no kernel
 spills registers but those of SPILLS, that as many decode programs fit a multiprocessor as

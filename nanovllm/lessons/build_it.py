@@ -8,7 +8,7 @@ from nanovllm.lessons.show import fill
 STUBS = Path(__file__).with_name("tasks")
 # The first three tasks come with lessons 2, 3 and 6; the last three change the engine.
 TASKS = ("cache", "slots", "prefix", "step", "softmax", "policy", "eviction", "filter")
-CHECK = "SOLUTION={} python -m pytest -x --tb=short tests/exercises/build_{}.py"
+CHECK = "SOLUTION={} python -m pytest -x --tb=short tests/lessons/exercises/build_{}.py"
 
 
 def write(which: str | None) -> None:

@@ -1,4 +1,4 @@
-"""Checks `keep_typical_p`: SOLUTION=filter.py python -m pytest -x tests/exercises/build_filter.py
+"""Checks `keep_typical_p`: SOLUTION=filter.py python -m pytest -x tests/lessons/exercises/build_filter.py
 
 The task: python -m nanovllm.lessons build filter
 """

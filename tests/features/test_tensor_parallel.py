@@ -38,7 +38,7 @@ Job = Callable[..., list[dict[str, Any]]]
 def ranks() -> Iterator[Job]:
     """Runs a job of ranks.py: (name, number of ranks, **arguments) -> what each rank found."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "tests/ranks.py"]
+    command = [sys.executable, "tests/helpers/ranks.py"]
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as server:
 

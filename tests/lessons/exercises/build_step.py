@@ -1,4 +1,4 @@
-"""Checks `plan_step`: SOLUTION=step.py python -m pytest -x tests/exercises/build_step.py
+"""Checks `plan_step`: SOLUTION=step.py python -m pytest -x tests/lessons/exercises/build_step.py
 
 The task: python -m nanovllm.lessons build step
 """

@@ -1,4 +1,4 @@
-"""Checks `slots` and `blocks_to_append`: SOLUTION=slots.py python -m pytest -x tests/exercises/build_slots.py
+"""Checks `slots` and `blocks_to_append`: SOLUTION=slots.py python -m pytest -x tests/lessons/exercises/build_slots.py
 
 The task: python -m nanovllm.lessons build slots
 """

@@ -1,4 +1,4 @@
-"""Checks `FewestHits`: SOLUTION=eviction.py python -m pytest -x tests/exercises/build_eviction.py
+"""Checks `FewestHits`: SOLUTION=eviction.py python -m pytest -x tests/lessons/exercises/build_eviction.py
 
 The task: python -m nanovllm.lessons build eviction
 """

@@ -1,4 +1,4 @@
-"""Checks `longest_output_first`: SOLUTION=policy.py python -m pytest -x tests/exercises/build_policy.py
+"""Checks `longest_output_first`: SOLUTION=policy.py python -m pytest -x tests/lessons/exercises/build_policy.py
 
 The task: python -m nanovllm.lessons build policy
 """

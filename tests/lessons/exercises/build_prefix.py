@@ -1,4 +1,4 @@
-"""Checks `Matching.match`: SOLUTION=prefix.py python -m pytest -x tests/exercises/build_prefix.py
+"""Checks `Matching.match`: SOLUTION=prefix.py python -m pytest -x tests/lessons/exercises/build_prefix.py
 
 The task: python -m nanovllm.lessons build prefix
 """

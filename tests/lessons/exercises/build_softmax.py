@@ -1,4 +1,4 @@
-"""Checks `update` and `merge`: SOLUTION=softmax.py python -m pytest -x tests/exercises/build_softmax.py
+"""Checks `update` and `merge`: SOLUTION=softmax.py python -m pytest -x tests/lessons/exercises/build_softmax.py
 
 The task: python -m nanovllm.lessons build softmax
 """

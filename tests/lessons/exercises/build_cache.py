@@ -1,4 +1,4 @@
-"""Checks `KVCache`: SOLUTION=cache.py python -m pytest -x tests/exercises/build_cache.py
+"""Checks `KVCache`: SOLUTION=cache.py python -m pytest -x tests/lessons/exercises/build_cache.py
 
 The task: python -m nanovllm.lessons build cache
 """

@@ -1,6 +1,6 @@
 """A dry run of the CUDA path without a GPU, on a model of the device.
 
-    python tests/dry_run.py DIRECTORY NAME ...    scenarios by their names in SCENARIOS
+    python tests/helpers/dry_run.py DIRECTORY NAME ...    scenarios by their names in SCENARIOS
 
 It prints JSON, which test_dry_run.py checks. The checkpoints are in folders of DIRECTORY. It needs a
 process of its own: torch.cuda is replaced, and the kernels are imported without TRITON_INTERPRET.
@@ -817,7 +817,7 @@ def faults(directory: str) -> Any:
             llm = LLM(directory, device="cuda", max_num_seqs=2, max_model_len=64, **OPTIONS)
             return numbers(llm.generate([[1, 2, 3]], use_tqdm=False))
 
-    here = "at tests/dry_run.py:"
+    here = "at tests/helpers/dry_run.py:"
     with GPU, torch.inference_mode():
         x, host, event = torch.ones(2, device=DEVICE), torch.ones(2), Event()
         pinned = host.pin_memory()
@@ -856,7 +856,7 @@ def faults(directory: str) -> Any:
         pairs.append(("[2.0, 2.0] [nan, nan]", f"{sums.tolist()} {unwritten.tolist()}"))
         freed = "memory that has been freed, captured at "
         cases = (
-            (torch.neg, "tests/dry_run.py:"),
+            (torch.neg, "tests/helpers/dry_run.py:"),
             (pointwise.silu_and_mul, "nanovllm/backends/gpu/kernels/"),
         )
         for function, where in cases:

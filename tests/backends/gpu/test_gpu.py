@@ -287,7 +287,7 @@ def test_cuda_equals_cpu(embedded: LLM, eager: bool, asynchronous: bool) -> None
 
 
 def test_what_graphs_read_is_not_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as torch sees it: tests/dry_run.py checks what Triton's kernels read."""
+    """As far as torch sees it: tests/helpers/dry_run.py checks what Triton's kernels read."""
     graph = torch.cuda.graph
     if "check_input_liveness" not in inspect.signature(graph).parameters:
         pytest.skip("this torch does not check it")

@@ -71,7 +71,7 @@ def check(imported: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyP
 
 
 def failed(output: str) -> set[str]:
-    return set(re.findall(r"^FAILED tests/exercises/build_(\w+)\.py::", output, re.MULTILINE))
+    return set(re.findall(r"^FAILED tests/lessons/exercises/build_(\w+)\.py::", output, re.MULTILINE))
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_the_stubs_fail(
     monkeypatch.chdir(tmp_path)
     for task in build_it.TASKS:
         build_it.write(task)
-        command = "SOLUTION={} python -m pytest -x --tb=short tests/exercises/build_{}.py"
+        command = "SOLUTION={} python -m pytest -x --tb=short tests/lessons/exercises/build_{}.py"
         assert command.format(tmp_path / f"{task}.py", task) in capsys.readouterr().out
         text = ast.get_docstring(ast.parse((tmp_path / f"{task}.py").read_text())) or ""
         assert text.endswith(command.format(f"{task}.py", task))
@@ -118,7 +118,7 @@ def test_wrong_solutions_fail(check: Check, number: int, tmp_path: Path) -> None
     assert failed(output) == set(wrong)
     for task, _, _, name, message in wrong.values():
         assert message in output
-        assert f"FAILED tests/exercises/build_{task}.py::{name}" in output
+        assert f"FAILED tests/lessons/exercises/build_{task}.py::{name}" in output
     assert not re.search(r"build_\w+\.py:\d", output)  # the messages alone, without tracebacks
 
 

@@ -28,7 +28,7 @@ SCENARIOS = [name for names in PROCESSES for name in names]
 def dry_run(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "tests/dry_run.py", str(path), *names]
+    command = [sys.executable, "tests/helpers/dry_run.py", str(path), *names]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
