@@ -28,12 +28,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanovllm.api.config import DTYPES, EMBEDDED
 from nanovllm.tools.benchmarks import modes, report
 from nanovllm.tools.benchmarks.baselines import BASELINES, vllm_version
 from nanovllm.tools.benchmarks.machine import cpu_seconds, describe_load, other_load
 from nanovllm.tools.benchmarks.throughput import throughput
 from nanovllm.tools.benchmarks.workloads import SHAPES, WORKLOADS
-from nanovllm.api.config import DTYPES, EMBEDDED
 from nanovllm.tools.jobs.run_batch import option
 
 MODES = ("host_only", "startup", "memory", "kernels", "gpu_report")

@@ -33,9 +33,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from nanovllm.models.batch import SamplingBatch
 from nanovllm.backends.gpu.kernels import attention, int8, pointwise, sampling, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.int8 import Int8Weight
 

@@ -11,24 +11,26 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanovllm.features.beam_search import BeamSearchOutput as BeamSearchOutput
-    from nanovllm.features.beam_search import BeamSearchParams as BeamSearchParams
-    from nanovllm.features.beam_search import BeamSearchSequence as BeamSearchSequence
-    from nanovllm.llm import LLM as LLM
     from nanovllm.api.outputs import CompletionOutput as CompletionOutput
     from nanovllm.api.outputs import GenerationError as GenerationError
     from nanovllm.api.outputs import Logprob as Logprob
     from nanovllm.api.outputs import RequestMetrics as RequestMetrics
     from nanovllm.api.outputs import RequestOutput as RequestOutput
     from nanovllm.api.outputs import StreamOutput as StreamOutput
-    from nanovllm.features.embeddings.pooling import EmbeddingOutput as EmbeddingOutput
-    from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
-    from nanovllm.features.embeddings.pooling import PoolingParams as PoolingParams
     from nanovllm.api.prompts import TextPrompt as TextPrompt
     from nanovllm.api.prompts import TokensPrompt as TokensPrompt
     from nanovllm.api.sampling_params import SamplingParams as SamplingParams
+    from nanovllm.features.beam_search import BeamSearchOutput as BeamSearchOutput
+    from nanovllm.features.beam_search import BeamSearchParams as BeamSearchParams
+    from nanovllm.features.beam_search import BeamSearchSequence as BeamSearchSequence
+    from nanovllm.features.embeddings.pooling import EmbeddingOutput as EmbeddingOutput
+    from nanovllm.features.embeddings.pooling import (
+        EmbeddingRequestOutput as EmbeddingRequestOutput,
+    )
+    from nanovllm.features.embeddings.pooling import PoolingParams as PoolingParams
     from nanovllm.features.loglikelihood import LoglikelihoodOutput as LoglikelihoodOutput
     from nanovllm.features.structured import StructuredOutputsParams as StructuredOutputsParams
+    from nanovllm.llm import LLM as LLM
     from nanovllm.tools.trace.trace import Trace as Trace
 
 __version__ = "0.1.0"

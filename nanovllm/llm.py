@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAli
 
 from tqdm import tqdm
 
-from nanovllm.features import beam_search
-from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
 from nanovllm.api.chat import Message, as_conversations
 from nanovllm.api.checks import located
 from nanovllm.api.config import EMBEDDED, EngineConfig
-from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
-from nanovllm.engine.request import Request
-from nanovllm.loading.make_engine import make_engine
 from nanovllm.api.log import show_log
 from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
-from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
 from nanovllm.api.prompts import Prompt, pair_up
 from nanovllm.api.sampling_params import SamplingParams
-from nanovllm.features.loglikelihood import LoglikelihoodOutput
 from nanovllm.api.vllm_names import CallArguments, check_call, missing
+from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
+from nanovllm.engine.request import Request
+from nanovllm.features import beam_search
+from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
+from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
+from nanovllm.features.loglikelihood import LoglikelihoodOutput
+from nanovllm.loading.make_engine import make_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -109,7 +109,9 @@ class HostTier(NamedTuple):
     """Blocks in host memory, to which blocks of the device are saved when they are evicted."""
 
     num_blocks: int
-    least_load: int  # fewer blocks are computed again and not loaded; see features/host_tier/pool.py
+    least_load: (
+        int  # fewer blocks are computed again and not loaded; see features/host_tier/pool.py
+    )
 
 
 # The sampler's filters in the order in which they apply, each with the value that turns it off.

@@ -17,7 +17,7 @@ import fresh
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, random_llm
+from checkpoints import VOCAB, random_llm
 
 import nanovllm
 from nanovllm import (
@@ -28,10 +28,11 @@ from nanovllm import (
     StructuredOutputsParams,
 )
 from nanovllm.api.config import EngineConfig
+from nanovllm.api.vllm_names import VLLM_OPTIONS
+from nanovllm.loading import make_runner as start
+from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import find_checkpoint, generation_defaults, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
-from nanovllm.loading import memory, make_runner as start
-from nanovllm.api.vllm_names import VLLM_OPTIONS
 
 NAN, INF = float("nan"), float("inf")
 

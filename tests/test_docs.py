@@ -10,11 +10,12 @@ import pytest
 
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.features import beam_search, loglikelihood as scoring
 from nanovllm.api import outputs
-from nanovllm.features.embeddings import pooling
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.vllm_names import VLLM_OPTIONS
+from nanovllm.features import beam_search
+from nanovllm.features import loglikelihood as scoring
+from nanovllm.features.embeddings import pooling
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"

@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, random_llm
+from checkpoints import VOCAB, random_llm
 
 import nanovllm
 from nanovllm import LLM, GenerationError, SamplingParams, TextPrompt, TokensPrompt
 from nanovllm.api.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.api.vllm_names import CALL_ARGUMENTS, INSTEAD, CallArguments
+from nanovllm.engine.llm_engine import LLMEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

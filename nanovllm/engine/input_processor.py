@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 
 from nanovllm.api.chat import Message, render
 from nanovllm.api.checks import located
-from nanovllm.engine.detokenizer import Tokenizer
-from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
-from nanovllm.features.embeddings.pooling import PoolingParams, PoolingSettings
 from nanovllm.api.prompts import Prompt, as_list, plain_ids, split_prompt
 from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.engine.detokenizer import Tokenizer
+from nanovllm.engine.sequence import Sequence
+from nanovllm.features.embeddings.pooling import PoolingParams, PoolingSettings
 from nanovllm.features.loglikelihood import ScoringParams, encode_pair
 from nanovllm.features.structured import GrammarCompiler
+from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
 
 # What a request asks for: new tokens, an embedding, or the log-probabilities of its last tokens.
 Params: TypeAlias = SamplingParams | PoolingParams | ScoringParams

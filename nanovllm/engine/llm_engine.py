@@ -13,16 +13,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 from nanovllm.api.config import EngineConfig
+from nanovllm.api.prompts import Prompt
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import EngineCore
-from nanovllm.features.host_tier.blocks import TieredBlockManager
 from nanovllm.engine.input_processor import InputProcessor, Params
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor
 from nanovllm.engine.request import Request, Search
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.features.host_tier.blocks import TieredBlockManager
 from nanovllm.plan import Runner, Yield
-from nanovllm.api.prompts import Prompt
 
 
 class LLMEngine(EngineCore):

@@ -9,18 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+from nanovllm.api.log import logger
+from nanovllm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer, Tokenizer
 from nanovllm.engine.input_processor import Params
 from nanovllm.engine.request import Request, Sample, Search
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.api.log import logger
-from nanovllm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.plan import StepOutput, Yield
-from nanovllm.features.embeddings.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
-from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.features.embeddings.pooling import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+)
 from nanovllm.features.loglikelihood import LoglikelihoodOutput, ScoringParams, check_logprobs
 from nanovllm.features.structured import OutputComplete
+from nanovllm.plan import StepOutput, Yield
 
 # A RequestOutput, EmbeddingRequestOutput or LoglikelihoodOutput. A union would make every program that
 # runs the loop check which of them it gets.

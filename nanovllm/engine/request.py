@@ -6,13 +6,13 @@ OutputProcessor changes it. The caller reads `output` at its end, or `read_strea
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from nanovllm.api.outputs import Logprob, RequestMetrics, StreamOutput
+from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer, Tokenizer
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.api.outputs import Logprob, RequestMetrics, StreamOutput
-from nanovllm.plan import TokenLogprobs
 from nanovllm.features.embeddings.pooling import PoolingParams
-from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.features.loglikelihood import ScoringParams
+from nanovllm.plan import TokenLogprobs
 
 
 @dataclass(slots=True)

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
+from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import Yield
-from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.features.structured import StructuredOutputsParams
+from nanovllm.plan import Yield
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from nanovllm.engine import block_manager
 from nanovllm.engine.policies import shortest_job_first
+from nanovllm.lessons.show import Question, fill, say, show_answers, show_questions, show_table
 from nanovllm.tools.oracle import oracle
 from nanovllm.tools.oracle.mutants import MUTANTS, Mutant, apply, describe
 from nanovllm.tools.oracle.oracle import INVARIANTS, Action, History, InvariantError
-from nanovllm.lessons.show import Question, fill, say, show_answers, show_questions, show_table
 from nanovllm.tools.trace.trace import Trace
 
 SEEDS = 300  # histories to try

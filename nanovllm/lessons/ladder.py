@@ -18,12 +18,12 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.api.outputs import RequestOutput
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.lessons import lesson1_no_cache, lesson2_kv_cache
 from nanovllm.lessons.lesson import Counters, make_llm, optional
 from nanovllm.lessons.lesson1_no_cache import Way
 from nanovllm.lessons.show import say, show_table
-from nanovllm.api.outputs import RequestOutput
 
 NUM_REQUESTS = 16
 ROWS = 8  # requests that run at once, from static batches to async scheduling

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.tools.benchmarks.workloads import SHAPES
 from nanovllm.api.config import EMBEDDED
+from nanovllm.api.outputs import RequestOutput
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.loading.checkpoint import config_file, find_checkpoint
 from nanovllm.models.config import ModelConfig
-from nanovllm.api.outputs import RequestOutput
 from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.tools.benchmarks.workloads import SHAPES
 
 T = TypeVar("T")
 GREEDY = RowSampling(temperature=0, seed=0)  # always the most likely token

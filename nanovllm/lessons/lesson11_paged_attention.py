@@ -23,11 +23,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
 from nanovllm.lessons.lesson import decode_plan, embedded_config, optional, prompt_plan
 from nanovllm.lessons.show import Question, link, say, show_lines, show_source, show_table
 from nanovllm.models.attention import PlainAttention
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.runner.rows import Rows
 
 KERNELS = "nanovllm.backends.gpu.kernels.attention"

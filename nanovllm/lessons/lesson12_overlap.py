@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from nanovllm import SamplingParams
 from nanovllm.api.config import EngineConfig
+from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.plan import HostTier, StepOutput, StepPlan
 

@@ -15,12 +15,12 @@ are rounded in the same way for each token, so that integers are multiplied.
 from torch import Tensor, tensor
 
 from nanovllm import LLM
-from nanovllm.tools.training.data import OPEN_TASKS, graded_samples
-from nanovllm.tools.training.grade import wrong_answers
+from nanovllm.api.outputs import RequestOutput
 from nanovllm.lessons.lesson import make_llm, runner_of
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.models.int8 import Int8Weight, dynamic, quantize
-from nanovllm.api.outputs import RequestOutput
+from nanovllm.tools.training.data import OPEN_TASKS, graded_samples
+from nanovllm.tools.training.grade import wrong_answers
 
 # Questions that were not in the training of the embedded model.
 SAMPLES = [sample for task in OPEN_TASKS for sample in graded_samples(task, 10)]

@@ -16,10 +16,10 @@ takes less time than computing the block's tokens again.
 
 from nanovllm import LLM, Trace
 from nanovllm.features.host_tier.blocks import TieredBlockManager
+from nanovllm.features.host_tier.pool import least_load
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, shape_of
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.models.config import ModelConfig
-from nanovllm.features.host_tier.pool import least_load
 
 A, B = "What is 12 + 30?\n", "Spell strawberry\n"
 SLOTS, POOL = 4, 66  # of a block; blocks of the device

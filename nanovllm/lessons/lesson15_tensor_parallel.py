@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.features.tensor_parallel.ranks import Ranks
+from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, shape_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.layers import Linear, silu_and_mul
-from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
-from nanovllm.features.tensor_parallel.ranks import Ranks
 
 PROMPTS = [f"What is 12 + {i}?\n" for i in range(4)]
 OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64)

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from nanovllm.tools.benchmarks import roofline
-from nanovllm.tools.benchmarks.workloads import Workload
 from nanovllm.api.config import EMBEDDED, EngineConfig
 from nanovllm.lessons.ladder import has_numba
 from nanovllm.lessons.lesson import decode_plan, embedded_config, prompt_plan, shape_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.loading import make_runner as start
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.loading import make_runner as start
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.tools.benchmarks import roofline
+from nanovllm.tools.benchmarks.workloads import Workload
 
 LAYERS, VOCAB = 4, 16_384  # of the part of Qwen3-0.6B that is timed
 ROWS = (1, 4, 16, 64)  # of the decodes that are timed

@@ -15,11 +15,11 @@ again later, as in vLLM (Kwon et al. 2023, arXiv:2309.06180).
 from statistics import mean, median
 
 from nanovllm import LLM, SamplingParams, Trace
+from nanovllm.api.outputs import RequestOutput
 from nanovllm.engine.policies import AGING, shortest_job_first
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import Counters, ask, make_llm, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
-from nanovllm.api.outputs import RequestOutput
 from nanovllm.tools.trace.trace import State
 
 # Plain torch, so that the figures do not depend on whether kernels are compiled.

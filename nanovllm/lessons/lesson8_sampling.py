@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM
-from nanovllm.models.batch import SamplingBatch
 from nanovllm.lessons.lesson import ask, make_llm
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.models import sampler
+from nanovllm.models.batch import SamplingBatch
 
 PROMPT = "What is "  # many tokens can follow
 SHOWN = 8  # of the most likely tokens

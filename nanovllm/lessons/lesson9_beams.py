@@ -18,9 +18,9 @@ write and preemption are those of lessons 6 and 7.
 import math
 
 from nanovllm import LLM, BeamSearchParams, Trace
-from nanovllm.features.beam_search import BeamSearch, BeamSearchSequence
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.features.beam_search import BeamSearch, BeamSearchSequence
 from nanovllm.lessons.lesson import ask, make_llm
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.tools.trace.trace import State

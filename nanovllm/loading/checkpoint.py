@@ -11,9 +11,9 @@ import stat
 from pathlib import Path
 
 from nanovllm.api.config import EMBEDDED
+from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.models.config import check_field, check_fields, read_json
 from nanovllm.plan import FILTERS
-from nanovllm.api.sampling_params import SamplingParams
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickles, no code

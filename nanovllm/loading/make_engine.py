@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.api.config import EngineConfig
+from nanovllm.api.log import logger
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.api.log import logger
+from nanovllm.features.embeddings.sentence_transformers import read_pooling_settings
 from nanovllm.loading.checkpoint import (
     config_file,
     find_checkpoint,
     generation_defaults,
     weight_files,
 )
-from nanovllm.models.config import ModelConfig, read_json
-from nanovllm.features.embeddings.sentence_transformers import read_pooling_settings
-from nanovllm.models.weights import HEAD, tensor_names
+from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.memory import weight_bytes
-from nanovllm.runner.start import make_runner
+from nanovllm.models.config import ModelConfig, read_json
+from nanovllm.models.weights import HEAD, tensor_names
 
 if TYPE_CHECKING:
     from nanovllm.features.tensor_parallel.ranks import Ranks

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.api.config import EngineConfig
-from nanovllm.models.backend import Attention
+from nanovllm.backends.cpu.openmp import check_openmp
+from nanovllm.backends.cpu.threads import ThreadLimit
+from nanovllm.features.host_tier.pool import HostPool, PinnedPool, make_host_tier
+from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
+from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import weight_files
+from nanovllm.loading.select_backend import device_guard, pick_backend, pick_device, pick_dtype
+from nanovllm.models.backend import Attention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
 from nanovllm.models.int8 import quantized
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
 from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
-from nanovllm.loading import memory
-from nanovllm.loading.select_backend import device_guard, pick_backend, pick_device, pick_dtype
-from nanovllm.features.host_tier.pool import HostPool, PinnedPool, make_host_tier
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.backends.cpu.openmp import check_openmp
 from nanovllm.runner.rows import Rows
-from nanovllm.backends.cpu.threads import ThreadLimit
 
 if TYPE_CHECKING:
     from nanovllm.features.tensor_parallel.ranks import Ranks

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.attention import PlainAttention
+from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Linear, Norms, Rope, add_rms_norm, linear, silu_and_mul

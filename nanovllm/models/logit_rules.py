@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import to_device
-from nanovllm.plan import Join, LogitRules, TokenLogprobs
 from nanovllm.api.sampling_params import takes_prompt
 from nanovllm.features.structured import Matcher
+from nanovllm.models.batch import to_device
+from nanovllm.plan import Join, LogitRules, TokenLogprobs
 
 HIDDEN = float("-inf")
 ALWAYS = 2**62

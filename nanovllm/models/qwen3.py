@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding, rms_norm, rotate
 from nanovllm.models.weights import Part

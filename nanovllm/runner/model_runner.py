@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import SamplingBatch, to_device
+from nanovllm.features.host_tier.pool import HostPool
 from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.batch import SamplingBatch, to_device
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import Chunk, HostTier, StepOutput, StepPlan, Yield
-from nanovllm.features.host_tier.pool import HostPool
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from nanovllm.engine import block_manager, scheduler
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
+from nanovllm.plan import StepPlan
 from nanovllm.tools.oracle.mutants import MUTANTS, apply
 from nanovllm.tools.oracle.oracle import (
     ALPHABET,
@@ -27,7 +28,6 @@ from nanovllm.tools.oracle.oracle import (
     plain_sequence,
     run_history,
 )
-from nanovllm.plan import StepPlan
 
 # Of 500 histories, 5 show the rarest fault of mutants.py, and 15 the next: of 2,000, 20 and 60.
 HISTORIES, SLOW = 2000, pytest.mark.slow

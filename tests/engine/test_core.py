@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, loading
-from nanovllm.tools.oracle.oracle import ALPHABET, OracleRunner, answer
 from nanovllm.models.backend import PLAIN
 from nanovllm.plan import HostTier, StepOutput
+from nanovllm.tools.oracle.oracle import ALPHABET, OracleRunner, answer
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": ALPHABET, "hidden_size": 8, "head_dim": 2,

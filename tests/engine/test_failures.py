@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_llm
+from checkpoints import random_llm
 from test_api import ctrl_c_interrupts, is_idle  # noqa: F401 (a fixture)
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.tools.oracle.oracle import OracleRunner, make_samples
 from nanovllm.models.logit_rules import RowRules, RulesState
+from nanovllm.tools.oracle.oracle import OracleRunner, make_samples
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

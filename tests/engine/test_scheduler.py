@@ -6,12 +6,12 @@ import random
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.features.host_tier.blocks import TieredBlockManager
 from nanovllm.engine.policies import AGING
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.tools.oracle.oracle import OracleRunner, answer, make_samples
+from nanovllm.features.host_tier.blocks import TieredBlockManager
 from nanovllm.plan import HostTier, StepPlan
+from nanovllm.tools.oracle.oracle import OracleRunner, answer, make_samples
 
 
 def sequence(prompt: list[int], new: int, arrival: int = 0, seed: int = 0, n: int = 1) -> Sequence:

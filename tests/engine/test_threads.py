@@ -14,7 +14,7 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
-from conftest import random_llm
+from checkpoints import random_llm
 from test_api import is_idle
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams

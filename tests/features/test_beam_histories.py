@@ -11,10 +11,11 @@ import pytest
 from tiers import TieredHistory
 from xxhash import xxh64_intdigest
 
-from nanovllm.features.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.engine import scheduler
 from nanovllm.engine.request import Sample
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.features.beam_search import BeamSearch, BeamSearchParams
+from nanovllm.plan import StepPlan, Yield
 from nanovllm.tools.oracle.mutants import Mutant, apply
 from nanovllm.tools.oracle.oracle import (
     ALPHABET,
@@ -22,7 +23,6 @@ from nanovllm.tools.oracle.oracle import (
     make_samples,
     require,
 )
-from nanovllm.plan import StepPlan, Yield
 
 Candidates = list[tuple[int, float]]
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint, random_llm
+from checkpoints import VOCAB, make_checkpoint, random_llm
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, Trace
 from nanovllm.features import beam_search

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint, random_llm
+from checkpoints import VOCAB, make_checkpoint, random_llm
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, EmbeddingRequestOutput, PoolingParams, SamplingParams, Trace
@@ -284,7 +284,7 @@ def test_settings_that_are_refused(
 def with_prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded model as a sentence-transformers checkpoint."""
     path = tmp_path_factory.mktemp("prompts")
-    source = Path(__file__).parent.parent / "nanovllm" / "loading" / "qwen3-nano"
+    source = Path(__file__).parents[2] / "nanovllm" / "loading" / "qwen3-nano"
     for file in source.iterdir():
         (path / file.name).symlink_to(file)
     prompts = {"query": "Instruct: find it\nQuery:", "document": ""}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from checkpoints import make_checkpoint, random_llm
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
@@ -16,16 +16,16 @@ from tiers import TieredHistory
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.api import log
 from nanovllm.api.config import EngineConfig
-from nanovllm.features.host_tier import blocks as host_tier
-from nanovllm.features.host_tier.blocks import HostBlock, TieredBlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.tools.oracle.mutants import Mutant, apply
-from nanovllm.tools.oracle.oracle import plain_sequence, run_history
+from nanovllm.features.host_tier import blocks as host_tier
+from nanovllm.features.host_tier import pool as host_pool
+from nanovllm.features.host_tier.blocks import HostBlock, TieredBlockManager
+from nanovllm.features.host_tier.pool import HostPool, least_load
+from nanovllm.loading import memory
 from nanovllm.models.fp8 import FP8
 from nanovllm.plan import BlockMove, HostTier, StepPlan
-from nanovllm.features.host_tier import pool as host_pool
-from nanovllm.loading import memory
-from nanovllm.features.host_tier.pool import HostPool, least_load
+from nanovllm.tools.oracle.mutants import Mutant, apply
+from nanovllm.tools.oracle.oracle import plain_sequence, run_history
 
 SLOW = pytest.mark.slow
 GIB = 2**30

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import VOCAB, random_llm
+from checkpoints import VOCAB, random_llm
 
 from nanovllm import LLM, LoglikelihoodOutput, SamplingParams
-from nanovllm.tools.training.data import graded_samples
 from nanovllm.plan import StepPlan
+from nanovllm.tools.training.data import graded_samples
 
 STEM = [(7 * i + 3) % VOCAB for i in range(40)]
 ENDS = [[5], [6, 7, 8], [9] * 20, [5, 6], [(11 * i) % VOCAB for i in range(50)]]
@@ -212,7 +212,7 @@ def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
     import nanovllm.tools.jobs.lm_eval  # noqa: F401  (registers the model)
 
     write_tasks(tmp_path, 24)
-    path = str(Path(__file__).parent.parent / "nanovllm" / "loading" / "qwen3-nano")
+    path = str(Path(__file__).parents[2] / "nanovllm" / "loading" / "qwen3-nano")
     found = []
     for model, args in (
         ("hf", {"pretrained": path, "dtype": "float32"}),

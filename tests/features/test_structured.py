@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_dry_run import dry_run
+from fresh import dry_run
 
 from nanovllm import LLM, GenerationError, SamplingParams, StructuredOutputsParams
+from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import Join, LogitRules, RowSampling
 from nanovllm.runner import model_runner, pending
-from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")

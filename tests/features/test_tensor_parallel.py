@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.tools.jobs import run_batch
-from nanovllm.features.beam_search import BeamSearchParams
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.beam_search import BeamSearchParams
+from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
+from nanovllm.loading.memory import weight_bytes
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.int8 import quantized
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
 from nanovllm.models.weights import random_weights
-from nanovllm.loading.memory import weight_bytes
+from nanovllm.tools.jobs import run_batch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 Job = Callable[..., list[dict[str, Any]]]
 
 

@@ -37,23 +37,23 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.jit import JITFunction
 
-sys.path.insert(0, str(Path(__file__).parent.parent / ".ci"))
+sys.path.insert(0, str(Path(__file__).parents[2] / ".ci"))
 
 import compile_kernels
 import references
 
 import nanovllm.models.int8
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.models.batch import SamplingBatch
 from nanovllm.backends.gpu import graphs
 from nanovllm.backends.gpu.kernels import attention, pointwise
-from nanovllm.models import layers, logit_rules, sampler
-from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 from nanovllm.features.host_tier import pool as host_pool
 from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 from nanovllm.loading import memory as runner_memory
+from nanovllm.models import layers, logit_rules, sampler
+from nanovllm.models.batch import SamplingBatch
+from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
-ROOT = f"{Path(__file__).parent.parent}/"
+ROOT = f"{Path(__file__).parents[2]}/"
 DEVICE = torch.device("cuda", 0)
 TARGET, SHARED_MEMORY_KIB, _ = compile_kernels.TARGETS["sm_90"]
 

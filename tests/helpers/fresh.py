@@ -6,15 +6,18 @@ They have one thread, as conftest.py says, or two, whatever OMP_NUM_THREADS is t
 when it is imported.
 """
 
+import json
 import multiprocessing
 import os
+import subprocess
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
+ROOT = Path(__file__).parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch"])
 
@@ -74,3 +77,15 @@ def execute(code: str, cwd: str, threads: int, variables: dict[str, str], direct
 def module(name: str, *arguments: str) -> str:
     """The code of `python -m name arguments ...`."""
     return f"import runpy, sys; sys.argv = {['', *arguments]!r}\nrunpy.run_module({name!r}, None, '__main__')\n"
+
+
+def dry_run(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """Run scenarios of dry_run.py in a new process. Returns what each of them found."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "tests/helpers/dry_run.py", str(path), *names]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads(done.stdout)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.attention import PlainAttention
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
 from nanovllm.models.layers import rms_norm, rotate
 

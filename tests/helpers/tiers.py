@@ -4,11 +4,11 @@ import random
 from array import array
 from types import ModuleType
 
-from nanovllm.features.host_tier import blocks as host_tier
 from nanovllm.engine import scheduler
+from nanovllm.features.host_tier import blocks as host_tier
 from nanovllm.features.host_tier.blocks import TieredBlockManager
-from nanovllm.tools.oracle.oracle import History, require
 from nanovllm.plan import HostTier
+from nanovllm.tools.oracle.oracle import History, require
 
 
 class TieredHistory(History):

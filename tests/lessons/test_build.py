@@ -60,7 +60,7 @@ def check(imported: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyP
     """
 
     def run(solution: Path, *tasks: str) -> tuple[int, str]:
-        monkeypatch.chdir(EXERCISES.parents[1])
+        monkeypatch.chdir(EXERCISES.parents[2])
         monkeypatch.setenv("SOLUTION", str(solution))
         options = ["-n0", "--tb=short", "--noconftest", "-p", "no:cacheprovider"]
         files = [str(EXERCISES / f"build_{task}.py") for task in tasks or build_it.TASKS]
@@ -71,7 +71,9 @@ def check(imported: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyP
 
 
 def failed(output: str) -> set[str]:
-    return set(re.findall(r"^FAILED tests/lessons/exercises/build_(\w+)\.py::", output, re.MULTILINE))
+    return set(
+        re.findall(r"^FAILED tests/lessons/exercises/build_(\w+)\.py::", output, re.MULTILINE)
+    )
 
 
 @pytest.mark.slow
@@ -132,7 +134,7 @@ def test_the_printed_command_checks_it(
     [line] = [x.strip() for x in capsys.readouterr().out.splitlines() if "SOLUTION=" in x]
     command = line.replace(" python ", f" {shlex.quote(sys.executable)} ")
     done = subprocess.run(
-        command, shell=True, cwd=EXERCISES.parents[1], capture_output=True, text=True, check=False
+        command, shell=True, cwd=EXERCISES.parents[2], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "is to be written; see the top of this file" in done.stdout

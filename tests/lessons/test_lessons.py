@@ -27,7 +27,7 @@ from nanovllm.lessons.show import (
 
 def test_links_name_the_line() -> None:
     path, line = link(Scheduler._preempt, "seq.preemptions += 1").split("  ")[0].split(":")
-    text = (Path(__file__).parents[1] / path).read_text().splitlines()[int(line) - 1]
+    text = (Path(__file__).parents[2] / path).read_text().splitlines()[int(line) - 1]
     assert text.strip() == "seq.preemptions += 1"
     with pytest.raises(ValueError, match="no line of Scheduler._preempt contains 'there is no"):
         link(Scheduler._preempt, "there is no such line")
@@ -152,7 +152,7 @@ def test_help(
 
 
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
-    docs = (Path(__file__).parents[1] / "docs" / "lessons.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "lessons.md").read_text()
     for number in command.NUMBERS:
         assert command.title(number).startswith(f"Lesson {number}: ")
         assert f"lessons/{command.LESSONS[int(number) - 1]}.py" in docs

@@ -17,8 +17,8 @@ from nanovllm.lessons import lesson12_overlap as overlap
 from nanovllm.lessons import lesson13_int8 as int8
 from nanovllm.lessons import lesson14_host_tier as host_tier
 from nanovllm.lessons import lesson15_tensor_parallel as tensor_parallel
-from nanovllm.models.attention import PlainAttention
 from nanovllm.loading.checkpoint import config_file, find_checkpoint
+from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
 
 

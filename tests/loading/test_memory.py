@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams
 from nanovllm.api.config import EngineConfig
+from nanovllm.loading import memory
 from nanovllm.models import logit_rules
 from nanovllm.models.logit_rules import RulesState
-from nanovllm.loading import memory
 
 POSITIONS = 512
 

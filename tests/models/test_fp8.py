@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import references
 import torch
-from conftest import make_checkpoint, random_llm, wrong_by_task
+from checkpoints import make_checkpoint, random_llm, wrong_by_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -20,10 +20,10 @@ from test_attention import BACKENDS, compare, heads_strategy, make
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.tools.training import data
+from nanovllm.loading import select_backend as backends
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
-from nanovllm.loading import select_backend as backends
+from nanovllm.tools.training import data
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 

@@ -9,12 +9,11 @@ import fresh
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by_task
+from checkpoints import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by_task
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.tools.benchmarks import workloads
-from nanovllm.tools.training import data
+from nanovllm.loading.memory import weight_bytes
 from nanovllm.models.backend import PLAIN
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.int8 import (
@@ -25,7 +24,8 @@ from nanovllm.models.int8 import (
     quantized,
     weight_only,
 )
-from nanovllm.loading.memory import weight_bytes
+from nanovllm.tools.benchmarks import workloads
+from nanovllm.tools.training import data
 
 try:
     import nanovllm.backends.cpu.int8 as kernels

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from conftest import VOCAB, random_llm
+from checkpoints import VOCAB, random_llm
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,

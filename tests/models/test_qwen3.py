@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint, random_llm
+from checkpoints import VOCAB, make_checkpoint, random_llm
 from references import count_near_ties
 
 from nanovllm import LLM, SamplingParams

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import VOCAB, make_checkpoint, random_llm
+from checkpoints import VOCAB, make_checkpoint, random_llm
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from nanovllm import LLM, SamplingParams
@@ -40,7 +40,11 @@ def sampling_batch(
 
 
 @pytest.fixture(
-    params=["nanovllm.models.sampler", "nanovllm.backends.cpu.sampler", "nanovllm.backends.gpu.kernels.sampling"]
+    params=[
+        "nanovllm.models.sampler",
+        "nanovllm.backends.cpu.sampler",
+        "nanovllm.backends.gpu.kernels.sampling",
+    ]
 )
 def backend(request: pytest.FixtureRequest) -> ModuleType:
     if "gpu" in request.param and os.environ.get("TRITON_INTERPRET") != "1":

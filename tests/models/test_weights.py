@@ -7,12 +7,13 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm, weights_of
+from checkpoints import make_checkpoint, random_llm, weights_of
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.loading import make_runner as start
+from nanovllm.loading import memory
 from nanovllm.models.weights import Part, load_weights
-from nanovllm.loading import memory, make_runner as start
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 

@@ -11,13 +11,21 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import random_llm, weights_of
+from checkpoints import random_llm, weights_of
 
-from nanovllm.tools.benchmarks import baselines, machine, modes, roofline, throughput, turn, workloads
-from nanovllm.tools.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload
 from nanovllm.models.config import ModelConfig
+from nanovllm.tools.benchmarks import (
+    baselines,
+    machine,
+    modes,
+    roofline,
+    throughput,
+    turn,
+    workloads,
+)
+from nanovllm.tools.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload
 
-spec = importlib.util.spec_from_file_location("bench", Path(__file__).parent.parent / "bench.py")
+spec = importlib.util.spec_from_file_location("bench", Path(__file__).parents[2] / "bench.py")
 bench = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench)
 

@@ -25,8 +25,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.plan import HostTier, StepOutput
-from nanovllm.tools.trace.trace import Event, State
 from nanovllm.tools.trace.show import describe_changes, steps
+from nanovllm.tools.trace.trace import Event, State
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -316,7 +316,7 @@ def embedded_run() -> Trace:
 @pytest.mark.slow
 def test_the_example_prints_a_trace(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["example.py", "--trace"])
-    runpy.run_path(str(Path(__file__).parent.parent / "example.py"), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parents[2] / "example.py"), run_name="__main__")
     text = capsys.readouterr().out
     assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in text
     assert max(map(len, text.splitlines())) <= 100

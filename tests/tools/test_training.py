@@ -5,7 +5,7 @@ from itertools import islice, pairwise
 
 import pytest
 import torch
-from conftest import wrong_by_task
+from checkpoints import wrong_by_task
 
 from nanovllm import LLM
 from nanovllm.tools.training import data

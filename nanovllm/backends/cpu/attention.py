@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from nanovllm.models.batch import ForwardBatch
+from nanovllm.api.log import logger
 from nanovllm.backends.cpu import amx, avx512, kernels, packs
 from nanovllm.backends.cpu.compile import compile_all
 from nanovllm.backends.cpu.linear import PACKED_FOR
 from nanovllm.backends.cpu.parallel import run
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
-from nanovllm.api.log import logger
 from nanovllm.models.attention import Gathered, PlainAttention
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from numba import boolean, float32, float64, int32, int64, typeof, types
 
+from nanovllm.api.log import logger
 from nanovllm.backends.cpu import amx, avx512, decode, int8, jit, kernels, packs, parallel, sampler
 from nanovllm.backends.cpu.parallel import Types
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
-from nanovllm.api.log import logger
 
 
 def kernels_in_parts(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> dict[Any, Types]:

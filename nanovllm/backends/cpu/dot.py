@@ -8,7 +8,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm.backends.cpu.vectors import BYTE, FLOATS, INT, INT32, LANES, at, call, copies, prefetch
+from nanovllm.backends.cpu.vectors import (
+    BYTE,
+    FLOATS,
+    INT,
+    INT32,
+    LANES,
+    at,
+    call,
+    copies,
+    prefetch,
+)
 
 INT8, BF16 = 0, 1
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models.batch import ForwardBatch
 from nanovllm.backends.cpu import decode, kernels, packs
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.kernels import add_rms_norm
 from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by
 from nanovllm.backends.cpu.parallel import in_parts
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 

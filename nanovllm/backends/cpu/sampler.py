@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import SamplingBatch
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.parallel import run
 from nanovllm.backends.cpu.primitives import BFLOAT16, array, exp, maximum, maximum_in, to_float32
 from nanovllm.models import logit_rules, sampler
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.plan import FILTERS
 
 f32 = np.float32

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import to_device
 from nanovllm.api.log import logger, progress_bar
+from nanovllm.models.batch import to_device
 
 # Takes the function to capture and returns the function that replays it.
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]

@@ -6,8 +6,8 @@ What would give other embeddings than this engine's is refused by name, when one
 import math
 from pathlib import Path
 
-from nanovllm.models.config import Fields, check_field, check_fields, read_json
 from nanovllm.features.embeddings.pooling import PoolingSettings
+from nanovllm.models.config import Fields, check_field, check_fields, read_json
 
 OLD = "pooling_mode_"
 FIELDS: Fields = {

@@ -30,14 +30,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import to_device
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import logger, progress_bar
+from nanovllm.models.batch import to_device
 from nanovllm.plan import BlockMove, Chunk, HostTier, Join, RowSampling, StepPlan, Yield
 
 if TYPE_CHECKING:
-    from nanovllm.runner.model_runner import ModelRunner
     from nanovllm.features.tensor_parallel.ranks import Ranks
+    from nanovllm.runner.model_runner import ModelRunner
 
 CHUNK_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two
 STAGING_BYTES = 64 << 20  # of each of the two buffers on a GPU

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from nanovllm import LLM
+from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.tools.benchmarks.machine import cpu_seconds, describe, describe_load, other_load
 from nanovllm.tools.benchmarks.workloads import SHAPES, write_shape, write_weights
 from nanovllm.tools.training.topics import TOPICS
-from nanovllm.loading.checkpoint import find_checkpoint
 
 INSTRUCTION = "Instruct: Given a question about an inference engine, retrieve the passages that answer it\nQuery:"
 MODULES = [

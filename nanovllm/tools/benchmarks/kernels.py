@@ -16,13 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from tqdm import tqdm
 from triton.testing import do_bench_cudagraph
 
-from nanovllm.models.batch import SamplingBatch
 from nanovllm.backends.gpu.kernels.attention import attend, attend_decode, num_splits, query_tiles
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.backends.gpu.kernels.int8 import linear
 from nanovllm.backends.gpu.kernels.pointwise import add_rms_norm, silu_and_mul
 from nanovllm.backends.gpu.kernels.sampling import sample
 from nanovllm.backends.gpu.kernels.store import norm_rope_store
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.int8 import Int8Weight
 

@@ -15,12 +15,12 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.tools.benchmarks import machine
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowSampling
 from nanovllm.runner.rows import Rows
+from nanovllm.tools.benchmarks import machine
 
 
 def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 200) -> None:

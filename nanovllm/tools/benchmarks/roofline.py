@@ -17,8 +17,8 @@ from os.path import commonprefix
 import torch
 from torch.utils.benchmark import Timer
 
-from nanovllm.tools.benchmarks.workloads import Workload
 from nanovllm.models.config import ModelConfig
+from nanovllm.tools.benchmarks.workloads import Workload
 
 
 def costs(

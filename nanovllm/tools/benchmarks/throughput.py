@@ -14,14 +14,14 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
+from nanovllm.api.config import EMBEDDED, EngineConfig
+from nanovllm.loading.checkpoint import config_file, find_checkpoint
+from nanovllm.loading.memory import available_host_memory
+from nanovllm.loading.select_backend import pick_device, pick_dtype
+from nanovllm.models.config import ModelConfig
 from nanovllm.tools.benchmarks import baselines, machine, report, roofline, vllm_peer, workloads
 from nanovllm.tools.benchmarks.turn import COMMAND, Result, run_turn
 from nanovllm.tools.benchmarks.workloads import Workload
-from nanovllm.api.config import EMBEDDED, EngineConfig
-from nanovllm.loading.checkpoint import config_file, find_checkpoint
-from nanovllm.models.config import ModelConfig
-from nanovllm.loading.select_backend import pick_device, pick_dtype
-from nanovllm.loading.memory import available_host_memory
 
 
 @dataclass

@@ -36,9 +36,7 @@ Result = dict[str, Any]
 
 
 # `-m` would not find a package that is neither installed nor in the working directory.
-IMPORT = (
-    f"import sys; sys.path[:] = {sys.path!r}; from nanovllm.tools.benchmarks.turn import main; main()"
-)
+IMPORT = f"import sys; sys.path[:] = {sys.path!r}; from nanovllm.tools.benchmarks.turn import main; main()"
 COMMAND = [sys.executable, "-c", IMPORT]
 
 

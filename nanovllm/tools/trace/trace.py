@@ -22,12 +22,12 @@ from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm.tools.trace import show as trace_show
-from nanovllm.features.host_tier.blocks import TieredBlockManager
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.features.host_tier.blocks import TieredBlockManager
 from nanovllm.plan import StepOutput, Yield
+from nanovllm.tools.trace import show as trace_show
 from nanovllm.tools.trace.events import Event as Event
 from nanovllm.tools.trace.events import State as State
 

@@ -38,7 +38,9 @@ def accuracy(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m nanovllm.tools.training.grade", description=ABOUT)
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm.tools.training.grade", description=ABOUT
+    )
     parser.add_argument("--model", default="qwen3-nano", help="checkpoint to grade (%(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (%(default)s)")
     parser.add_argument(

@@ -190,7 +190,9 @@ def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m nanovllm.tools.training.train", description=ABOUT)
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm.tools.training.train", description=ABOUT
+    )
     default = Path(__file__).parents[2] / "loading" / "qwen3-nano"
     where = "checkpoint folder; the default is the embedded model itself (%(default)s)"
     parser.add_argument("--out", type=Path, default=default, help=where)

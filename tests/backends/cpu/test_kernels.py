@@ -8,11 +8,11 @@ import fresh
 import numpy as np
 import pytest
 import torch
-from conftest import make_checkpoint, random_llm
+from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.batch import SamplingBatch
 from nanovllm.models import logit_rules, sampler
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it

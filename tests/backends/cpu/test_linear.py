@@ -5,7 +5,7 @@ from pathlib import Path
 import fresh
 import pytest
 import torch
-from conftest import make_checkpoint, make_config, random_llm
+from checkpoints import make_checkpoint, make_config, random_llm
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,39 +1,23 @@
 """The CUDA path without a GPU: what dry_run.py finds out in processes of its own."""
 
-import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import make_checkpoint
+from checkpoints import make_checkpoint
+from fresh import dry_run
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
 # The scenarios of dry_run.py, in two processes that take about as long.
 PROCESSES = (
     ("qwen3", "int8", "host tier", "faults", "ranks", "memory"),
     ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "decode"),
 )
 SCENARIOS = [name for names in PROCESSES for name in names]
-
-
-def dry_run(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "tests/helpers/dry_run.py", str(path), *names]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")

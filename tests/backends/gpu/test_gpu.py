@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import references
 import torch
-from conftest import make_checkpoint
+from checkpoints import make_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.batch import SamplingBatch
-from nanovllm.tools.training import data
-from nanovllm.tools.training.grade import accuracy
+from nanovllm.features.host_tier import pool as host_pool
 from nanovllm.models import sampler
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.int8 import Int8Weight, weight_only
 from nanovllm.models.layers import add_rms_norm, silu_and_mul
 from nanovllm.plan import BlockMove
-from nanovllm.features.host_tier import pool as host_pool
+from nanovllm.tools.training import data
+from nanovllm.tools.training.grade import accuracy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,17 +15,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB
+from checkpoints import VOCAB
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EngineConfig
 from nanovllm.backends.gpu import graphs as gpu_graphs
 from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
+from nanovllm.loading import make_runner as start
+from nanovllm.loading import memory
+from nanovllm.loading.make_runner import make_runner
+from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.backend import PLAIN, Backend
 from nanovllm.models.config import ModelConfig
-from nanovllm.loading import memory, make_runner as start
-from nanovllm.loading.select_backend import pick_backend
-from nanovllm.runner.start import make_runner
 
 
 def stand_in(decode: Callable, hidden: torch.Tensor) -> DecodeGraphs:

@@ -9,9 +9,9 @@ from build_check import expect, load
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models.batch import ForwardBatch
 from nanovllm.lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of
 from nanovllm.models.attention import PlainAttention
+from nanovllm.models.batch import ForwardBatch
 
 KVCache = load("cache.py", "KVCache")
 

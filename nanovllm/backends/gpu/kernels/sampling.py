@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.models.batch import SamplingBatch
 from nanovllm.backends.gpu.kernels.launch import launch
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.plan import FILTERS
 
 # The filters of `_threshold`, in the order of its arguments.

@@ -1,0 +1,97 @@
+"""Random checkpoints, engines of them, and graded answers of the embedded model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm import LLM
+from nanovllm.tools.training import data
+from nanovllm.tools.training.grade import wrong_answers
+
+VOCAB = 199
+
+
+def make_config(
+    family: str = "qwen3",
+    head_dim: int = 32,
+    kv_heads: int = 2,
+    group: int = 2,
+    tie: bool = False,
+    **config: object,
+) -> Any:
+    # Tests that make no checkpoint do not wait for it.
+    from transformers import Qwen2Config, Qwen3Config
+
+    settings = dict(
+        architectures=["Qwen3ForCausalLM" if family == "qwen3" else "Qwen2ForCausalLM"],
+        vocab_size=VOCAB,
+        hidden_size=64 if family == "qwen3" else head_dim * kv_heads * group,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=kv_heads * group,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=tie,
+        eos_token_id=0,
+        bos_token_id=None,
+    )
+    if family == "qwen3":
+        settings["head_dim"] = head_dim
+    return (Qwen3Config if family == "qwen3" else Qwen2Config)(**(settings | config))
+
+
+def make_checkpoint(
+    path: Path, family: str = "qwen3", *shape: int, seed: int = 0, **config: object
+) -> torch.nn.Module:
+    """Save a random checkpoint and return transformers' model of it, in float32.
+
+    The weights are large enough for decisive logits. Every norm weight and bias is random: fresh
+    ones are 1 and 0, which would hide a dropped term.
+    """
+    from transformers import Qwen2ForCausalLM, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model_class = Qwen3ForCausalLM if family == "qwen3" else Qwen2ForCausalLM
+    model = model_class(make_config(family, *shape, **config)).float().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.copy_(1 + 0.3 * torch.randn_like(p))
+            elif name.endswith("bias"):
+                p.copy_(0.5 * torch.randn_like(p))
+            elif "embed" in name or "lm_head" in name:
+                p.copy_(torch.randn_like(p) * 0.3)
+            else:
+                p.copy_(torch.randn_like(p) * 1.5 / p.shape[1] ** 0.5)
+    model.save_pretrained(path)
+    return model
+
+
+def weights_of(llm: LLM) -> dict[str, torch.Tensor]:
+    """The weights of a model whose backend does not pack them, by their names in a checkpoint."""
+    parts = llm.engine.runner.model.checkpoint_parts()
+    return {part.name: part.store.__self__ for part in parts}
+
+
+def random_llm(path: Path, **options: object) -> LLM:
+    settings = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=64)
+    return LLM(str(path), **(settings | options))
+
+
+def wrong_by_task(
+    llm: LLM, number: int = 100, every: int = 4
+) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
+    """Of each task, the wrong answers with what was said, and how many questions there were: `number`
+    of an open task, every so many of a closed one, each of whose answers is asked for in several
+    phrasings.
+    """
+    asked = {
+        task: data.graded_samples(task, number)[:: 1 if task in data.OPEN_TASKS else every]
+        for task in data.ALL_TASKS
+    }
+    wrong = wrong_answers(llm, [s for samples in asked.values() for s in samples])
+    return {
+        task: ([pair for pair in wrong if pair[0].task == task], len(samples))
+        for task, samples in asked.items()
+    }
