@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from checkpoints import make_checkpoint, make_config, random_llm, wrong_by_task
+from fake_runner import make  # noqa: F401 (a fixture)
 
 from nanovllm import LLM
 from nanovllm.models.fp8 import FP8

@@ -18,39 +18,19 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB, random_llm
+from engines import ctrl_c_interrupts, is_idle  # noqa: F401
 
 import nanovllm
 from nanovllm import LLM, GenerationError, SamplingParams, TextPrompt, TokensPrompt
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.vllm_names import CALL_ARGUMENTS, INSTEAD, CallArguments
-from nanovllm.engine.llm_engine import LLMEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
-
-
-@pytest.fixture(autouse=True)
-def ctrl_c_interrupts():
-    """A shell that starts us in the background has SIGINT ignored, and Python leaves it so."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
 def llm(path: Path) -> LLM:
     return random_llm(path)
-
-
-def is_idle(engine: LLMEngine) -> bool:
-    """No request, every block free, every row free."""
-    s = engine.scheduler
-    return (
-        not engine.has_unfinished_requests()
-        and not s.running
-        and not s.waiting
-        and s.blocks.num_available == s.blocks.num_blocks
-        and len(s._free_rows) == s.max_num_seqs
-    )
 
 
 def test_forms_of_prompts(embedded: LLM) -> None:
@@ -234,7 +214,7 @@ def test_other_names_have_the_nearest_one(embedded: LLM) -> None:
         _ = nanovllm.SamplingParam
     with pytest.raises(ImportError, match="cannot import name 'zzz'"):
         exec("from nanovllm import zzz")
-    exec("from nanovllm import llm, sampling_params")  # submodules
+    exec("from nanovllm import llm, plan")  # submodules
 
 
 def test_arguments_of_vllm_that_change_nothing(embedded: LLM) -> None:

@@ -1,1 +1,1 @@
-"""Eight lessons, the ladder and exercises: `python -m nanovllm.lessons`. Nothing imports them."""
+"""Eight lessons, the ladder and exercises: `nanovllm lessons`. Nothing imports them."""

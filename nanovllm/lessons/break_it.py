@@ -1,6 +1,6 @@
 """Exercises that break the engine: a fault of one line, and the shortest history that shows it.
 
-`python -m nanovllm.lessons break N` makes the N-th fault of mutants.py in memory and runs the random
+`nanovllm lessons break N` makes the N-th fault of mutants.py in memory and runs the random
 histories of oracle.py. It makes the first that fails shorter, as long as it fails, prints its trace
 and asks which invariant broke.
 """
@@ -186,7 +186,7 @@ def run(which: str | None, answers: list[str] | None) -> None:
         ),
     ]
     if answers is None:
-        show_questions(questions, f"python -m nanovllm.lessons break {which} --answers")
+        show_questions(questions, f"nanovllm lessons break {which} --answers")
     else:
         show_answers(questions, answers)
 

@@ -20,7 +20,7 @@ def write(which: str | None) -> None:
         for name in TASKS:
             text = ast.get_docstring(ast.parse((STUBS / f"{name}.py").read_text())) or ""
             print(fill(text.splitlines()[0], name.ljust(10), " " * 10))
-        print("\n`python -m nanovllm.lessons build NAME` writes NAME.py into this directory.")
+        print("\n`nanovllm lessons build NAME` writes NAME.py into this directory.")
         return
     if which not in TASKS:
         raise ValueError(f"unknown task {which!r}; the tasks are {', '.join(TASKS)}")

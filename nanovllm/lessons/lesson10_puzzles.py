@@ -26,7 +26,7 @@ import torch
 from nanovllm.lessons.lesson import optional
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 
-COMMAND = "python -m nanovllm.lessons puzzle"
+COMMAND = "nanovllm lessons puzzle"
 
 
 class Puzzle(NamedTuple):

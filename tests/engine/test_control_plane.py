@@ -14,10 +14,9 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
+from machines import MACHINE, BlockManagerMachine
 
 from nanovllm.engine import block_manager, scheduler
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import StepPlan
 from nanovllm.tools.oracle.mutants import MUTANTS, apply
 from nanovllm.tools.oracle.oracle import (
@@ -31,7 +30,6 @@ from nanovllm.tools.oracle.oracle import (
 
 # Of 500 histories, 5 show the rarest fault of mutants.py, and 15 the next: of 2,000, 20 and 60.
 HISTORIES, SLOW = 2000, pytest.mark.slow
-MACHINE = settings(max_examples=400, stateful_step_count=40, deadline=None)
 
 
 PARTS = [range(200), range(200, HISTORIES)]
@@ -195,115 +193,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "history"):
             self.history.drain()
-
-
-class BlockManagerMachine(RuleBasedStateMachine):
-    """The block manager alone: sequences that grow, fork and are released in any order."""
-
-    manager = BlockManager
-
-    @initialize(size=st.integers(1, 4), number=st.integers(1, 12), bits=st.sampled_from([3, 64]))
-    def start(self, size: int, number: int, bits: int) -> None:
-        self.blocks = self.manager(number, size)
-        full = self.blocks._hash
-        self.blocks._hash = lambda parent, tokens: full(parent, tokens) & ((1 << bits) - 1)
-        self.live: list[Sequence] = []
-        self.content: dict[int, list[int | None]] = {i: [None] * size for i in range(number + 1)}
-        self.host_content: dict[int, list[int | None]] = {}
-
-    @rule(tokens=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=12))
-    def open(self, tokens: list[int]) -> None:
-        seq = plain_sequence(tokens)
-        matched = self.blocks.match(seq)
-        lacking = self.blocks.num_needed(seq, len(tokens)) - len(matched)
-        if lacking + self.blocks.num_evictable(matched) > self.blocks.num_available:
-            return
-        self.blocks.share(seq, matched)
-        assert seq.num_computed < len(tokens)
-        shared = list(seq.block_table)
-        for _ in range(lacking):
-            self.blocks.append_block(seq)
-        self.make_moves()
-        held = [t for index in shared for t in self.content[index]]
-        assert held == tokens[: seq.num_computed], "a match holds other tokens"
-        self.write(seq, len(tokens))
-        self.live.append(seq)
-
-    def make_moves(self) -> None:
-        self.blocks.take_moves(plan := StepPlan())
-        for source, target in plan.saves:
-            self.host_content[target] = list(self.content[source])
-        for source, target in plan.block_moves:
-            self.content[target] = list(self.content[source])
-        for source, target in plan.loads:
-            self.content[target] = list(self.host_content[source])
-
-    def write(self, seq: Sequence, upto: int) -> None:
-        size = self.blocks.block_size
-        for position in range(seq.num_computed, upto):
-            block = seq.block_table[position // size]
-            assert self.blocks.blocks[block].ref_count == 1
-            assert not self.blocks.blocks[block].identity, "a cached block is written"
-            self.content[block][position % size] = seq.token_ids[position]
-        seq.num_computed = upto
-        self.blocks.cache_full_blocks(seq)
-
-    @rule(pick=st.integers(0, 99), token=st.integers(0, ALPHABET - 1))
-    def grow(self, pick: int, token: int) -> None:
-        if not self.live:
-            return
-        seq = self.live[pick % len(self.live)]
-        if self.blocks.num_needed(seq, seq.num_computed + 1) > self.blocks.num_available:
-            return
-        if seq.needs_copy_on_write:
-            self.blocks.copy_on_write(seq)
-        for _ in range(self.blocks.num_needed(seq, seq.num_computed + 1)):
-            self.blocks.append_block(seq)
-        self.make_moves()
-        seq.token_ids.append(token)
-        self.write(seq, seq.num_computed + 1)
-
-    @rule(pick=st.integers(0, 99), at=st.integers(0, 99))
-    def fork(self, pick: int, at: int) -> None:
-        """At any point of what the parent has computed, as a beam search would."""
-        parent = self.live[pick % len(self.live)] if self.live else None
-        if parent is None or parent.num_computed == 0:
-            return
-        keep = at % parent.num_computed
-        child = plain_sequence(parent.token_ids[:keep])
-        self.blocks.fork(parent, child, keep)
-        self.live.append(child)
-
-    @rule(pick=st.integers(0, 99))
-    def close(self, pick: int) -> None:
-        if self.live:
-            self.blocks.release(self.live.pop(pick % len(self.live)))
-
-    @rule()
-    def reset(self) -> None:
-        self.blocks.reset_prefix_cache()
-
-    @invariant()
-    def all_holds(self) -> None:
-        if not hasattr(self, "blocks"):
-            return
-        blocks, size = self.blocks, self.blocks.block_size
-        owners = [0] * len(blocks.blocks)
-        for seq in self.live:
-            for index in seq.block_table:
-                owners[index] += 1
-            held = [t for i in seq.block_table for t in self.content[i]]
-            assert held[: seq.num_computed] == seq.token_ids[: seq.num_computed]
-        assert [b.ref_count for b in blocks.blocks] == owners
-        owned = [i for i, n in enumerate(owners) if n]
-        assert sorted([*blocks.free, *blocks.evictable, *owned]) == list(
-            range(1, blocks.num_blocks + 1)
-        )
-        assert {b.hash: b.block_id for b in blocks.blocks if b.identity} == blocks.prefix_index
-        for index in blocks.prefix_index.values():
-            named = memoryview(blocks.blocks[index].token_ids).cast("I").tolist()
-            assert self.content[index] == named
-            assert len(named) == size
 
 
 TestScheduler = pytest.mark.slow(SchedulerMachine.TestCase)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import random_llm
-from test_api import ctrl_c_interrupts, is_idle  # noqa: F401 (a fixture)
+from engines import ctrl_c_interrupts, is_idle  # noqa: F401
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager

@@ -15,33 +15,13 @@ import fresh
 import pytest
 import torch
 from checkpoints import random_llm
-from test_api import is_idle
+from engines import is_idle, run_in_threads
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.api.log import show_log
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-
-
-def run_in_threads(functions: list[Callable[[], None]]) -> None:
-    """Run the functions at once. Raises the first error; a thread that hangs fails the test."""
-    errors: list[BaseException] = []
-
-    def guard(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guard, args=[f], daemon=True) for f in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 def call(llm: LLM, how: str, prompt: list[int], params: SamplingParams) -> tuple[list[int], str]:

@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint, random_llm
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
-from test_control_plane import MACHINE, BlockManagerMachine
+from machines import MACHINE, BlockManagerMachine
 from tiers import TieredHistory
 
 from nanovllm import LLM, SamplingParams, Trace

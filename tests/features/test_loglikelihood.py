@@ -249,7 +249,7 @@ def test_lm_evals_command_knows_the_model(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     write_tasks(tmp_path, 8)
     command = [
-        sys.executable, "-m", "nanovllm.tools.jobs.lm_eval", "run", "--model", "nanovllm",
+        sys.executable, "-m", "nanovllm", "lm-eval", "run", "--model", "nanovllm",
         "--model_args", "model=qwen3-nano,attention_backend=sdpa", "--device", "cpu",
         "--include_path", str(tmp_path), "--tasks", "demo_choice",
     ]  # fmt: skip

@@ -106,8 +106,8 @@ def everything(path: str, **options: Any) -> dict[str, Any]:
 
 
 def with_graphs(path: str) -> dict[str, Any]:
-    """Decode steps are captured, by the stand-in of test_graphs.py, and padded."""
-    from test_graphs import capture_with, stand_in
+    """Decode steps are captured, by the stand-in of graphs.py, and padded."""
+    from graphs import capture_with, stand_in
 
     capture_with(pytest.MonkeyPatch(), stand_in)
     return everything(path, async_scheduling=True, max_model_len=64)

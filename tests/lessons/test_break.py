@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from nanovllm.engine import block_manager
-from nanovllm.lessons import __main__ as command
-from nanovllm.lessons import break_it
+from nanovllm.lessons import break_it, command
 from nanovllm.tools.oracle.mutants import MUTANTS, apply
 from nanovllm.tools.oracle.oracle import INVARIANTS, random_actions
 

@@ -1,4 +1,4 @@
-"""`python -m nanovllm.lessons build NAME`, and what its checks say about right and wrong solutions."""
+"""`nanovllm lessons build NAME`, and what its checks say about right and wrong solutions."""
 
 import ast
 import re
@@ -144,7 +144,7 @@ def test_the_printed_command_checks_it(
 def test_a_missing_solution_is_named(check: Check, tmp_path: Path) -> None:
     status, output = check(tmp_path / "none.py", "policy")
     assert status == 2
-    assert f"There is no file {tmp_path / 'none.py'}. `python -m nanovllm.lessons build" in output
+    assert f"There is no file {tmp_path / 'none.py'}. `nanovllm lessons build" in output
     assert "build_check.py:" not in output  # no traceback
 
 

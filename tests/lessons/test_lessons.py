@@ -10,8 +10,7 @@ import fresh
 import pytest
 
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons import __main__ as command
-from nanovllm.lessons import lesson3_blocks
+from nanovllm.lessons import command, lesson3_blocks
 from nanovllm.lessons.lesson import make_llm
 from nanovllm.lessons.show import (
     Question,
@@ -112,11 +111,11 @@ def test_command(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    done = fresh.run(fresh.module("nanovllm.lessons", "3"))
+    done = fresh.run(fresh.module("nanovllm", "lessons", "3"))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Lesson 3: blocks, block tables, slots.")
     assert "    block table   [      1      |" in done.stdout  # the picture
-    assert "python -m nanovllm.lessons 3 --answers ... ..." in done.stdout
+    assert "nanovllm lessons 3 --answers ... ..." in done.stdout
     assert "block_table =" in done.stdout
     # The command sets the level of the log; pytest restores it.
     caplog.set_level(logging.INFO, "nanovllm")
@@ -135,7 +134,7 @@ def test_command(
         ("break", "Exercises that break the engine"),
         ("build", "Build it: small parts"),
         ("15", "Lesson 15: tensor parallelism."),
-        (None, "usage: python -m nanovllm.lessons"),
+        (None, "usage: nanovllm lessons"),
     ],
 )
 def test_help(

@@ -240,7 +240,7 @@ def test_a_rank_that_fails_ends_the_others(
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_ranks() -> None:
-    lesson = fresh.Process(fresh.module("nanovllm.lessons", "15"))
+    lesson = fresh.Process(fresh.module("nanovllm", "lessons", "15"))
     printed, end = Path(lesson.directory.name, "stdout"), time.monotonic() + 60
     while not (printed.exists() and "\neach step the ranks compare" in printed.read_text()):
         assert time.monotonic() < end

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import references
 import torch
+from attention_cases import BACKENDS, compare, heads_strategy, make
 from checkpoints import make_checkpoint, random_llm, wrong_by_task
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_attention import BACKENDS, compare, heads_strategy, make
 from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams

@@ -281,7 +281,7 @@ def test_loading_never_holds_the_model_in_bfloat16(path: Path, large: Path) -> N
 
 
 def test_random_weights_and_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from test_bench import bench
+    from bench_module import bench
 
     make_checkpoint(tmp_path)
     assert not bench.main(

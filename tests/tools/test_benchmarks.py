@@ -6,11 +6,11 @@ import os
 import random
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from bench_module import bench
 from checkpoints import random_llm, weights_of
 
 from nanovllm.models.config import ModelConfig
@@ -24,10 +24,6 @@ from nanovllm.tools.benchmarks import (
     workloads,
 )
 from nanovllm.tools.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload
-
-spec = importlib.util.spec_from_file_location("bench", Path(__file__).parents[2] / "bench.py")
-bench = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(bench)
 
 
 def test_an_import_of_the_peer_changes_no_path_and_no_variable():

@@ -402,7 +402,7 @@ def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
     for option in ("max_num_seqs=2", "dtype=float32", "device=cpu"):
         arguments += ["--set", option]
     for number, done in ((signal.SIGINT, 2), (signal.SIGKILL, 6)):
-        process = fresh.Process(fresh.module("nanovllm.tools.jobs.run_batch", *arguments))
+        process = fresh.Process(fresh.module("nanovllm", "run-batch", *arguments))
         until(lambda least=done: target.exists() and target.read_bytes().count(b"\n") >= least)
         process.send_signal(number)
         ended = process.wait()

@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_overlap import FakeRunner, greedy, make  # noqa: F401
-from test_threads import run_in_threads
+from engines import run_in_threads
+from fake_runner import FakeRunner, greedy
 
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
 from nanovllm.api.config import EngineConfig
@@ -69,7 +69,7 @@ def replay(trace: Trace) -> State:
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
-def llm(make, request, monkeypatch) -> LLM:  # noqa: F811
+def llm(make, request, monkeypatch) -> LLM:
     monkeypatch.setattr(FakeRunner, "num_blocks", 12)
     monkeypatch.setattr(FakeRunner, "host_tier", HostTier(9, 1))
     return make(request.param, max_num_batched_tokens=9, max_num_seqs=5)

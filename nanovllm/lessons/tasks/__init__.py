@@ -1,1 +1,1 @@
-"""The stubs that `python -m nanovllm.lessons build NAME` copies. Nothing imports them."""
+"""The stubs that `nanovllm lessons build NAME` copies. Nothing imports them."""

@@ -1,6 +1,6 @@
 """A model of lm_eval, the language model evaluation harness (pip install -e '.[eval]').
 
-    python -m nanovllm.tools.jobs.lm_eval run --model nanovllm --model_args model=DIRECTORY \\
+    nanovllm lm-eval run --model nanovllm --model_args model=DIRECTORY \\
         --tasks hellaswag
 
 The arguments are those of `lm_eval`, which has no entry points for models of other packages. Tokens,
@@ -9,6 +9,7 @@ windows and truncation are those of its own model "hf".
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -154,7 +155,9 @@ class NanoVLLM(TemplateLM):
         return results
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> None:
+    """Run lm_eval's own program, to which this module has added the model "nanovllm"."""
     from lm_eval.__main__ import cli_evaluate
 
+    sys.argv = ["nanovllm lm-eval", *argv]
     cli_evaluate()

@@ -1,4 +1,4 @@
-"""Run a file of requests: python -m nanovllm.tools.jobs.run_batch -i in.jsonl -o out.jsonl --model NAME
+"""Run a file of requests: nanovllm run-batch -i in.jsonl -o out.jsonl --model NAME
 
 The input has one request a line in OpenAI's batch format, and the output gets one result a line, as soon
 as it is known: the order is not that of the input.
@@ -276,9 +276,7 @@ def positive(text: str) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        "python -m nanovllm.tools.jobs.run_batch", description=__doc__, formatter_class=raw
-    )
+    parser = argparse.ArgumentParser("nanovllm run-batch", description=__doc__, formatter_class=raw)
     add = parser.add_argument
     file: dict[str, Any] = {"type": Path, "required": True, "metavar": "FILE"}
     add("-i", "--input-file", **file, help="the requests (.jsonl)")
@@ -318,7 +316,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\ninterrupted{progress}", file=sys.stderr)
         return 130
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -194,7 +194,7 @@ SMALL_TALK = [
             "where do you come from",
             "how were you trained",
         ),
-        "I was trained on a CPU with nanovllm's own generator and script: python -m nanovllm.tools.training.train.",
+        "I was trained on a CPU with nanovllm's own generator and script: python -m nanovllm.demo.train.",
     ),
 ]
 

@@ -9,41 +9,23 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints import VOCAB
+from graphs import capture_with, stand_in
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EngineConfig
 from nanovllm.backends.gpu import graphs as gpu_graphs
 from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
-from nanovllm.loading import make_runner as start
 from nanovllm.loading import memory
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_backend
-from nanovllm.models.backend import PLAIN, Backend
+from nanovllm.models.backend import PLAIN
 from nanovllm.models.config import ModelConfig
-
-
-def stand_in(decode: Callable, hidden: torch.Tensor) -> DecodeGraphs:
-    def capture(function: Callable[[], None]) -> Callable[[], None]:
-        function()  # as cuda_capture does, to warm up
-        return function
-
-    return DecodeGraphs(decode, hidden, lambda: capture)
-
-
-def capture_with(patch: pytest.MonkeyPatch, capture_decode: Callable) -> None:
-    """Let new engines capture their decode steps in this way."""
-
-    def pick(*args: object) -> Backend:
-        return replace(pick_backend(*args), capture_decode=capture_decode)  # type: ignore[arg-type]
-
-    patch.setattr(start, "pick_backend", pick)
 
 
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:

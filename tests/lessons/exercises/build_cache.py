@@ -1,6 +1,6 @@
 """Checks `KVCache`: SOLUTION=cache.py python -m pytest -x tests/lessons/exercises/build_cache.py
 
-The task: python -m nanovllm.lessons build cache
+The task: nanovllm lessons build cache
 """
 
 import pytest

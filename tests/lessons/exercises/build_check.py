@@ -19,7 +19,7 @@ def load(file: str, name: str) -> Any:
     if not path.is_file():
         # pytest shows the text of a CollectError without a traceback.
         raise pytest.Collector.CollectError(
-            f"There is no file {path}. `python -m nanovllm.lessons build {task}` writes {file}, and "
+            f"There is no file {path}. `nanovllm lessons build {task}` writes {file}, and "
             f"`SOLUTION=FILE python -m pytest -x tests/lessons/exercises/build_{task}.py` checks it."
         )
     spec = importlib.util.spec_from_file_location("solution", path)

@@ -1,6 +1,6 @@
 """Checks `FewestHits`: SOLUTION=eviction.py python -m pytest -x tests/lessons/exercises/build_eviction.py
 
-The task: python -m nanovllm.lessons build eviction
+The task: nanovllm lessons build eviction
 """
 
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 """Checks `keep_typical_p`: SOLUTION=filter.py python -m pytest -x tests/lessons/exercises/build_filter.py
 
-The task: python -m nanovllm.lessons build filter
+The task: nanovllm lessons build filter
 """
 
 from dataclasses import dataclass

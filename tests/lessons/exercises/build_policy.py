@@ -1,6 +1,6 @@
 """Checks `longest_output_first`: SOLUTION=policy.py python -m pytest -x tests/lessons/exercises/build_policy.py
 
-The task: python -m nanovllm.lessons build policy
+The task: nanovllm lessons build policy
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Checks `Matching.match`: SOLUTION=prefix.py python -m pytest -x tests/lessons/exercises/build_prefix.py
 
-The task: python -m nanovllm.lessons build prefix
+The task: nanovllm lessons build prefix
 """
 
 from types import SimpleNamespace

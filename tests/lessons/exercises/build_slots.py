@@ -1,6 +1,6 @@
 """Checks `slots` and `blocks_to_append`: SOLUTION=slots.py python -m pytest -x tests/lessons/exercises/build_slots.py
 
-The task: python -m nanovllm.lessons build slots
+The task: nanovllm lessons build slots
 """
 
 from types import SimpleNamespace

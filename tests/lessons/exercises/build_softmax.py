@@ -1,6 +1,6 @@
 """Checks `update` and `merge`: SOLUTION=softmax.py python -m pytest -x tests/lessons/exercises/build_softmax.py
 
-The task: python -m nanovllm.lessons build softmax
+The task: nanovllm lessons build softmax
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Checks `plan_step`: SOLUTION=step.py python -m pytest -x tests/lessons/exercises/build_step.py
 
-The task: python -m nanovllm.lessons build step
+The task: nanovllm lessons build step
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A solution of `python -m nanovllm.lessons build eviction`."""
+"""A solution of `nanovllm lessons build eviction`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A solution of `python -m nanovllm.lessons build filter`."""
+"""A solution of `nanovllm lessons build filter`."""
 
 from torch import Tensor
 

@@ -1,13 +1,13 @@
 """Lessons and exercises about how an LLM engine works, run on the engine itself.
 
-python -m nanovllm.lessons                   lists the lessons
-python -m nanovllm.lessons 3                 runs lesson 3
-python -m nanovllm.lessons 3 --answers 8 1   compares your answers to its questions
-python -m nanovllm.lessons 3 --answers       shows the answers
-python -m nanovllm.lessons ladder            runs the same requests with one idea after another
-python -m nanovllm.lessons puzzle            lists Triton kernels with one line to fill in
-python -m nanovllm.lessons break             lists faults of scheduler and block manager to find
-python -m nanovllm.lessons build             lists parts of the engine to write yourself
+nanovllm lessons                   lists the lessons
+nanovllm lessons 3                 runs lesson 3
+nanovllm lessons 3 --answers 8 1   compares your answers to its questions
+nanovllm lessons 3 --answers       shows the answers
+nanovllm lessons ladder            runs the same requests with one idea after another
+nanovllm lessons puzzle            lists Triton kernels with one line to fill in
+nanovllm lessons break             lists faults of scheduler and block manager to find
+nanovllm lessons build             lists parts of the engine to write yourself
 """
 
 import argparse
@@ -56,7 +56,7 @@ def title(number: str) -> str:
 
 def run_lesson(number: str, answers: list[str] | None) -> None:
     """Run a lesson. With `answers` only its questions are printed, and compared with these."""
-    lesson, command = load(number), f"python -m nanovllm.lessons {number} --answers"
+    lesson, command = load(number), f"nanovllm lessons {number} --answers"
     if answers is None:
         say(str(lesson.__doc__))
         show_questions(lesson.run(), command)
@@ -66,9 +66,9 @@ def run_lesson(number: str, answers: list[str] | None) -> None:
     show_answers(questions, answers)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m nanovllm.lessons",
+        prog="nanovllm lessons",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument(
         "-h", "--help", action="store_true", help="show this text, or that of a lesson"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.help:
         if args.what is None:
             parser.print_help()
@@ -113,7 +113,3 @@ def main() -> None:
         parser.error(str(error))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-if __name__ == "__main__":
-    main()

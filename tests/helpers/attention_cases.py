@@ -1,0 +1,134 @@
+"""Ragged batches for the attention of a CPU, and a reference that is written out."""
+
+from itertools import takewhile
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from nanovllm.backends.cpu.attention import NumbaAttention
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.batch import ForwardBatch
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.fp8 import Scales, to_fp8
+
+NAN = float("nan")
+
+
+def config(heads: int, kv_heads: int, dim: int) -> ModelConfig:
+    return ModelConfig(
+        architecture="Qwen3ForCausalLM", vocab_size=1, hidden_size=1, intermediate_size=1,
+        num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rms_norm_eps=0.0,
+        rope_theta=1.0, rope_factor=1.0, max_position_embeddings=1, tie_word_embeddings=True,
+        attention_bias=False, output_bias=False, qk_norm=False, sliding_window=None, dtype=None,
+    )  # fmt: skip
+
+
+def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [Q, H, D] at the end of the context k, v [L, K, D], written out: the reference."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,lhd->hql", q, k) / q.shape[2] ** 0.5
+    ahead = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
+    return torch.einsum("hql,lhd->qhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), v)
+
+
+BACKENDS = [PlainAttention, NumbaAttention]
+
+
+heads_strategy = st.sampled_from([(4, 2), (8, 1), (3, 3), (6, 2)])
+
+
+def make(
+    make_backend: type[PlainAttention] | type[NumbaAttention],
+    heads: tuple[int, int],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    dim: int = 8,
+    scales: Scales | None = None,
+) -> PlainAttention | NumbaAttention:
+    arguments = config(*heads, dim), num_blocks, block_size, dtype, torch.device("cpu")
+    return make_backend(*arguments, scales and [scales])
+
+
+def compare(
+    make_backend: type[PlainAttention] | type[NumbaAttention],
+    lengths: list[tuple[int, int]],
+    block_size: int,
+    heads: tuple[int, int],
+    seed: int,
+    shared: dict[int, list[int]] | None = None,
+    dtype: torch.dtype = torch.float32,
+    dim: int = 8,
+    scales: Scales | None = None,
+) -> Any:
+    """Any mix of (query length, tokens before it) against the reference, and what was prepared.
+
+    NaN in the null block and all unwritten slots. `shared`: blocks -> the sequences that share so
+    many leading ones. Those of query length 1 at the end decode. With `scales` the cache is in fp8,
+    and the reference attends to keys and values as they are rounded, the new ones too.
+    """
+    torch.manual_seed(seed)
+    num_heads, kv_heads = heads
+    contexts = [query + past for query, past in lengths]
+    needed = [-(-c // block_size) for c in contexts]
+    backend = make(make_backend, heads, sum(needed) + 4, block_size, dtype, dim, scales)
+    k_scale, v_scale = scales or (1.0, 1.0)
+    backend.cache.fill_(NAN)
+    blocks = (torch.randperm(sum(needed) + 3) + 1).tolist()  # any physical order; never block 0
+    tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+    ks, vs, slots, positions = [], [], [], []
+    for i, ((query, past), context, n) in enumerate(zip(lengths, contexts, needed, strict=True)):
+        own = [blocks.pop() for _ in range(n)]
+        at = torch.arange(context)
+        ks.append(torch.randn(context, kv_heads, dim).to(dtype))
+        vs.append(torch.randn(context, kv_heads, dim).to(dtype))
+        for number, members in (shared or {}).items():
+            if i in members[1:]:
+                first, common = members[0], number * block_size
+                own[:number] = tables[first, :number].tolist()
+                ks[i][:common], vs[i][:common] = ks[first][:common], vs[first][:common]
+        tables[i, :n] = torch.tensor(own)
+        slot = torch.tensor(own)[at // block_size] * block_size + at % block_size
+        block, offset = slot[:past] // block_size, slot[:past] % block_size
+        held = (ks[-1], vs[-1]) if scales is None else map(to_fp8, (ks[-1], vs[-1]), scales)
+        for cache, written in zip(backend.cache[0], held, strict=True):
+            cache.transpose(1, 2)[block, offset] = written[:past]
+        slots.append(slot[past:])
+        positions.append(at[past:])
+    queries = torch.tensor([query for query, _ in lengths])
+    total = int(queries.sum())
+    batch = ForwardBatch(
+        input_ids=torch.zeros(total, dtype=torch.int64),
+        positions=torch.cat(positions),
+        slot_mapping=torch.cat(slots),
+        query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), queries.cumsum(0))).int(),
+        context_lens=torch.tensor(contexts),
+        block_tables=tables,
+        logits_indices=queries.cumsum(0) - 1,
+        query_lens=queries.numpy(),
+        num_decodes=len(list(takewhile(lambda item: item[0] == 1, reversed(lengths)))),
+    )
+    q = torch.randn(total, num_heads, dim).to(dtype)
+    k_new = torch.cat([k[past:] for k, (_, past) in zip(ks, lengths, strict=True)])
+    v_new = torch.cat([v[past:] for v, (_, past) in zip(vs, lengths, strict=True)])
+    backend.prepare(batch)
+    if make_backend is PlainAttention:
+        backend.store(0, k_new, v_new, batch)
+        got = backend.attend(0, q, batch).view(q.shape)
+    else:
+        ones = torch.ones(total, 1, dim, dtype=dtype)  # the cosine of no rotation
+        qkv = torch.cat((q, k_new, v_new), dim=1).flatten(1)
+        rotated = backend.norm_rope_store(0, qkv, None, (ones, ones - 1), batch)
+        got = backend.attend(0, rotated, batch).view(q.shape)
+    start, tolerance = 0, {"atol": 0.01, "rtol": 0.016}
+    if dtype == torch.float32:
+        tolerance = {"atol": 2e-5, "rtol": 1e-5}
+    for (query, _), k, v in zip(lengths, ks, vs, strict=True):
+        if scales is not None:
+            k, v = k_scale * to_fp8(k, k_scale).float(), v_scale * to_fp8(v, v_scale).float()
+        want = plain_attention(q[start : start + query].float(), k.float(), v.float())
+        torch.testing.assert_close(got[start : start + query], want.to(dtype), **tolerance)
+        start += query
+    return batch.attention

@@ -1,0 +1,49 @@
+"""What the tests of whole engines share."""
+
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from nanovllm.engine.llm_engine import LLMEngine
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """A shell that starts us in the background has SIGINT ignored, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def is_idle(engine: LLMEngine) -> bool:
+    """No request, every block free, every row free."""
+    s = engine.scheduler
+    return (
+        not engine.has_unfinished_requests()
+        and not s.running
+        and not s.waiting
+        and s.blocks.num_available == s.blocks.num_blocks
+        and len(s._free_rows) == s.max_num_seqs
+    )
+
+
+def run_in_threads(functions: list[Callable[[], None]]) -> None:
+    """Run the functions at once. Raises the first error; a thread that hangs fails the test."""
+    errors: list[BaseException] = []
+
+    def guard(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guard, args=[f], daemon=True) for f in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]

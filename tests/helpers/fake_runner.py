@@ -1,0 +1,79 @@
+"""Engines on a runner without a model, which has the oracle's memory."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.loading import make_engine as loading
+from nanovllm.models.backend import PLAIN
+from nanovllm.plan import HostTier, StepOutput
+from nanovllm.tools.oracle.oracle import ALPHABET, OracleRunner
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": ALPHABET, "hidden_size": 8, "head_dim": 2,
+    "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+class FakeRunner:
+    """Stands in ModelRunner's place and notes what is done, (what, which step), in order."""
+
+    num_blocks, is_async, device, dtype = 40, False, torch.device("cpu"), torch.float32
+    host_tier: HostTier | None = None
+    attention, backend = SimpleNamespace(cache=torch.empty(0)), PLAIN
+
+    def __init__(
+        self, _: object, config: object, __: object, max_model_len: int, ranks: None
+    ) -> None:
+        self.model = SimpleNamespace(config=config)
+        self.max_model_len = min(max_model_len, 4 * self.num_blocks)
+        self.oracle = OracleRunner(self.num_blocks, 4, 8, host_blocks=99)
+        self.events: list[tuple[str, int]] = []
+        self.steps = itertools.count()
+        self.drawn: list[int] = []  # how many tokens each step drew
+
+    def run(self, plan) -> Callable[[], StepOutput]:
+        step, tokens = next(self.steps), self.oracle.run(plan)
+        self.events.append(("run", step))
+        self.drawn.append(len(tokens))
+
+        def wait() -> StepOutput:
+            self.events.append(("wait", step))
+            return StepOutput(tokens)
+
+        return wait
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.setattr(loading, "make_runner", FakeRunner)
+
+    def llm(asynchronous: bool, **options: object) -> LLM:
+        settings = dict(kvcache_block_size=4, max_num_seqs=8, skip_tokenizer_init=True)
+        settings |= dict(load_format="dummy", async_scheduling=asynchronous) | options
+        made = LLM(str(tmp_path), **settings)
+        engine = made.engine
+        schedule, steps = engine.scheduler.schedule, itertools.count()
+
+        def noted():
+            plan = schedule()
+            if plan is not None:
+                engine.runner.events.append(("schedule", next(steps)))
+            return plan
+
+        engine.scheduler.schedule = noted
+        return made
+
+    return llm
+
+
+def greedy(**options: object) -> SamplingParams:
+    return SamplingParams(temperature=0, seed=3, **{"ignore_eos": True, **options})
