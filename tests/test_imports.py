@@ -3,43 +3,37 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import fresh
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "nanovllm"
+PACKAGE = Path(__file__).parents[1] / "nanovllm"
 
-# A module may import from its own rank and from those above it in this list.
-RANKS = [
-    {"plan", "batch", "config", "outputs", "sampling_params", "pooling", "scoring", "structured"}
-    | {"detokenizer", "chat", "checks", "log", "prompts", "trace_events", "vllm_names"},
-    {"models"},
-    {"cpu", "gpu"},
-    {"engine", "runner"},
-    {"loading", "trace_show"},
-    {"beam_search"},
-    {"llm"},
-    {"openai_format", "trace"},
-    {"run_batch", "integrations"},
-]
+# A place imports from itself and from those before it. Places between "|" do not know each other.
+RULE = (
+    "api | plan < models < backends < engine | runner < features < loading < llm < tools < lessons"
+)
+RANKS = [set(names.split(" | ")) for names in RULE.split(" < ")]
+OPTIONAL = {"backends", "features", "tools", "lessons"}
 
 
-def home(module: str) -> str:
-    """The folder or top-level file of a module: "models" of nanovllm.models.qwen3."""
+def place(module: str) -> str:
+    """Return the folder or file at the top of the package: "models" of nanovllm.models.qwen3."""
     return module.split(".")[1]
 
 
 def rank(module: str) -> int:
-    ranks = [i for i, homes in enumerate(RANKS) if home(module) in homes]
+    ranks = [i for i, places in enumerate(RANKS) if place(module) in places]
     assert ranks, f"{module} has no rank"
     return ranks[0]
 
 
-def imported(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the modules of the package that these nodes import."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
         elif isinstance(node, ast.Import):
@@ -48,11 +42,9 @@ def imported(path: Path) -> set[str]:
 
 
 def modules() -> list[tuple[str, Path]]:
-    tools = {"demo", "benchmarks", "lessons"}  # they stand outside and use the whole
-    files = [p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"]
-    paths = [p for p in files if not tools & set(p.parts)]
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.startswith("__")]
     return [
-        (".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts), p) for p in sorted(paths)
+        (".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), path) for path in paths
     ]
 
 
@@ -60,13 +52,26 @@ def modules() -> list[tuple[str, Path]]:
     ("module", "path"), modules(), ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_imports_point_one_way(module: str, path: Path) -> None:
-    for target in imported(path):
-        beside = rank(module) == rank(target) and home(module) != home(target) and rank(module) > 0
-        assert rank(target) <= rank(module), f"{module} imports {target}"
-        assert not beside, f"{module} and {target} must not know each other"
-        if home(module) == "engine":
-            assert rank(target) == 0 or home(target) == "engine", f"{module} imports {target}"
-            assert home(target) != "batch", f"{module} imports {target}, which needs torch"
+    tree = ast.parse(path.read_text())
+    for target in imported(ast.walk(tree)):
+        same_rank = rank(module) == rank(target) and place(module) != place(target)
+        assert rank(target) <= rank(module), f"{module} imports {target}; the order is {RULE}"
+        assert not same_rank, f"{module} and {target} must not know each other: {RULE}"
+        if place(module) == "engine":
+            assert place(target) in {"api", "plan", "engine"}, f"{module} imports {target}"
+    if place(module) not in OPTIONAL:  # loading and llm import optional places in functions only
+        optional = {name for name in imported(tree.body) if place(name) in OPTIONAL}
+        assert not optional, f"{module} imports {optional}, which can be deleted"
+
+
+def test_the_documents_state_the_rule() -> None:
+    for page in ("README.md", "docs/contributing.md"):
+        assert f"`{RULE}`" in (PACKAGE.parent / page).read_text(), page
+
+
+def test_the_package_has_twelve_places() -> None:
+    hidden = ("__pycache__", "__main__.py", "py.typed")
+    assert len([path for path in PACKAGE.iterdir() if path.name not in hidden]) == 12
 
 
 def run(code: str) -> str:
