@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nanovllm.checks import Positive, check_scalars, refuse_unknown_fields
+from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -166,6 +167,7 @@ class BeamSearch:
                     yields=parent.yields,
                     parent=parent,
                 )
+                self.scheduler.num_unfinished += 1
                 parent.parent = None  # else a beam would keep all that were before it in memory
             beam.index = index
             beams.append(beam)
@@ -198,6 +200,13 @@ class BeamSearch:
 
 def submit(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> Request:
     """Queue the search of one prompt. Raises TypeError or ValueError if it can never run."""
+    requests: list[Request] = []
+    list(engine.add([check(engine, prompt, params)], requests))
+    return requests[0]
+
+
+def check(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> CheckedPrompt:
+    """Check the search of one prompt, as `engine.check` does for samples."""
     if not isinstance(params, BeamSearchParams):
         raise TypeError(f"params must be a BeamSearchParams, not {params!r}")
     params = replace(params)  # fields may have been set since the last check
@@ -222,4 +231,5 @@ def submit(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> Request:
         logprobs=min(search.num_candidates, vocab_size),
         structured_outputs=params.structured_outputs,
     )
-    return engine.submit(prompt, sampling, search=search)
+    [checked] = engine.check([(prompt, sampling)])
+    return checked._replace(search=search)

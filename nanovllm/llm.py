@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from tqdm import tqdm
 
@@ -16,8 +15,9 @@ from nanovllm.beam_search import BeamSearchOutput, BeamSearchParams
 from nanovllm.chat import Message, as_conversations
 from nanovllm.checks import located
 from nanovllm.config import EMBEDDED, EngineConfig
+from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Call, Request
 from nanovllm.loading import make_engine
 from nanovllm.log import show_log
 from nanovllm.outputs import GenerationError, RequestOutput, StreamOutput
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 # The default of `prompts`. With `prompt_token_ids` alone the error says what to pass instead.
 MISSING: Any = None
 P = ParamSpec("P")
-Submit: TypeAlias = Callable[[Any, Any], Request]  # of a prompt and its parameters
 
 
 def with_parameters_of(
@@ -126,7 +125,7 @@ class LLM:
         """
         check_call(self.generate, vllm)
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        requests = self._run(self.engine.submit, pairs, use_tqdm)
+        requests = self._run(self.engine.check(pairs), use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
         if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
             raise GenerationError(outputs, [request.params for request in requests])
@@ -147,9 +146,12 @@ class LLM:
         Ctrl-C are as in `generate`.
         """
         check_call(self.beam_search, vllm)
-        submit = functools.partial(beam_search.submit, self.engine)
+        checked = []
         pairs = pair_up(prompts, params, BeamSearchParams, "params")
-        requests = self._run(submit, pairs, use_tqdm, "Searching")
+        for i, pair in enumerate(pairs):
+            with located(f"prompts[{i}]: " * (len(pairs) > 1)):
+                checked.append(beam_search.check(self.engine, *pair))
+        requests = self._run(checked, use_tqdm, "Searching")
         return [request.output for request in requests]
 
     def embed(
@@ -178,7 +180,7 @@ class LLM:
         elif fields != PoolingParams():
             raise TypeError("set the fields of pooling_params, or pass them alone")
         pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
-        return unaborted(self._run(self.engine.submit, pairs, use_tqdm, "Embedding"))
+        return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Embedding"))
 
     def loglikelihood(
         self,
@@ -195,29 +197,29 @@ class LLM:
         may have max_model_len + 1 tokens. Raises as `embed` does.
         """
         pairs = self.engine.inputs.tokenize_pairs(prompts, continuations)
-        return unaborted(self._run(self.engine.submit, pairs, use_tqdm, "Scoring"))
+        return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
 
     def _run(
-        self,
-        submit: Submit,
-        pairs: Sequence[tuple[Any, Any]],
-        use_tqdm: bool,
-        what: str = "Generating",
+        self, prompts: list[CheckedPrompt], use_tqdm: bool, what: str = "Generating"
     ) -> list[Request]:
-        """Submit each pair of a prompt and its parameters, and run the requests to their ends."""
+        """Queue the prompts, and run their requests to the ends."""
         requests: list[Request] = []
+        call = Call()
         with self._abort_on_error(requests) as interrupt:
-            submit_all(requests, submit, pairs, interrupt)
+            for _ in self.engine.add(prompts, requests, call):
+                interrupt.check()
+            del prompts  # they take memory, which requests need
             start = last_shown = time.monotonic()
             quiet = not use_tqdm or self._config.rank > 0
             with tqdm(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
-                for pending in self.engine.run(requests):
-                    raise_error(pending)
+                for _ in self.engine.run(requests):
+                    if call.error is not None:
+                        raise call.error
                     interrupt.check()
                     if not quiet and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
-                        show_progress(bar, requests, last_shown - start)
-                show_progress(bar, requests, time.monotonic() - start)
+                        show_progress(bar, call, last_shown - start)
+                show_progress(bar, call, time.monotonic() - start)
         return requests
 
     @contextmanager
@@ -244,21 +246,27 @@ class LLM:
         with the next call, or `shutdown` aborts them.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
+        checked = self.engine.check(pairs)
         requests: list[Request] = []
+        call = Call()
         try:
             with self._abort_on_error(requests) as interrupt:
-                submit = functools.partial(self.engine.submit, stream=True)
-                submit_all(requests, submit, pairs, interrupt)
+                for _ in self.engine.add(checked, requests, call, stream=True):
+                    interrupt.check()
+            numbers = {request: i for i, request in enumerate(requests)}
             steps = self.engine.run(requests)
             while True:
                 with self._abort_on_error(requests) as interrupt:
-                    if (pending := next(steps, None)) is None:
+                    if next(steps, requests) is requests:
                         return
                     with self.engine.lock:
-                        new = [out for i, r in enumerate(requests) for out in r.read_stream(i)]
+                        changed = sorted(call.changed, key=numbers.__getitem__)
+                        call.changed.clear()
+                        new = [out for r in changed for out in r.read_stream(numbers[r])]
                     interrupt.check()
                 yield from new
-                raise_error(pending)
+                if call.error is not None:
+                    raise call.error
         except BaseException as error:
             # The garbage collector closes an abandoned stream, at another moment on each rank.
             if self._config.tensor_parallel_size == 1 or not isinstance(error, GeneratorExit):
@@ -299,24 +307,12 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
 
-def submit_all(
-    requests: list[Request],
-    submit: Submit,
-    pairs: Sequence[tuple[Any, Any]],
-    interrupt: DeferredInterrupt,
-) -> None:
-    """Submit each pair of a prompt and its parameters, and append the requests."""
-    for i, pair in enumerate(pairs):
-        with located(f"prompts[{i}]: " * (len(pairs) > 1)):
-            requests.append(submit(*pair))
-        interrupt.check()
-
-
-def show_progress(bar: tqdm[NoReturn], requests: list[Request], seconds: float) -> None:
-    tokens = [request.num_tokens for request in requests]
-    prompt, output = (sum(pair[i] for pair in tokens) / (seconds + 1e-9) for i in (0, 1))
+def show_progress(bar: tqdm[NoReturn], call: Call, seconds: float) -> None:
+    prompt, output = (
+        n / (seconds + 1e-9) for n in (call.num_prompt_tokens, call.num_output_tokens)
+    )
     bar.set_postfix_str(f"prompt {prompt:,.0f} tok/s, output {output:,.0f} tok/s", refresh=False)
-    bar.update(sum(request.ended for request in requests) - bar.n)
+    bar.update(call.num_ended - bar.n)
     bar.refresh()
 
 
@@ -325,10 +321,3 @@ def unaborted(requests: list[Request]) -> list[Any]:
     if any(request.samples[0].seq.finish_reason == "abort" for request in requests):
         raise RuntimeError("another thread has aborted the requests of this call")
     return [request.output for request in requests]
-
-
-def raise_error(requests: list[Request]) -> None:
-    """Raise the error that ended one of these requests, such as that of a logits processor."""
-    for request in requests:
-        if request.error is not None:
-            raise request.error

@@ -45,7 +45,7 @@ class StreamOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestMetrics:
     """Seconds on the clock of time.monotonic; None for events that have not happened."""
 

@@ -81,7 +81,7 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
         return text, None
     if not isinstance(ids, list | tuple):
         raise TypeError(f"a prompt must be a string, a list of token ids or a dict, not {ids!r}")
-    return text, [as_int(token) for token in ids]
+    return text, list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids]
 
 
 def as_int(token: Any) -> int:

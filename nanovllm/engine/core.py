@@ -15,6 +15,7 @@ added and aborted during a step.
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,10 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.plan import Runner, StepOutput
+
+# Of many requests, so many are added or aborted at a time. Then the lock is free for so many seconds:
+# a thread that waits for it would not get it if it were taken again at once.
+BATCH_SIZE, HANDOVER = 1000, 1e-4
 
 
 class EngineCore:
@@ -136,7 +141,7 @@ class EngineCore:
         with defer_interrupt():
             while self._to_abort and self._lock.acquire(blocking=False):
                 try:
-                    while self._to_abort:
+                    for _ in range(min(BATCH_SIZE, len(self._to_abort))):
                         request = self._to_abort.popleft()
                         if self.outputs.requests.get(request.request_id) is request:
                             for sample in request.samples:
@@ -144,3 +149,5 @@ class EngineCore:
                             self.outputs.end_aborted(request)
                 finally:
                     self._lock.release()
+                if self._to_abort:
+                    time.sleep(HANDOVER)

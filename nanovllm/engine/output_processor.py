@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from nanovllm.detokenizer import Detokenizer, Tokenizer
 from nanovllm.engine.input_processor import Params
-from nanovllm.engine.request import Request, Sample, Search
+from nanovllm.engine.request import Call, Request, Sample, Search
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.log import logger
@@ -25,6 +25,7 @@ from nanovllm.structured import OutputComplete
 # A RequestOutput, EmbeddingRequestOutput or LoglikelihoodOutput. A union would make every program that
 # runs the loop check which of them it gets.
 Output: TypeAlias = Any
+NO_IDS: frozenset[int] = frozenset()  # each other empty frozenset takes 216 bytes
 NO_TEXT = SamplingParams(detokenize=False)  # stands for those of a request that samples nothing
 
 
@@ -33,7 +34,7 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.requests: dict[str, Request] = {}
-        self.finished: list[Output] = []  # not returned to the caller yet
+        self.finished: dict[str, Output] = {}  # by the id of the request; not returned yet
         # Samples whose tokens are processed one by one: streams, stop strings, log-probabilities.
         self.per_token_samples: dict[Sequence, Sample] = {}
         self.failed: list[Request] = []  # those whose own data raised an error in this step
@@ -41,9 +42,7 @@ class OutputProcessor:
         self.num_output_tokens = 0
 
     def is_known(self, request_id: str) -> bool:
-        return request_id in self.requests or any(
-            output.request_id == request_id for output in self.finished
-        )
+        return request_id in self.requests or request_id in self.finished
 
     def add(
         self,
@@ -53,6 +52,7 @@ class OutputProcessor:
         returned_by_step: bool,
         stream: bool,
         search: Search | None = None,
+        call: Call | None = None,
     ) -> Request:
         params, task = (asked, None) if isinstance(asked, SamplingParams) else (NO_TEXT, asked)
         request = Request(
@@ -62,14 +62,15 @@ class OutputProcessor:
             RequestMetrics(time.monotonic()),
             returned_by_step,
             stream,
-            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+            eos_token_ids=NO_IDS if params.ignore_eos else self.eos_token_ids,
             tokenizer=self.tokenizer if params.detokenize else None,
             search=search,
             task=task,
+            call=call,
         )
         self.requests[request.request_id] = request
         needs_text = request.tokenizer is not None and bool(stream or params.stop)
-        if search is None and (needs_text or params.logprobs is not None):
+        if search is None and (stream or needs_text or params.logprobs is not None):
             for sample in request.samples:
                 self.per_token_samples[sample.seq] = sample
                 if needs_text and request.tokenizer is not None:
@@ -107,7 +108,10 @@ class OutputProcessor:
         self._add_logprobs(step, output)
         self._finish_prompts(prompts, step, output)
         for seq in updated if self.per_token_samples else ():
-            with self._contain_errors(self.requests[seq.request_id]):
+            request = self.requests[seq.request_id]
+            if request.stream and request.call is not None:
+                request.call.changed.add(request)
+            with self._contain_errors(request):
                 if (stop := self._detokenize(seq)) is not None:
                     ended.append((seq, "stop", stop))
         return ended + [(sample.seq, "error", None) for r in self.failed for sample in r.samples]
@@ -115,10 +119,13 @@ class OutputProcessor:
     def _note_first_results(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
         for seq in seqs:
-            metrics = self.requests[seq.request_id].metrics
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
+            request = self.requests[seq.request_id]
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
                 self.num_prompt_tokens += seq.num_prompt
+                if request.call is not None:
+                    request.call.num_prompt_tokens += seq.num_prompt
+                    request.call.started.add(request)
 
     def _note_errors(self, step: InFlightStep, output: StepOutput) -> list[Sequence]:
         """Note the errors of rows, which got no token. Returns those that their grammars complete."""
@@ -163,6 +170,8 @@ class OutputProcessor:
 
     def _note_error(self, request: Request, error: Exception) -> None:
         request.error = error
+        if request.call is not None and request.call.error is None:
+            request.call.error = error
         if request.returned_by_step:  # `step` returns the result with finish_reason "error"
             logger.error("request %s failed", request.request_id, exc_info=error)
 
@@ -177,7 +186,7 @@ class OutputProcessor:
             if request.num_unfinished == 0:
                 self._end(request)
                 if request.returned_by_step and request.output is not None:
-                    self.finished.append(request.output)
+                    self.finished[request_id] = request.output
 
     def end_aborted(self, request: Request) -> None:
         """Remove an aborted request. Its output ends here, and `step` does not return it."""
@@ -195,7 +204,7 @@ class OutputProcessor:
         if not request.stream:
             search = request.search
             request.output = search.output(request) if search else self._output(request)
-        request.ended = True
+        request.end()
 
     def _add_logprobs(self, step: InFlightStep, output: StepOutput) -> None:
         for row, logprobs in output.logprobs.items():
