@@ -86,6 +86,8 @@ class BlockManager:
         if done == full:
             return
         parent = seq.block_hashes[-1] if done else 0
+        if not done:
+            seq.block_hashes = []
         data = array("I", seq.token_ids[done * size : full * size]).tobytes()
         for start in range(0, len(data), size * 4):
             parent = self._hash(parent, data[start : start + size * 4])

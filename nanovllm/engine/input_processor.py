@@ -14,7 +14,7 @@ from nanovllm.chat import Message, render
 from nanovllm.checks import located
 from nanovllm.detokenizer import Tokenizer
 from nanovllm.engine.request import Search
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import EMPTY, Sequence
 from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
 from nanovllm.pooling import PoolingParams, PoolingSettings
 from nanovllm.prompts import Prompt, as_list, plain_ids, split_prompt
@@ -163,7 +163,8 @@ class InputProcessor:
         else:
             if params.prompt_logprobs is not None:
                 seq.targets = token_ids[1:]
-            return [seq, *(_fork(seq, index) for index in range(1, params.n))]
+            seq.forks = [_fork(seq, index) for index in range(1, params.n)] or seq.forks
+            return [seq, *seq.forks]
         return [seq]
 
     def tokenize_pairs(
@@ -301,16 +302,14 @@ class InputProcessor:
 
 
 def _fork(first: Sequence, index: int) -> Sequence:
-    """Return another sample of the prompt, with a seed of its own, and add it to the forks of `first`."""
+    """Return another sample of the prompt, with a seed of its own."""
     rules = first.sampling.rules
     if rules is not None:  # the first sample computes the prompt's log-probabilities
         rules = replace(rules, prompt_logprobs=None)
     seed = _signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
     sampling, token_ids = replace(first.sampling, rules=rules, seed=seed), list(first.token_ids)
-    own: dict[str, Any] = {"forks": [], "block_table": [], "block_hashes": [], "targets": []}
-    fork = replace(first, index=index, parent=first, token_ids=token_ids, sampling=sampling, **own)
-    first.forks.append(fork)
-    return fork
+    own: dict[str, Any] = {"token_ids": token_ids, "block_table": [], "targets": EMPTY}
+    return replace(first, index=index, parent=first, sampling=sampling, **own)
 
 
 def _signed64(value: int) -> int:

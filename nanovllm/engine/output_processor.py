@@ -254,7 +254,7 @@ class OutputProcessor:
         cached, metrics = first.num_cached_tokens, request.metrics
         metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
         if isinstance(request.task, PoolingParams):
-            embedding = EmbeddingOutput(request.embedding)
+            embedding = EmbeddingOutput(request.embedding or [])
             return EmbeddingRequestOutput(
                 request_id, first.token_ids, embedding, True, cached, metrics
             )

@@ -79,7 +79,7 @@ class Request:
     # By position, in this order also after a preemption, which computes all from the first again.
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     task: PoolingParams | ScoringParams | None = None  # what it asks for instead of new tokens
-    embedding: list[float] = field(default_factory=list)
+    embedding: list[float] | None = None
     call: Call | None = None  # counts it
 
     def end(self) -> None:
