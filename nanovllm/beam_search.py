@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nanovllm.checks import Positive, check_scalars, refuse_unknown_fields
+from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -191,8 +192,7 @@ class BeamSearch:
         for result in results:
             if request.tokenizer is not None:
                 skip = self.params.skip_special_tokens
-                text = request.tokenizer.decode(result.tokens, skip_special_tokens=skip)
-                result.text = str(text)
+                result.text = Detokenizer(request.tokenizer, skip).decode(result.tokens)
         return BeamSearchOutput(results)
 
 

@@ -77,7 +77,8 @@ class LLMEngine(EngineCore):
         """
         params = self.inputs.check_params(sampling_params)
         text, token_ids = self.inputs.tokenize(prompt, params)
-        rules = self.inputs.logit_rules(params)  # without the lock: a grammar can take seconds
+        # Without the lock: a grammar can take seconds.
+        rules = self.inputs.logit_rules(params, is_search=search is not None)
         with defer_interrupt(), self.lock:
             arrival, is_known = self.num_requests, self.outputs.is_known
             if request_id is None:

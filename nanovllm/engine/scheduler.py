@@ -23,7 +23,7 @@ One step, with a budget of 8 tokens and blocks of 4:
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.policies import POLICIES
@@ -359,6 +359,8 @@ class Scheduler:
         """Finish a sequence in any state. What ended it before is overwritten."""
         self._leave(seq)
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
+        # What rules refer to can be large, and a step in flight may keep the sequence for long.
+        seq.sampling = replace(seq.sampling, rules=None)
 
     def abort(self, seq: Sequence) -> None:
         """Finish a sequence in any state, unless it has finished."""
