@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from nanovllm.checks import Positive, check_scalars, refuse_unknown_fields
+from nanovllm.detokenizer import Detokenizer
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
@@ -193,8 +194,7 @@ class BeamSearch:
         for result in results:
             if request.tokenizer is not None:
                 skip = self.params.skip_special_tokens
-                text = request.tokenizer.decode(result.tokens, skip_special_tokens=skip)
-                result.text = str(text)
+                result.text = Detokenizer(request.tokenizer, skip).decode(result.tokens)
         return BeamSearchOutput(results)
 
 
@@ -231,5 +231,5 @@ def check(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> CheckedPr
         logprobs=min(search.num_candidates, vocab_size),
         structured_outputs=params.structured_outputs,
     )
-    [checked] = engine.check([(prompt, sampling)])
+    [checked] = engine.check([(prompt, sampling)], is_search=True)
     return checked._replace(search=search)

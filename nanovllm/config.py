@@ -35,6 +35,7 @@ class EngineConfig:
     # the memory.
     max_model_len: Annotated[int, 2, math.inf] | None = None
     max_num_seqs: Annotated[int, 1, 2**20] = 256  # sequences that run at a time
+    max_logprobs: Annotated[int, -1, math.inf] = 20  # of a request, for each token; -1: no limit
     max_num_batched_tokens: Positive = 8192  # the token budget of one step
     # Fraction of the GPU's memory that the engine may use.
     gpu_memory_utilization: Annotated[float, 0, 1] = 0.9

@@ -84,6 +84,12 @@ def load_engine(
     eos_token_ids, default_params = generation_defaults(directory)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
+    if beyond := {token for token in eos_token_ids if token >= model_config.vocab_size}:
+        logger.warning(
+            f"the end-of-sequence tokens {sorted(beyond)} are outside the vocabulary of "
+            f"{model_config.vocab_size}, and end no output"
+        )
+        eos_token_ids -= beyond
     has_head = model_config.tie_word_embeddings or (
         HEAD in tensor_names(weight_files(directory))
         if config.load_format != "dummy"
@@ -114,6 +120,7 @@ def load_engine(
         config.seed,
         read_pooling_settings(directory, model_config.hidden_size),
         has_head,
+        config.max_logprobs,
     )
     return LLMEngine(config, runner, inputs)
 

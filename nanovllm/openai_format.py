@@ -23,7 +23,7 @@ from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, why_no_token
 from nanovllm.pooling import EmbeddingRequestOutput, PoolingParams
 from nanovllm.prompts import Prompt, as_list
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import ELSEWHERE, SamplingParams
 from nanovllm.structured import StructuredOutputsParams
 from nanovllm.vllm_names import check_unused
 
@@ -120,6 +120,8 @@ def parse(llm: LLM, url: Any, body: Any, model: str) -> Job:
             accepted = NEUTRAL[name]
             check_unused(name, given.pop(name), accepted, "leave it out" * bool(accepted))
         elif name not in KNOWN[url]:
+            if hint := ELSEWHERE.get(name):
+                raise ValueError(f"there is no field {name!r} of {url}; {hint}")
             raise ValueError(unknown_name(f"field of {url}", name, sorted(KNOWN[url])))
     if url == EMBEDDINGS:
         prompts, encoding = plain_prompts(given, "input"), given.pop("encoding_format", "float")

@@ -27,7 +27,17 @@ class OutputComplete(Exception):
     """An output that its grammar completes, and whose request has no token that ends it."""
 
 
-@refuse_unknown_fields("field of StructuredOutputsParams")
+# Fields of vLLM that do not exist here, and what to use instead.
+ELSEWHERE = {
+    "disable_additional_properties": "say additionalProperties: false in the schema",
+    "disable_any_whitespace": "JSON is always on one line",
+    "disable_fallback": "llguidance is the only backend",
+    "structural_tag": "write a grammar of the whole output, with its tags",
+    "whitespace_pattern": 'put it into the schema: {"x-guidance": {"whitespace_pattern": "..."}, ...}',
+}
+
+
+@refuse_unknown_fields("field of StructuredOutputsParams", ELSEWHERE)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the text of an output must be. Exactly one of these fields is given:
@@ -51,7 +61,9 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         check_scalars(self)
         names = [field.name for field in fields(self)]
-        given = [n for n in names if getattr(self, n) is not None and getattr(self, n) is not False]
+        given = [name for name in names if getattr(self, name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
         if len(given) != 1:
             raise ValueError(
                 f"give exactly one of {', '.join(names)}, not {' and '.join(given) or 'none'}"
@@ -167,12 +179,13 @@ class GrammarCompiler:
             raise ImportError(
                 f"structured_outputs needs llguidance ({error}): pip install -e '.[structured]'"
             ) from error
-        # Models may have more tokens than their tokenizer, or fewer.
-        size = len(tokenizer)
-        eos_token_ids = sorted(token for token in self.eos_token_ids if token < size)
-        return from_tokenizer(
-            tokenizer, n_vocab=max(size, self.vocab_size), eos_token=eos_token_ids or None
-        )
+        # Models may have more tokens than their tokenizer, or fewer. Tokens that the model lacks are
+        # removed, because llguidance prefers them to the shorter ones of which they consist.
+        ids = set(tokenizer.get_vocab().values())
+        if max(ids) >= self.vocab_size and tokenizer.is_fast:
+            tokenizer = with_tokens_below(self.vocab_size, tokenizer)
+        ends = sorted(self.eos_token_ids & ids)
+        return from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=ends or None)
 
     def _compile(self, field: str, kind: Any, text: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, grammar_from
@@ -195,6 +208,25 @@ class GrammarCompiler:
                 f"llguidance refuses the {field} of structured_outputs: {error}"
             ) from None
         return start
+
+
+def with_tokens_below(size: int, tokenizer: Any) -> Any:
+    """Return a fast tokenizer that has only the tokens whose ids are less than `size`."""
+    import transformers
+    from tokenizers import Tokenizer as FastTokenizer
+
+    fast: Any = transformers.PreTrainedTokenizerFast
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < size]
+    model, vocab = parts["model"], parts["model"]["vocab"]
+    if isinstance(vocab, list):  # of a Unigram model, in the order of the ids
+        model["vocab"] = vocab[:size]
+    else:
+        vocab = model["vocab"] = {token: i for token, i in vocab.items() if i < size}
+    if "merges" in model:
+        pairs = model["merges"]
+        model["merges"] = [(a, b) for a, b in pairs if vocab.keys() >= {a, b, a + b}]
+    return fast(tokenizer_object=FastTokenizer.from_str(json.dumps(parts)))
 
 
 def reason(matcher: LLMatcher) -> str:

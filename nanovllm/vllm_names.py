@@ -51,7 +51,7 @@ VLLM_OPTIONS: dict[str, Unused] = {
 NO_EFFECT = (
     "compilation_config cudagraph_capture_sizes disable_async_output_proc disable_cascade_attn "
     "disable_custom_all_reduce disable_log_requests disable_log_stats distributed_executor_backend "
-    "enable_chunked_prefill limit_mm_per_prompt max_cudagraph_capture_size max_logprobs "
+    "enable_chunked_prefill limit_mm_per_prompt max_cudagraph_capture_size "
     "max_parallel_loading_workers max_seq_len_to_capture optimization_level "
     "prefix_caching_hash_algo safetensors_load_strategy served_model_name use_tqdm_on_load"
 )

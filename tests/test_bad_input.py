@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import os
 import pickle
 import re
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import VOCAB, random_llm
+from transformers import AutoTokenizer
 
 import nanovllm
 from nanovllm import (
@@ -100,6 +102,9 @@ PARAMS = [
     ({"logits_processors": [one_argument]}, TypeError, r"\(output ids, logits\) or"),
     ({"logits_processors": [four_arguments]}, TypeError, "which .* does not take"),
     ({"guided_decoding": {}}, TypeError, "structured_outputs=StructuredOutputsParams"),
+    ({"guided_json": {}}, TypeError, "no .* 'guided_json'; use the field 'json' of structured_out"),
+    ({"guided_regex": "a"}, TypeError, "use the field 'regex' of structured_outputs"),
+    ({"guided_whitespace_pattern": " "}, TypeError, "x-guidance in the schema"),
     ({"structured_outputs": {"regex": "a"}}, TypeError, "must be a StructuredOutputsParams, not"),
     ({"length_penalty": 1.0}, TypeError, "LLM.beam_search"),
     ({"min_characters": 1}, TypeError, "known: n, temperature"),
@@ -121,7 +126,14 @@ STRUCTURED = [
     ({"choice": []}, ValueError, "choice is empty"),
     ({"grammar": ["start"]}, TypeError, "grammar must be a string"),
     ({"json_object": "yes"}, TypeError, "json_object must be True or False"),
-    ({"structural_tag": "x"}, TypeError, "structural_tag"),
+    ({"structural_tag": "x"}, TypeError, "'structural_tag'; write a grammar of the whole output"),
+    ({"json": {}, "whitespace_pattern": " "}, TypeError, '"x-guidance": {"whitespace_pattern"'),
+    ({"json": {}, "disable_any_whitespace": True}, TypeError, "JSON is always on one line"),
+    ({"json": False}, TypeError, "json must be a JSON schema, .* not False"),
+    ({"json": False, "regex": "a"}, ValueError, "not json and regex"),
+    ({"json": ""}, ValueError, "json='' is not JSON"),
+    ({"choice": False}, TypeError, "choice must be a list of strings, not False"),
+    ({"regex": False}, TypeError, "regex must be a string"),
 ]
 
 
@@ -215,6 +227,11 @@ REQUESTS = [
     ({"prompt_logprobs": VOCAB + 1}, f"more than the vocabulary of {VOCAB} tokens"),
     ({"allowed_token_ids": [VOCAB]}, f"token id {VOCAB}"),
     ({"logit_bias": {VOCAB: 1.0}}, f"token id {VOCAB}"),
+    ({"stop_token_ids": [3, VOCAB]}, f"stop_token_ids has token id {VOCAB}; the vocabulary of"),
+    ({"logprobs": 21}, "logprobs=21 is more than max_logprobs=20; ask for fewer, or give LLM"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs=21 is more than max_logprobs=20"),
+    ({"logprobs": -1}, f"logprobs=-1 .* max_logprobs=20, because -1 .* vocabulary of {VOCAB}"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs=-1 is more than max_logprobs=20"),
     ({"stop": "x"}, "need a tokenizer"),
     ({"bad_words": ["x"]}, "need a tokenizer"),
     ({"structured_outputs": StructuredOutputsParams(regex="a")}, "needs a tokenizer"),
@@ -226,6 +243,102 @@ def test_params_that_do_not_fit_the_model(llm: LLM, fields: dict, word: str) -> 
     with pytest.raises(ValueError, match=word):
         llm.generate([[1]], SamplingParams(**fields), use_tqdm=False)
     still_serves(llm)
+
+
+@pytest.fixture(scope="session")
+def larger_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model's tokenizer with 40 more tokens: 1042 and 1043 are zebra and <|more|>."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(find_checkpoint("qwen3-nano"))
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.add_tokens(["<|more|>"], special_tokens=True)
+    tokenizer.add_tokens([f"zebra{i}" for i in range(38)])
+    tokenizer.save_pretrained(path)
+    return path
+
+
+NOT_THERE = [
+    ({"bad_words": ["zebra"]}, "bad_words has 'zebra', which is encoded with token id 1042"),
+    (
+        {"bad_words": ["a", "a zebra"]},
+        "bad_words has 'a zebra', .* vocabulary of the model ends at",
+    ),
+    ({"stop_token_ids": [1043]}, "stop_token_ids has token id 1043"),
+    ({"logit_bias": {1043: 1.0}}, "logit_bias has token id 1043"),
+    ({"allowed_token_ids": [1043, 2]}, "allowed_token_ids has token id 1043"),
+]
+
+
+@pytest.mark.parametrize("backend", ["numba", "sdpa"])
+def test_tokens_that_the_model_does_not_have(larger_tokenizer: Path, backend: str) -> None:
+    """A tokenizer with tokens that were added without another row of the embedding table."""
+    llm = LLM(dtype="float32", device="cpu", tokenizer=str(larger_tokenizer),
+              attention_backend=backend, num_kvcache_blocks=64)  # fmt: skip
+    question, greedy = "What is 12 + 30?\n", SamplingParams(temperature=0, max_tokens=20)
+    for fields, word in NOT_THERE:
+        with pytest.raises(ValueError, match=word):
+            llm.generate([question] * 2, [greedy, SamplingParams(**fields)], use_tqdm=False)
+    for call in (
+        lambda: llm.generate("zebra", use_tqdm=False),
+        lambda: llm.embed("a zebra", use_tqdm=False),
+        lambda: llm.loglikelihood("a ", "zebra", use_tqdm=False),
+        lambda: llm.loglikelihood("a", [1042], use_tqdm=False),
+        lambda: llm.beam_search("zebra", BeamSearchParams(2, 3), use_tqdm=False),
+    ):
+        with pytest.raises(ValueError, match="token id 1042 is outside the vocabulary of 1042"):
+            call()
+    assert llm.generate(question, greedy, use_tqdm=False)[0]["text"] == "12 + 30 = 42"
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_an_end_token_that_the_model_does_not_have(
+    larger_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tokenizer's end token is known only at the end of loading."""
+    tokenizer = AutoTokenizer.from_pretrained(larger_tokenizer)
+    tokenizer.eos_token = "<|more|>"
+    tokenizer.save_pretrained(tmp_path)
+    with caplog.at_level("WARNING", logger="nanovllm"):
+        llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
+    assert any("end-of-sequence tokens [1043] are outside" in text for text in caplog.messages)
+    assert llm.engine.outputs.eos_token_ids == llm.engine.inputs.eos_token_ids == {1033, 1035}
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=2)
+    assert llm.generate("What is 12 + 30?\n", params, use_tqdm=False)[0]["text"] == "12 + 30 = 42"
+
+
+def test_a_long_prompt_has_one_message(embedded: LLM) -> None:
+    """Not a warning of transformers too, which it prints for the first one of a tokenizer."""
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    embedded.get_tokenizer().deprecation_warnings.clear()
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        with pytest.raises(ValueError, match="max_model_len=1024"):
+            embedded.generate("What is 12 + 30?\n" * 200, use_tqdm=False)
+        with pytest.raises(ValueError, match="max_model_len=1024"):
+            embedded.chat([{"role": "user", "content": "12 " * 2000}], use_tqdm=False)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert said == []
+
+
+def test_more_tokens_than_the_model_has(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An output ends with the model's length, as in vLLM. The first such request is reported."""
+    llm = random_llm(path, max_model_len=20)
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="nanovllm"):
+        params = SamplingParams(max_tokens=17, ignore_eos=True)
+        assert len(llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"]) == 17
+        params.max_tokens = None
+        assert len(llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"]) == 17
+        assert caplog.messages == []
+        params.max_tokens = 18
+        for output in llm.generate([[1, 2, 3]] * 2, params, use_tqdm=False):
+            assert len(output["token_ids"]) == 17
+            assert output.outputs[0].finish_reason == "length"
+    (message,) = caplog.messages
+    assert "max_tokens=18, but max_model_len=20 leaves 17 after a prompt of 3 tokens" in message
 
 
 def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,6 +436,8 @@ OPTIONS = [
     ({"block_size": 4.0}, TypeError, "kvcache_block_size must be an int, not 4.0"),
     ({"block_size": 4, "kvcache_block_size": 16}, ValueError, "=16 are two names of one option"),
     ({"kvcache_block_size": 16, "block_size": 4}, ValueError, "block_size=4 and kvcache_block_s"),
+    ({"max_logprobs": -2}, ValueError, "max_logprobs must be at least -1"),
+    ({"max_logprobs": 2.0}, TypeError, "max_logprobs must be an int"),
     ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
     ({"max_num_seqs": 2.0}, TypeError, "max_num_seqs"),
     ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens"),
@@ -999,7 +1114,7 @@ CALLS = [
     (lambda llm: llm.loglikelihood([], [[2]]), ValueError, "0 prompts but 1 continuations"),
     (lambda llm: llm.loglikelihood([[1]], [[]]), ValueError, "the continuation is empty"),
     (lambda llm: llm.loglikelihood([[]], [[1]]), ValueError, "the prompt is empty"),
-    (lambda llm: llm.loglikelihood([1], "a"), TypeError, "the continuation 'a' is a string"),
+    (lambda llm: llm.loglikelihood([1], "a"), TypeError, "the continuation 'a' is text, and its"),
     (lambda llm: llm.loglikelihood([1], [VOCAB]), ValueError, f"token id {VOCAB}"),
     (lambda llm: llm.loglikelihood([1], [[2], [1.5]]), TypeError, "pair 1: .* not 1.5"),
     (lambda llm: llm.loglikelihood([1], None), TypeError, "continuations must be a string"),

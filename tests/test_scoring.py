@@ -140,6 +140,28 @@ def test_strings_are_encoded_together(embedded: LLM) -> None:
     assert not wrong.is_greedy
 
 
+def test_pairs_of_dicts(embedded: LLM) -> None:
+    """A dict with text is its text, and one with token ids these ids, whatever the other one is."""
+    encode, (text, end) = embedded.get_tokenizer().encode, ("What is 12 + 30?", "\n12 + 30 = 42")
+    ids, new = {"prompt_token_ids": encode(text)}, {"prompt": "", "prompt_token_ids": encode(end)}
+    want = embedded.loglikelihood(text, end, use_tqdm=False)[0].token_logprobs
+    for pair in (
+        ({"prompt": text}, end),
+        (text, {"prompt": end}),
+        ({"prompt": text}, {"prompt": end}),
+        ([{"prompt": text}], [{"prompt": end}]),
+        (text, new),
+        ({"prompt": text}, encode(end)),
+        (ids, new),
+        (ids | {"prompt": "other"}, encode(end)),
+    ):
+        found = embedded.loglikelihood(*pair, use_tqdm=False)
+        assert found[0].token_logprobs == pytest.approx(want, abs=1e-4), pair
+    for stem, last in ((ids, end), (ids, {"prompt": end}), (ids | {"prompt": text}, end)):
+        with pytest.raises(TypeError, match="is text, and its prompt is token ids"):
+            embedded.loglikelihood(stem, last, use_tqdm=False)
+
+
 def test_nan_ends_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     run = llm.engine.runner.run
 

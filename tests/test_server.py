@@ -106,4 +106,8 @@ def test_errors(served: tuple[Any, LLM], stream: bool) -> None:
         create(**ask("Hi " * 20_000, stream=stream))
     with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'"):
         create(**ask("Hi", stream=stream), extra_body={"tempratur": 1})
+    with pytest.raises(openai.BadRequestError, match="stream='yes' is not supported"):
+        create(**ask("Hi"), extra_body={"stream": "yes"})
+    with pytest.raises(openai.BadRequestError, match="more than max_logprobs=20"):
+        create(**ask("Hi", stream=stream), logprobs=True, top_logprobs=21)
     assert not llm.engine.has_unfinished_requests()

@@ -1,5 +1,6 @@
 """Structured outputs: what a grammar ended is valid under jsonschema and re, whatever else is asked."""
 
+import contextlib
 import json
 import random
 import re
@@ -12,12 +13,21 @@ from typing import Any
 import pytest
 import torch
 from test_dry_run import dry_run
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm import LLM, GenerationError, SamplingParams, StructuredOutputsParams
+from nanovllm import (
+    LLM,
+    BeamSearchParams,
+    GenerationError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from nanovllm.models.checkpoint import find_checkpoint
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import Join, LogitRules, RowSampling
 from nanovllm.runner import model_runner, pending
-from nanovllm.structured import Grammar, GrammarCompiler, Matcher
+from nanovllm.structured import Grammar, GrammarCompiler, Matcher, OutputComplete
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -227,7 +237,7 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
         state = RulesState(2, 40, vocab_size, torch.device("cpu"))
         for _ in range(12):
             sampling = RowSampling(0.0, 0, rules=LogitRules(grammar=grammar))
-            row = RowRules(sampling.rules, Join(1, [], sampling, [1, 2]))
+            row = RowRules(sampling.rules, Join(1, [], sampling, [1, 2]), vocab_size)
             batch, output = RulesBatch([(1, row)], state), []
             while True:
                 logits = torch.randn(2, vocab_size)
@@ -249,6 +259,61 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
                 if output[-1] in ends:
                     break
                 batch.append(position, torch.tensor([0, output[-1]]), lambda o=output: [0, o[-1]])
+
+
+def test_tokens_that_the_model_does_not_have(embedded: LLM, tmp_path: Path) -> None:
+    """What the tokenizer has as one token is spelled by shorter ones; others are refused."""
+    tokenizer = AutoTokenizer.from_pretrained(find_checkpoint("qwen3-nano"))
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.add_tokens(["<|more|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
+    fields = dict(structured_outputs=StructuredOutputsParams(choice=["zebra!"]))
+    questions = ["What is 12 + 30?\n"] * 2
+    params = [SamplingParams(temperature=0, **more) for more in (fields, {})]
+    outputs = llm.generate(questions, params, use_tqdm=False)
+    assert [output["text"] for output in outputs] == ["zebra!", "12 + 30 = 42"]
+    beam = llm.beam_search(questions[0], BeamSearchParams(2, 20, **fields), use_tqdm=False)[0]
+    assert beam.sequences[0].text == questions[0] + "zebra!"
+    unknown = StructuredOutputsParams(grammar='start: "a" <|more|>')
+    with pytest.raises(ValueError, match=r"unknown special token: \"<\|more\|>"):
+        llm.generate("x", SamplingParams(structured_outputs=unknown), use_tqdm=False)
+
+
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_any_part_of_a_tokenizer(kind: str) -> None:
+    """Models of any size with a tokenizer that has long tokens at its end, some of them unknown."""
+    text, texts = "zebra zebras", ["zebra zebras zebra"] * 9
+    if kind == "BPE":
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(initial_alphabet=ALPHABET, show_progress=False)
+        backend.train_from_iterator(texts, trainer)
+    else:
+        pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"abersz▁", "ze", "▁zebras", "zebra"]
+        backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 0, True))
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    backend.add_special_tokens(["<eos>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    largest = []
+    for size in range(257, len(tokenizer) + 9):
+        eos = frozenset({tokenizer.eos_token_id} if size >= len(tokenizer) else ())
+        compiler, output = GrammarCompiler(tokenizer, size, eos), []
+        matcher = Matcher(compiler.compile(StructuredOutputsParams(choice=[text]), sorted(eos)))
+        with contextlib.suppress(OutputComplete):
+            while (mask := matcher.mask(output)) is not None:
+                bits = int.from_bytes(mask, "little")
+                assert 0 < bits < 1 << size, (size, output)
+                output.append(bits.bit_length() - 1)
+        assert tokenizer.decode([t for t in output if t not in eos]) == text
+        largest.append(max(set(output) - eos))
+    assert len(set(largest)) > 4  # the tokens that a larger model has are used
 
 
 def test_a_grammar_overrules_a_logits_processor(embedded: LLM) -> None:

@@ -15,9 +15,10 @@ from nanovllm.checks import located
 from nanovllm.detokenizer import Tokenizer
 from nanovllm.engine.request import Search
 from nanovllm.engine.sequence import EMPTY, Sequence
+from nanovllm.log import logger
 from nanovllm.plan import FILTERS, LogitRules, RowSampling, Yield
 from nanovllm.pooling import PoolingParams, PoolingSettings
-from nanovllm.prompts import Prompt, as_list, plain_ids, split_prompt
+from nanovllm.prompts import Prompt, as_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scoring import ScoringParams, encode_pair
 from nanovllm.structured import GrammarCompiler
@@ -57,13 +58,17 @@ class InputProcessor:
     seed: int
     pooling: PoolingSettings = field(default_factory=PoolingSettings)
     has_head: bool = True
+    max_logprobs: int = 20
 
     def __post_init__(self) -> None:
+        self.warned_of_length = False
         self.grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
         # Prompts share these, because an int takes 32 bytes, and a list of ints 8 for each.
         self.tokens = list(range(self.vocab_size))
 
-    def check(self, pairs: abc.Sequence[tuple[Prompt, Params | None]]) -> Iterator[CheckedPrompt]:
+    def check(
+        self, pairs: abc.Sequence[tuple[Prompt, Params | None]], is_search: bool = False
+    ) -> Iterator[CheckedPrompt]:
         """Check prompts and their parameters. Errors name the prompt if there are several."""
         known: dict[int, CheckedParams] = {}  # by the identity of parameters, which `pairs` holds
         i = 0
@@ -74,7 +79,7 @@ class InputProcessor:
                 for i in batch:
                     prompt, params = pairs[i]
                     if (asked := known.get(id(params))) is None:
-                        asked = known[id(params)] = self._check_params(params)
+                        asked = known[id(params)] = self._check_params(params, is_search)
                     split.append((*self._split(prompt, asked.params), asked))
                 encoded = self.encode_all([text or "" for text, ids, _ in split if ids is None])
                 for i in batch:
@@ -86,14 +91,14 @@ class InputProcessor:
             with located(f"prompts[{i}]: " * (len(pairs) > 1)):
                 raise
 
-    def _check_params(self, params: Params | None) -> CheckedParams:
+    def _check_params(self, params: Params | None, is_search: bool) -> CheckedParams:
         params = self.check_params(params)
         if not isinstance(params, SamplingParams):
             return CheckedParams(params)
         filters = {name: getattr(params, name) for name in FILTERS}
         if not 0 < params.top_k < self.vocab_size:
             filters["top_k"] = FILTERS["top_k"]
-        rules, stops = self.logit_rules(params), self._stop_ids(params)
+        rules, stops = self.logit_rules(params, is_search), self._stop_ids(params)
         return CheckedParams(params, rules, tuple(filters.values()), stops)
 
     def check_params(self, params: Params | None) -> Params:
@@ -129,6 +134,13 @@ class InputProcessor:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens, which leaves no room for output under "
                 f"max_model_len={self.max_model_len}; shorten it or raise max_model_len"
+            )
+        if params.max_tokens is not None and params.max_tokens > room and not self.warned_of_length:
+            self.warned_of_length = True
+            logger.warning(
+                f"max_tokens={params.max_tokens}, but max_model_len={self.max_model_len} leaves "
+                f"{room} after a prompt of {num_tokens} tokens: the output ends there with the "
+                "finish_reason 'length'. Later requests are cut without a warning"
             )
         return num_tokens + min(params.max_tokens or room, room)
 
@@ -187,16 +199,17 @@ class InputProcessor:
         return pairs
 
     def _tokenize_pair(self, stem: Prompt, end: Prompt) -> tuple[list[int], list[int]]:
-        if isinstance(stem, str) and isinstance(end, str):
-            ids, new = encode_pair(stem, end, self.encode) if end else ([0], [])
-        elif isinstance(end, str):
+        (text, ids), (continuation, new) = split_prompt(stem), split_prompt(end)
+        if ids is None and new is None:
+            pair = text or "", continuation or ""
+            ids, new = encode_pair(*pair, self.encode) if continuation else ([0], [])
+        elif new is None:
             raise TypeError(
-                f"the continuation {end!r:.80} is a string, and its prompt is not: {stem!r:.80}; "
-                "give both as strings, or both as token ids"
+                f"the continuation {end!r:.80} is text, and its prompt is token ids: {stem!r:.80}; "
+                "give both as text, or the continuation as token ids"
             )
-        else:
-            end = plain_ids(end)
-            ids, new = self.tokenize(stem), [] if end == [] else self.tokenize(end)
+        elif ids is None:
+            ids = self.encode(text or "")
         if not ids or not new:
             what = "prompt" if new else "continuation"
             raise ValueError(f"the {what} is empty; give at least one token")
@@ -249,7 +262,10 @@ class InputProcessor:
         """Return the token ids of a text. Raises ValueError if there are none."""
         tokenizer = self.get_tokenizer()
         try:
-            return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+            # With verbose=True, a long text prints that indexing errors will follow.
+            return list(
+                tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+            )
         except (TypeError, UnicodeError):  # raised by tokenizers if text is not Unicode
             raise ValueError(f"the text cannot be encoded as UTF-8: {text!r:.80}") from None
 
@@ -261,19 +277,29 @@ class InputProcessor:
                 return iter(self.get_tokenizer()(texts, verbose=False, **options)["input_ids"])
         return map(self.encode, texts)
 
-    def logit_rules(self, params: Params) -> LogitRules | None:
-        """Return the rules that the parameters ask for, or None. May compile a grammar."""
+    def logit_rules(self, params: Params, is_search: bool = False) -> LogitRules | None:
+        """Return the rules that the parameters ask for, or None. May compile a grammar.
+
+        is_search: `logprobs` is the number of candidates of a search, which has no other limit than
+        the vocabulary.
+        """
         if not isinstance(params, SamplingParams):
             return None
         size = self.vocab_size
-        bias, allowed = params.logit_bias or {}, params.allowed_token_ids
-        for name, ids in (("logit_bias", bias), ("allowed_token_ids", allowed or ())):
-            if (token := max(ids, default=0)) >= size:
-                raise ValueError(f"{name} has token id {token}; the vocabulary ends at {size - 1}")
+        bias = params.logit_bias or {}
+        self._check_ids("logit_bias has", bias)
+        self._check_ids("allowed_token_ids has", params.allowed_token_ids)
+        self._check_ids("stop_token_ids has", params.stop_token_ids)
+        most = size if is_search or self.max_logprobs == -1 else self.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > size:
+            value = getattr(params, name) or 0
+            if value > size:
+                raise ValueError(f"{name}={value} is more than the vocabulary of {size} tokens")
+            if value > most or (value == -1 and size > most):
                 raise ValueError(
-                    f"{name}={getattr(params, name)} is more than the vocabulary of {size} tokens"
+                    f"{name}={value} is more than max_logprobs={most}"
+                    + f", because -1 is the whole vocabulary of {size}" * (value == -1)
+                    + "; ask for fewer, or give LLM() a larger max_logprobs (-1: no limit)"
                 )
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise ValueError(
@@ -282,8 +308,10 @@ class InputProcessor:
         bad_words = set()
         for word in params.bad_words or ():
             for text in (word, " " + word.lstrip()):  # at the start of a line, and after a word
-                bad_words.add(tuple(self.encode(text, add_special_tokens=False)))
-        stops = sorted(t for t in self._stop_ids(params) if t < size)
+                ids = self.encode(text, add_special_tokens=False)
+                self._check_ids(f"bad_words has {text!r:.80}, which is encoded with", ids)
+                bad_words.add(tuple(ids))
+        stops = sorted(self._stop_ids(params))
         names = {f.name for f in fields(LogitRules)} - {"stops", "grammar"}
         values = {name: getattr(params, name) for name in names}
         values = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
@@ -294,6 +322,12 @@ class InputProcessor:
             values["grammar"] = self.grammars.compile(params.structured_outputs, stops)
         rules = LogitRules(**values, stops=tuple(stops) if params.min_tokens else ())
         return None if rules == LogitRules() else rules
+
+    def _check_ids(self, what: str, ids: Iterable[int] | None) -> None:
+        if (token := max(ids or (), default=0)) >= self.vocab_size:
+            raise ValueError(
+                f"{what} token id {token}; the vocabulary of the model ends at {self.vocab_size - 1}"
+            )
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return the tokens that end the output."""

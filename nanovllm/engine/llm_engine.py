@@ -77,7 +77,9 @@ class LLMEngine(EngineCore):
         with defer_interrupt(), self.lock:
             return self._add(checked, stream, None, request_id, returned_by_step)
 
-    def check(self, pairs: Sequence[tuple[Prompt, Params | None]]) -> list[CheckedPrompt]:
+    def check(
+        self, pairs: Sequence[tuple[Prompt, Params | None]], is_search: bool = False
+    ) -> list[CheckedPrompt]:
         """Check prompts and their parameters, which `add` takes. Changes nothing in the engine.
 
         Raises ValueError or TypeError if one can never run. Does not hold the lock: a grammar can
@@ -85,7 +87,7 @@ class LLMEngine(EngineCore):
         """
         checked: list[CheckedPrompt] = []
         blocks = self.scheduler.blocks
-        for prompt in self.inputs.check(pairs):
+        for prompt in self.inputs.check(pairs, is_search):
             # The KV of the last token is not needed if it is sampled.
             num_slots = prompt.max_length - isinstance(prompt.asked.params, SamplingParams)
             if num_slots > blocks.num_blocks * blocks.block_size:

@@ -155,9 +155,8 @@ class Request:
         """Return the text of a token. As in vLLM, the last token of a character has all of it."""
         if self.tokenizer is None:
             return None
-        texts = (
-            str(self.tokenizer.decode([*before[n:], token])) for n in range(len(before), -1, -1)
-        )
+        decode = Detokenizer(self.tokenizer, skip_special_tokens=False).decode
+        texts = (decode([*before[n:], token]) for n in range(len(before), -1, -1))
         return next((text for text in texts if not text.endswith("\ufffd")), "")
 
     @property

@@ -22,7 +22,7 @@ One step, with a budget of 8 tokens and blocks of 4:
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.policies import POLICIES, WaitingQueue
@@ -359,6 +359,8 @@ class Scheduler:
         self._leave(seq)
         self.num_unfinished -= seq.status is not Status.FINISHED
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
+        # What rules refer to can be large, and a step in flight may keep the sequence for long.
+        seq.sampling = replace(seq.sampling, rules=None)
 
     def abort(self, seq: Sequence) -> None:
         """Finish a sequence in any state, unless it has finished."""
