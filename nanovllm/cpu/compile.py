@@ -59,7 +59,6 @@ def calls(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> list[tuple
     some = packs.Packs(queries, queries, queries.astype(np.int32))
     work = packs.AttentionWork(some, some, queries.astype(np.float32))
     in_parts = kernels_in_parts(dtype, unit, cache_dtype)
-    parallel.CALLED_AT.update(in_parts.values())
     found = list(in_parts.items())
     for argument_types in in_parts.values():
         arguments = types.BaseTuple.from_types(argument_types[:-2])
