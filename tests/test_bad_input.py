@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import threading
+import typing
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -637,6 +638,28 @@ def test_wrong_values_in_generation_config(path: Path, tmp_path: Path, field: st
     (tmp_path / "generation_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"/config\.json: eos_token_id must be"):
         generation_defaults(tmp_path)
+
+
+def test_numbers_of_a_file_become_those_of_their_fields(path: Path, tmp_path: Path) -> None:
+    """JSON has one kind of number: 1 can stand for 1.0, and 64.0 for 64."""
+    config = json.loads((edited(path, tmp_path) / "config.json").read_text())
+    numbers = {n: float(v) for n, v in config.items() if type(v) is int and n in FIELDS}
+    numbers |= {"rms_norm_eps": 1, "rope_theta": 10_000}
+    assert len(numbers) > 8
+    edited(path, tmp_path, **numbers, rope_parameters={"rope_type": "linear", "factor": 2})
+    found = ModelConfig.from_file(tmp_path / "config.json")
+    for name, kind in typing.get_type_hints(ModelConfig).items():
+        value = getattr(found, name)
+        assert value is None or kind not in (int, float, bool) or type(value) is kind, name
+    assert (found.rms_norm_eps, found.rope_theta, found.rope_factor) == (1, 10_000, 2)
+    fields = {"do_sample": True, "temperature": 1, "top_k": 20.0, "top_p": 1, "max_new_tokens": 9.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5.0]} | fields))
+    eos, sampling = generation_defaults(tmp_path)
+    assert [type(x) for x in (*eos, sampling.top_k, sampling.max_tokens)] == [int] * 3
+    assert [type(x) for x in (sampling.temperature, sampling.top_p)] == [float] * 2
+    options = dict(load_format="dummy", attention_backend="sdpa")
+    llm = random_llm(tmp_path, **options)
+    assert len(llm.generate([[1, 2]], use_tqdm=False)[0]["token_ids"]) <= 9
 
 
 def test_stored_dtype_that_the_engine_does_not_run_in(path: Path, tmp_path: Path) -> None:

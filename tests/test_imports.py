@@ -8,12 +8,14 @@ from pathlib import Path
 import fresh
 import pytest
 
+from nanovllm import child
+
 PACKAGE = Path(__file__).parent.parent / "nanovllm"
 
 # A module may import from its own rank and from those above it in this list.
 RANKS = [
     {"plan", "batch", "config", "outputs", "sampling_params", "pooling", "scoring", "structured"}
-    | {"detokenizer", "chat", "checks", "log", "prompts", "trace_events", "vllm_names"},
+    | {"detokenizer", "chat", "checks", "child", "log", "prompts", "trace_events", "vllm_names"},
     {"models"},
     {"cpu", "gpu"},
     {"engine", "runner"},
@@ -47,13 +49,21 @@ def imported(path: Path) -> set[str]:
     return {name for name in found if name.startswith("nanovllm.")}
 
 
-def modules() -> list[tuple[str, Path]]:
+def modules(package: Path = PACKAGE) -> list[tuple[str, Path]]:
     tools = {"demo", "benchmarks", "lessons"}  # they stand outside and use the whole
-    files = [p for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"]
-    paths = [p for p in files if not tools & set(p.parts)]
-    return [
-        (".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts), p) for p in sorted(paths)
-    ]
+    files = [p for p in package.rglob("*.py") if p.name != "__init__.py"]
+    named = [(p.relative_to(package.parent).with_suffix("").parts, p) for p in sorted(files)]
+    return [(".".join(parts), p) for parts, p in named if parts[1] not in tools]
+
+
+def test_a_clone_may_be_anywhere(tmp_path: Path) -> None:
+    package = tmp_path / "demo" / "lessons" / "nanovllm"
+    for name in ("engine/core.py", "engine/demo.py", "llm.py", "demo/data.py", "cpu/__init__.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    found = [name.removeprefix("nanovllm.") for name, _ in modules(package)]
+    assert found == ["engine.core", "engine.demo", "llm"]
+    assert len(modules()) > 50
 
 
 @pytest.mark.parametrize(
@@ -67,6 +77,26 @@ def test_imports_point_one_way(module: str, path: Path) -> None:
         if home(module) == "engine":
             assert rank(target) == 0 or home(target) == "engine", f"{module} imports {target}"
             assert home(target) != "batch", f"{module} imports {target}, which needs torch"
+
+
+def test_one_file_starts_python() -> None:
+    """With the path of this process. The report of a GPU is about the repository, in its root."""
+    files = [p.name for p in PACKAGE.rglob("*.py") if "sys.executable" in p.read_text()]
+    assert sorted(files) == ["child.py", "compile.py", "modes.py"]  # the second in a message
+
+
+def test_children_import_what_this_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing from the current directory, and what only this process's path has."""
+    for name in ("json", "numba", "torch", "nanovllm"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the current directory')")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "only_here.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "own"), tmp_path])  # no string
+    command = child.python("import json, numba, only_here, nanovllm.engine.core\nprint(1 + 1)")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 def run(code: str) -> str:

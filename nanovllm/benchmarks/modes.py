@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.benchmarks import machine
+from nanovllm.child import python
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.input_processor import InputProcessor
@@ -143,8 +144,7 @@ def gpu_report(args: argparse.Namespace, options: dict[str, Any]) -> None:
     print(f"\nwritten to {args.gpu_report}; please send it in an issue")
 
 
-STARTUP = """
-from time import perf_counter as now; a = now()
+STARTUP = """from time import perf_counter as now; a = now()
 import torch; from transformers import AutoConfig, AutoTokenizer; b = now()
 from nanovllm import LLM, SamplingParams; c = now()
 LLM(device="cpu"); print(b - a, c - b, now() - c)
@@ -153,7 +153,7 @@ LLM(device="cpu"); print(b - a, c - b, now() - c)
 
 def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Time new processes, without the first one, which loads the files into the page cache."""
-    command, times = [sys.executable, "-c", STARTUP], []
+    command, times = python(STARTUP), []
     for _ in tqdm(range(4), desc="Processes"):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         times.append([float(x) for x in done.stdout.split()])

@@ -10,6 +10,7 @@ import os
 import stat
 from pathlib import Path
 
+from nanovllm.checks import scalar_fields
 from nanovllm.config import EMBEDDED
 from nanovllm.models.config import check_field, check_fields, read_json
 from nanovllm.plan import FILTERS
@@ -148,10 +149,14 @@ def generation_defaults(directory: Path) -> tuple[frozenset[int], SamplingParams
     if eos is None:
         source = directory / "config.json"
         eos = read_json(source).get("eos_token_id")
-    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    for token in eos_ids:
-        check_field(source, "eos_token_id", token, int, (0, math.inf))
-    fields = {ours: raw[theirs] for theirs, ours in SAMPLING_FIELDS.items() if theirs in raw}
+    listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    eos_ids = [check_field(source, "eos_token_id", x, int, (0, math.inf)) for x in listed]
+    declared = scalar_fields(SamplingParams)
+    fields = {
+        ours: check_field(path, theirs, raw[theirs], *declared[ours][:2])
+        for theirs, ours in SAMPLING_FIELDS.items()
+        if theirs in raw
+    }
     try:
         sampling = SamplingParams(**fields)
     except (TypeError, ValueError) as error:

@@ -199,18 +199,24 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
 
 
 def check_fields(raw: dict[str, Any], path: Path, fields: Fields = FIELDS) -> dict[str, Any]:
-    """Return `raw` without its nulls. Raises ValueError for a field of a wrong type or value."""
+    """Return `raw` without its nulls, and each field that is known in its own type.
+
+    Raises ValueError for a field of a wrong type or value.
+    """
     raw = {name: value for name, value in raw.items() if value is not None}
-    for name in raw.keys() & fields.keys():
-        check_field(path, name, raw[name], *fields[name])
-    return raw
+    known = raw.keys() & fields.keys()
+    return raw | {name: check_field(path, name, raw[name], *fields[name]) for name in known}
 
 
-def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> None:
+def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> Any:
+    """Return the value as `kind`: JSON writes the float 1.0 also as 1, and an int also as 64.0."""
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     try:
         check_scalar(name, value, kind, limits)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+    return kind(value)
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
