@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sys
+import threading
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from nanovllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanovllm import structured as structured_module
 from nanovllm.models.checkpoint import find_checkpoint
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import Join, LogitRules, RowSampling
@@ -407,18 +409,96 @@ REFUSED = [
     ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
     ({"regex": "a("}, "refuses the regex of .*unclosed group"),
     ({"regex": "(?=a)b"}, "look-around"),
-    ({"regex": r"[^\s\S]"}, "NoExtension"),
+    ({"regex": r"[^\s\S]"}, "refuses the regex of structured_outputs: it matches no text"),
     ({"grammar": "start: word"}, 'refuses the grammar of .*unknown name: "word"'),
-    ({"grammar": "hello"}, "Expected ::="),
+    ({"grammar": "hello"}, "Expected ::=.*in Lark's notation needs the rule `start`"),
+    ({"json": {"multipleOf": 999983}}, "multipleOf, and 999983 .*65535"),
+    ({"json": {"allOf": [{"multipleOf": 999}, {"multipleOf": 998}]}}, "multipleOf, and 997002 "),
+    ({"json": {"multipleOf": 0.12345678901}}, "multipleOf, and 0.12345678901 .*9 digits"),
+    ({"json": {"multipleOf": 1e300}}, "multipleOf, and 1e.300 "),
+    ({"json": {"properties": {f"a{i}": {"type": "null"} for i in range(9999)}}}, "131072"),
+    ({"choice": [f"choice {i}" for i in range(10**5)]}, "the limit is 131072"),
+    (
+        {"regex": "a*" * 20000},
+        "the regex of structured_outputs has 40000 bytes; the limit is 32768",
+    ),
+    ({"grammar": "start: " + "a " * 20000}, "the limit is 32768"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "word"), REFUSED, ids=str)
+@pytest.mark.parametrize(("fields", "word"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused_when_it_is_added(embedded: LLM, fields: dict, word: str) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
     with pytest.raises(ValueError, match=f"(?s){word}"):
         embedded.engine.add_request("x", params)
     assert not embedded.engine.has_unfinished_requests()
+
+
+def test_a_schema_that_is_nested_deeply() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(20_000):
+        deep = {"items": deep}
+    for schema in (deep, '{"items":' * 20_000):
+        with pytest.raises(ValueError, match="json is nested too deeply"):
+            StructuredOutputsParams(json=schema)
+
+
+def chain(num_links: int, link: Callable[[int], Any], end: Any) -> dict[int, Any]:
+    return {i: link(i + 1) for i in range(num_links)} | {num_links: end}
+
+
+def as_schema(links: dict[int, Any]) -> dict[str, Any]:
+    defs = {f"a{i}": value for i, value in links.items()}
+    return {"$defs": defs, "$ref": "#/$defs/a0"}
+
+
+def as_rules(links: dict[int, str], begin: str, defines: str) -> str:
+    return begin + "\n" + "\n".join(f"r{i} {defines} {value}" for i, value in links.items())
+
+
+DEEP = {
+    "references": {"json": as_schema(chain(3000, lambda i: {"$ref": f"#/$defs/a{i}"}, {}))},
+    "objects": {
+        "json": as_schema(
+            chain(1500, lambda i: {"properties": {"a": {"$ref": f"#/$defs/a{i}"}}}, {"const": 1})
+        )
+    },
+    "allOf": {"json": as_schema(chain(2500, lambda i: {"allOf": [{"$ref": f"#/$defs/a{i}"}]}, {}))},
+    "groups": {
+        "grammar": as_rules(
+            chain(450, lambda i: "(" * 25 + f"r{i}" + ")" * 25, '"a"'), "start: r0", ":"
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_a_deep_grammar_does_not_end_the_process(embedded: LLM, kind: str) -> None:
+    """llguidance calls itself for each level, and a stack of 8 MB ends the process."""
+    params = SamplingParams(
+        temperature=0, max_tokens=3, structured_outputs=StructuredOutputsParams(**DEEP[kind])
+    )
+    before = threading.stack_size()
+    [out] = embedded.generate("x", params, use_tqdm=False)
+    assert len(out["token_ids"]) <= 3
+    assert threading.stack_size() == before
+
+
+def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is refused by the time, because nothing else bounds every grammar."""
+    monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
+    slow = {"allOf": [{"type": "string", "pattern": f"^.*{i}{i}.*$"} for i in range(16)]}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=slow))
+    with pytest.raises(ValueError, match="json of structured_outputs for more than 0 seconds"):
+        embedded.generate("x", params, use_tqdm=False)
+
+
+def test_a_choice_of_many_strings(embedded: LLM) -> None:
+    """llguidance refuses a position at which more than 2,000 rules begin."""
+    choice = [f"choice {i}" for i in range(5000)]
+    structured_outputs = StructuredOutputsParams(choice=choice)
+    params = SamplingParams(temperature=0, structured_outputs=structured_outputs)
+    assert embedded.generate("x", params, use_tqdm=False)[0]["text"] in choice
 
 
 def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
