@@ -92,7 +92,7 @@ class EngineConfig:
         check_scalars(self)
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:(\d|[1-9]\d))?", self.device):
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
             )

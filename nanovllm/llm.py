@@ -288,20 +288,19 @@ class LLM:
         """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...].
 
         The content may be a list of parts, [{"type": "text", "text": "..."}, ...], which are joined
-        by newlines if the chat template takes strings only. Raises ValueError if the template
-        cannot render the messages. The time that it takes is not limited; Ctrl-C ends its loops.
+        by newlines if the chat template takes strings only. chat_template_kwargs are variables of
+        the template; as in vLLM they overrule the other arguments. Raises ValueError if it cannot
+        render the messages. The time that it takes is not limited; Ctrl-C ends its loops.
         """
         check_call(self.chat, vllm)
-        variables = chat_template_kwargs or {}
+        variables = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
         prompts = [
-            self.engine.inputs.chat_prompt(
-                conversation,
-                chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **variables,
-            )
+            self.engine.inputs.chat_prompt(conversation, variables, chat_template_kwargs)
             for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)

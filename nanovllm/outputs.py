@@ -119,3 +119,7 @@ class GenerationError(RuntimeError):
             "attribute `outputs` of this error has the results of all requests"
         )
         self.outputs = outputs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the message and the attributes. Exception would call __init__ with the message."""
+        return type(self).__new__, (type(self), *self.args), vars(self)

@@ -58,6 +58,8 @@ class Trace(Observer):
 
     def __init__(self, llm: LLM | Observable) -> None:
         engine: Observable = getattr(llm, "engine", llm)  # type: ignore[arg-type]
+        if not hasattr(engine, "scheduler"):
+            raise TypeError(f"a Trace records an LLM or its LLMEngine, not {llm!r:.80}")
         self._engine = engine
         self._scheduler = scheduler = engine.scheduler
         self._blocks = scheduler.blocks

@@ -33,6 +33,7 @@ from nanovllm import (
 from nanovllm.config import EngineConfig
 from nanovllm.models.checkpoint import find_checkpoint, generation_defaults, weight_files
 from nanovllm.models.config import FIELDS, ModelConfig
+from nanovllm.models.sentence_transformers import read_pooling_settings
 from nanovllm.runner import memory, start
 from nanovllm.vllm_names import VLLM_OPTIONS
 
@@ -178,6 +179,7 @@ def test_attributes_that_do_not_exist() -> None:
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
 
 
+META = torch.ones(2, dtype=torch.int64, device="meta")  # has no numbers
 PROMPTS = [
     ("hello", ValueError, "token ids"),  # this engine has no tokenizer
     ([[]], ValueError, "empty"),
@@ -202,6 +204,14 @@ PROMPTS = [
     (torch.ones(1, 2, 2, dtype=torch.int64), ValueError, r"one dimension, .* not \(1, 2, 2\)"),
     (np.array([], dtype=int), ValueError, "empty"),
     (np.int64(5), TypeError, "prompts"),
+    (META, TypeError, "cannot be read from Tensor .*meta.*give a list or a dense tensor"),
+    (META[None], TypeError, "give a list or a dense tensor"),
+    ([META, [1]], TypeError, r"prompts\[0\]: .*give a list or a dense tensor"),
+    (list(META), TypeError, "token id must be an int, not tensor.*meta"),
+    ({"prompt_token_ids": META}, TypeError, "give a list or a dense tensor"),
+    ({"input_ids": [[1, 2]], "attention_mask": META[None]}, TypeError, "give a list or a dense"),
+    ({"input_ids": [1, 2], "attention_mask": list(META)}, TypeError, "give a list or a dense"),
+    (torch.ones(3, dtype=torch.int64).to_sparse(), TypeError, "give a list or a dense tensor"),
     ({"input_ids": [1], "pixel_values": 0}, ValueError, "remove pixel_values"),
     ({"input_ids": [1, 1], "attention_mask": [0, 0]}, ValueError, "empty"),
     ([None], TypeError, "None"),
@@ -349,6 +359,13 @@ def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatc
         embedded.chat([{"role": "user", "content": "\ud800"}], use_tqdm=False)
     with pytest.raises(ValueError, match="UTF-8"):
         embedded.generate("x", SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
+
+    def missing(text: str, **_: object) -> None:
+        raise Exception("Unk token not found")  # as tokenizers does
+
+    monkeypatch.setattr(embedded.engine.tokenizer, "encode", missing)
+    with pytest.raises(ValueError, match="the tokenizer cannot encode 'x': Unk token not found"):
+        embedded.generate("x", use_tqdm=False)
     monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text, **_: [])
     with pytest.raises(ValueError, match="empty"):
         embedded.generate(" ", use_tqdm=False)
@@ -470,6 +487,7 @@ OPTIONS = [
     ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": "all"}, TypeError, "gpu_memory_utilization"),
     ({"device": "tpu"}, ValueError, "tpu"),
+    ({"device": "cuda:00"}, ValueError, "device must be"),
     ({"device": "cuda:x"}, ValueError, "cuda:x"),
     ({"dtype": "int8"}, ValueError, "float32"),
     ({"scheduling_policy": "lifo"}, ValueError, "fcfs"),
@@ -695,6 +713,37 @@ def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
         weight_files(tmp_path / "model")
 
 
+def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for names in (["a" * 5000], ["a\0b"], [f"{i}.safetensors" for i in range(999)]):
+        index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+        with pytest.raises(ValueError, match="names missing files: ") as error:
+            weight_files(tmp_path)
+        assert len(str(error.value)) < len(str(index)) + 300
+    edited(path, tmp_path)
+    index.unlink()
+    kinds = ["Transformer", "Pooling"]
+    modules = [{"type": f"a.{kind}", "path": "a" * 5000} for kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert "pooling mode 'mean'" in read_pooling_settings(tmp_path, 8).refused
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="its start cannot be read")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "1_Pooling/config.json"])
+def test_files_whose_reading_fails(path: Path, tmp_path: Path, name: str) -> None:
+    """They can be opened. A parser that fails has its file opened again, to look for the cause."""
+    edited(path, tmp_path)
+    modules = [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(
+        ValueError, match=rf"{name} cannot be read \(Input/output error\); replace or remove it"
+    ):
+        random_llm(tmp_path)
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
 
 
@@ -720,6 +769,29 @@ def test_broken_tokenizer(path: Path, tmp_path: Path, name: str, text: str) -> N
         text = '{"tokenizer_class": 3}'
     (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=name):
+        LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"model_max_length": "x"}, "config.json: model_max_length must be a number, not 'x'"),
+        ({"model_max_length": [512]}, r"model_max_length must be a number, not \[512\]"),
+        ({"tokenizer_class": "LayoutLMv3Tokenizer"}, "tokenizer_class 'LayoutLMv3Tokenizer'"),
+        ({"tokenizer_class": "CLIPTokenizer"}, "tokenizer_class 'CLIPTokenizer' .*Unk token"),
+        ({"tokenizer_class": "T5Tokenizer"}, "tokenizer_class 'T5Tokenizer' .*tokenizer=..."),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_cannot_encode(tmp_path: Path, fields: dict, word: str) -> None:
+    """They were loaded, and requests failed, some with an error that was wrong."""
+    for file in find_checkpoint("qwen3-nano").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = tmp_path / "tokenizer_config.json"
+    text = json.dumps(json.loads(config.read_text()) | fields)
+    config.unlink()
+    config.write_text(text)
+    with pytest.raises(ValueError, match=word):
         LLM(str(tmp_path))
 
 

@@ -225,6 +225,19 @@ def write_tasks(path: Path, num_docs: int) -> None:
         (path / f"{name}.yaml").write_text(json.dumps(settings))  # JSON is YAML
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is not missing")
+def test_a_device_that_lm_eval_asks_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Its command passes cuda:0 if it is told nothing, which cannot be told from the user's wish."""
+    pytest.importorskip("lm_eval")
+    from nanovllm.integrations.lm_eval import NanoVLLM
+
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ValueError, match="needs a GPU, and torch finds none"):
+            NanoVLLM(device=device, num_kvcache_blocks=8)
+    assert NanoVLLM(device="cuda:0", num_kvcache_blocks=8).llm.engine.runner.device.type == "cpu"
+    assert "torch finds no GPU for cuda:0" in caplog.text
+
+
 @pytest.mark.slow
 def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
     lm_eval = pytest.importorskip("lm_eval")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, TypeAlias
 
-from nanovllm.chat import Message, render
+from nanovllm.chat import Message, render, template_variables
 from nanovllm.checks import located
 from nanovllm.detokenizer import Tokenizer
 from nanovllm.engine.request import Search
@@ -247,10 +247,14 @@ class InputProcessor:
         return [self.tokens[token] for token in ids]
 
     def chat_prompt(
-        self, conversation: Iterable[Message], chat_template: str | None, **variables: Any
+        self, conversation: Iterable[Message], variables: dict[str, Any], more: Any = None
     ) -> Prompt:
-        """Return the prompt of a conversation. `variables` are those of the chat template."""
-        text = render(conversation, self.get_tokenizer(), chat_template, **variables)
+        """Return the prompt of a conversation. `variables` are those of the chat template, and the
+        template itself; `more`, the chat_template_kwargs of a caller, take precedence.
+        """
+        variables = template_variables(variables, more)
+        template = variables.pop("chat_template", None)
+        text = render(conversation, self.get_tokenizer(), template, **variables)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def get_tokenizer(self) -> Tokenizer:
@@ -268,6 +272,8 @@ class InputProcessor:
             )
         except (TypeError, UnicodeError):  # raised by tokenizers if text is not Unicode
             raise ValueError(f"the text cannot be encoded as UTF-8: {text!r:.80}") from None
+        except Exception as error:  # that is what tokenizers raises of text without a token
+            raise ValueError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
 
     def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
         """Yield what `encode` returns for each text. One call for all takes a fraction of the time."""

@@ -47,8 +47,12 @@ class InvariantError(AssertionError):
     """An invariant does not hold. `name` is its key in INVARIANTS."""
 
     def __init__(self, name: str, detail: str = "") -> None:
-        super().__init__(f"{name}: {detail or INVARIANTS[name]}")
+        super().__init__(name, detail)
         self.name = name
+        self.detail = detail or INVARIANTS[name]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}"
 
 
 def require(holds: bool, name: str, detail: str = "") -> None:

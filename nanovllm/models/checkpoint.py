@@ -111,9 +111,10 @@ def weight_files(directory: Path) -> list[Path]:
                 f"it, not {weight_map!r:.200}"
             )
         names = sorted(set(names))
-        missing = [name for name in names if not (directory / name).is_file()]
+        # Path.is_file would raise OSError for a name that is too long.
+        missing = [name for name in names if not os.path.isfile(directory / name)]
         if missing:
-            raise ValueError(f"{index} names missing files: {', '.join(missing)}")
+            raise ValueError(f"{index} names missing files: {', '.join(missing):.200}")
         return [directory / name for name in names]
     single = directory / "model.safetensors"
     files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))

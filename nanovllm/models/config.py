@@ -223,7 +223,7 @@ def read_json(path: Path, kind: type = dict) -> Any:
     """Return the object, or the list, in a JSON file. Raises ValueError with the file's name."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not JSON, not even text, or nested too deeply
+    except (OSError, ValueError, RecursionError) as error:  # or not text, or nested too deeply
         raise unreadable(path, "valid JSON", error) from None
     if not isinstance(raw, kind):
         what = type(raw).__name__
@@ -232,11 +232,16 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def unreadable(path: Path, what: str, error: Exception) -> ValueError:
-    """Return the error for a file that could not be parsed."""
-    with path.open("rb") as file:
-        if file.read(23) == b"version https://git-lfs":
-            return ValueError(
-                f"{path} is a git-lfs pointer, not the file itself; run 'git lfs pull' in "
-                f"{path.parent}"
-            )
+    """Return the error for a file that could not be read or parsed."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(23)
+    except OSError as failure:
+        return ValueError(
+            f"{path} cannot be read ({failure.strerror or failure}); replace or remove it"
+        )
+    if start == b"version https://git-lfs":
+        return ValueError(
+            f"{path} is a git-lfs pointer, not the file itself; run 'git lfs pull' in {path.parent}"
+        )
     return ValueError(f"{path} is not {what}: {error}")
