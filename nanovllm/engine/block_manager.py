@@ -67,6 +67,7 @@ class BlockManager:
         self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.prefix_index: dict[int, int] = {}  # hash -> block id
         self.evictions = 0
+        self.num_resets = 0  # of the prefix cache
         self._last_identity = 0
         # For the plan that is being made; see take_moves.
         self._moves: list[BlockMove] = []
@@ -133,9 +134,14 @@ class BlockManager:
 
         "Computed" includes the plan being made, because each layer stores K and V of the whole
         step before any query attends. Sequences of the same step can therefore share a block.
+
+        A sequence that began before the last reset of the prefix cache caches nothing more, because
+        its later blocks depend on what it computed before.
         """
         full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         if not self.enable_prefix_caching or seq.num_cached_blocks >= full:
+            return
+        if seq.began_after != self.num_resets:
             return
         self.hash_blocks(seq)
         while seq.num_cached_blocks < full:
@@ -163,7 +169,8 @@ class BlockManager:
         block.identity, block.parent, block.hash, block.token_ids = 0, 0, 0, b""
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the cache. Sequences keep the blocks that they own."""
+        """Remove every block from the cache. Sequences keep the blocks that they own, uncached."""
+        self.num_resets += 1
         for block_id in list(self.prefix_index.values()):
             self._uncache(self.blocks[block_id])
 
@@ -184,6 +191,7 @@ class BlockManager:
         seq.num_cached_blocks = len(matched)
         seq.parent_block = matched[-1].identity if matched else 0
         seq.num_computed = len(matched) * self.block_size
+        seq.began_after = self.num_resets
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         """Share with `child` the blocks of the first `num_computed` tokens of `parent`.
@@ -193,7 +201,7 @@ class BlockManager:
         child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
-        child.num_computed = num_computed
+        child.num_computed, child.began_after = num_computed, parent.began_after
         if parent.num_cached_blocks <= (full := num_computed // self.block_size):
             child.num_cached_blocks, child.parent_block = (
                 parent.num_cached_blocks,

@@ -141,8 +141,11 @@ class LLMEngine(EngineCore):
     # ---- the state of the engine ----
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache. Running requests keep their blocks."""
-        with self.lock:
+        """Remove every block from the prefix cache, so that nothing computed before is shared.
+
+        Running requests keep their blocks, and share them with no later request.
+        """
+        with defer_interrupt(), self.lock:
             self.scheduler.blocks.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:

@@ -65,6 +65,8 @@ MUTANTS = {
         Mutant(SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"),
     "a resumed chunk starts one token late":
         Mutant(SCHEDULER, "_plan_chunk", "Chunk(A, B, C[start:end], D)", "Chunk(A, B, C[start + 1 : end + 1], D)"),
+    "a block computed before a reset is cached after it":
+        Mutant(BLOCKS, "cache_full_blocks", "A.began_after != B", "False"),
 }
 # fmt: on
 
