@@ -31,6 +31,7 @@ They are evicted in their turn, or replaced when [ c d ] or [ x y ] is cached ag
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xxhash import xxh64_intdigest
@@ -62,13 +63,16 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.blocks = [Block(i) for i in range(num_blocks + 1)]
-        self.free = list(range(num_blocks, 0, -1))  # taken from the end
-        self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.prefix_index: dict[int, int] = {}  # hash -> block id
         self.evictions = 0
         self.num_resets = 0  # of the prefix cache
         self._last_identity = 0
+        self._free_all()
+
+    def _free_all(self) -> None:
+        self.blocks = [Block(i) for i in range(self.num_blocks + 1)]
+        self.free = list(range(self.num_blocks, 0, -1))  # taken from the end
+        self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.prefix_index: dict[int, int] = {}  # hash -> block id
         # For the plan that is being made; see take_moves.
         self._moves: list[BlockMove] = []
         self._evicted: list[int] = []
@@ -167,6 +171,13 @@ class BlockManager:
             self.free.append(block.block_id)
         del self.prefix_index[block.hash]
         block.identity, block.parent, block.hash, block.token_ids = 0, 0, 0, b""
+
+    def revert(self, seqs: Iterable[Sequence]) -> None:
+        """Free all blocks, in whatever state a failure has left them, and those of `seqs`."""
+        self._free_all()
+        self.reset_prefix_cache()
+        for seq in seqs:
+            self._forget_blocks(seq)
 
     def reset_prefix_cache(self) -> None:
         """Remove every block from the cache. Sequences keep the blocks that they own, uncached."""
@@ -277,6 +288,9 @@ class BlockManager:
         """Release the blocks of `seq`, the last first, so that shared prefixes are evicted last."""
         for block_id in reversed(seq.block_table):
             self._release_block(self.blocks[block_id])
+        self._forget_blocks(seq)
+
+    def _forget_blocks(self, seq: Sequence) -> None:
         seq.block_table = []
         seq.needs_copy_on_write = False
         seq.num_computed = seq.num_cached_blocks = seq.parent_block = 0

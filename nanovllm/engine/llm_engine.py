@@ -100,8 +100,13 @@ class LLMEngine(EngineCore):
             self.num_requests += 1
             if search is not None:
                 search.start(seqs)
-            self.scheduler.add(seqs[0])
-            return self.outputs.add(seqs, text, params, returned_by_step, stream, search)
+            request = self.outputs.add(seqs, text, params, returned_by_step, stream, search)
+            try:
+                self.scheduler.add(seqs[0])
+            except BaseException:
+                self.outputs.remove(request)
+                raise
+            return request
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End a request, or several, in any state and free the blocks. Unknown ids are ignored."""
@@ -135,8 +140,10 @@ class LLMEngine(EngineCore):
         """Run one step. Returns the requests that have finished since the last call."""
         self.run_step()
         with self.lock:
-            finished, self.outputs.finished = self.outputs.finished, []
-        return finished
+            try:
+                return self.outputs.finished
+            finally:  # not before it is returned: a signal handler may raise between two lines
+                self.outputs.finished = []
 
     # ---- the state of the engine ----
 

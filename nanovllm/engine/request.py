@@ -33,6 +33,8 @@ class Sample:
 class Search(Protocol):
     """Chooses the tokens of a request whose rows yield candidates: see nanovllm/beam_search.py."""
 
+    candidates: dict[Sequence, list[tuple[int, float]]]  # of sequences that await a token
+
     def start(self, seqs: list[Sequence]) -> None: ...
 
     def receive(

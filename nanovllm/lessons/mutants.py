@@ -60,7 +60,7 @@ MUTANTS = {
         Mutant(SCHEDULER, "commit", "A.status is Status.FINISHED", "False"),
     "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
     "an abandoned step's blocks stay cached":
-        Mutant(SCHEDULER, "revert_in_flight", "A.reset_prefix_cache()", "pass"),
+        Mutant(BLOCKS, "revert", "self._free_all()", "[self.release(seq) for seq in seqs]"),
     "max_length is passed by one":
         Mutant(SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"),
     "a resumed chunk starts one token late":
