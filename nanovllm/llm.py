@@ -97,7 +97,10 @@ class LLM:
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache. Running requests keep their blocks."""
+        """Remove every block from the prefix cache, so that nothing computed before is shared.
+
+        Running requests keep their blocks, and share them with no later request.
+        """
         self.engine.reset_prefix_cache()
 
     def generate(

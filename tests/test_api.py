@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, random_llm
+from conftest import VOCAB, random_llm, weights_of
 
 import nanovllm
 from nanovllm import LLM, GenerationError, SamplingParams, TextPrompt, TokensPrompt
@@ -761,3 +761,32 @@ def test_a_model_that_computes_nan(path: Path) -> None:
         llm.generate([[1, 2], [3]], params, use_tqdm=False)
     model.logits = logits
     assert len(llm.generate([1, 2], params, use_tqdm=False)[0]["token_ids"]) == 4
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("length", "n"), [(8, 1), (21, 2), (32, 2), (40, 1)])  # blocks of 16
+@pytest.mark.parametrize("swap", [{}, dict(swap_space=0.01, swap_min_blocks=1)], ids=["", "swap"])
+def test_a_reset_while_requests_run(
+    path: Path, length: int, n: int, steps: int, swap: dict
+) -> None:
+    """After the weights have changed, no later request shares what was computed with the old ones."""
+    options = dict(num_kvcache_blocks=12, kvcache_block_size=16, attention_backend="sdpa")
+    llm = random_llm(path, **options, **swap)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=n)
+    short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    request = llm.engine.submit([i % 90 + 1 for i in range(length)], params)
+    for _ in range(steps):
+        llm.engine.run_step()
+    with torch.inference_mode():
+        for weight in weights_of(llm).values():
+            weight.mul_(1.1)
+    llm.reset_prefix_cache()
+    for _ in llm.engine.run([request]):
+        pass
+    output = request.output
+    later = [[*output.prompt_token_ids, *sample.token_ids, 5] for sample in output.outputs]
+    got = llm.generate(later, short, use_tqdm=False)
+    assert got[0].num_cached_tokens == 0
+    llm.reset_prefix_cache()
+    want = llm.generate(later, short, use_tqdm=False)
+    assert [out["token_ids"] for out in got] == [out["token_ids"] for out in want]

@@ -87,9 +87,7 @@ class EngineCore:
                 yield interrupt
             except BaseException as error:
                 with self.lock:
-                    self.scheduler.revert_in_flight()
-                    self.outputs.collect_finished(self.outputs.sequences())
-                    self.observer.reverted(error)
+                    self._revert(error)
                 raise
             finally:
                 self._stepping = None
@@ -100,6 +98,8 @@ class EngineCore:
         with self.lock:
             self.observer.begin()
             step = self.scheduler.schedule()
+            if step is None and self.outputs.requests and not self.scheduler.has_work():
+                raise RuntimeError("requests wait for nothing, which is a bug of the engine")
             if step is not None:
                 self.outputs.note_scheduled([step.seqs[join.row] for join in step.plan.joins])
             self.observer.scheduled(step)
@@ -109,11 +109,25 @@ class EngineCore:
         with self.lock:
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)
-            ended = self.outputs.process(step, output, updated)
-            for seq, reason, stop_string in ended:
-                self.scheduler.finish(seq, reason, stop_string)
+            self.outputs.process(step, output, updated)
+            for request in self.outputs.failed:
+                if request.search is not None and request.error is not None:
+                    # It was changing its beams, so the queues may be in any state.
+                    self._revert(request.error)
+                    return
+            ended = self.outputs.ends()
+            for seq, reason, stop_reason in ended:
+                self.scheduler.finish(seq, reason, stop_reason)
             self.outputs.collect_finished([*updated, *(seq for seq, *_ in ended)])
             self.observer.committed(step, updated, output)
+
+    def _revert(self, error: BaseException) -> None:
+        """Return to a state from which all requests go on, whichever line has failed."""
+        self.scheduler.revert_in_flight(self.outputs.unfinished())
+        for seq, reason, stop_reason in self.outputs.ends():  # those that were not finished yet
+            self.scheduler.finish(seq, reason, stop_reason)
+        self.outputs.collect_finished(self.outputs.sequences())
+        self.observer.reverted(error)
 
     @property
     def lock(self) -> "threading.RLock":
@@ -136,7 +150,7 @@ class EngineCore:
         self._abort_noted()
 
     def _abort_noted(self) -> None:
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        if not self._to_abort or self._lock._is_owned():  # type: ignore[attr-defined]
             return
         with defer_interrupt():
             while self._to_abort and self._lock.acquire(blocking=False):

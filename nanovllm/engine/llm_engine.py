@@ -136,11 +136,16 @@ class LLMEngine(EngineCore):
         self.num_requests += 1
         if prompt.search is not None:
             prompt.search.start(seqs)
-        self.scheduler.add(seqs[0])
         asked = prompt.asked.params
-        return self.outputs.add(
+        request = self.outputs.add(
             seqs, prompt.text, asked, returned_by_step, stream, prompt.search, call
         )
+        try:
+            self.scheduler.add(seqs[0])
+        except BaseException:
+            self.outputs.remove(request)
+            raise
+        return request
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End a request, or several, in any state and free the blocks. Unknown ids are ignored."""
@@ -174,14 +179,19 @@ class LLMEngine(EngineCore):
         """Run one step. Returns the requests that have finished since the last call."""
         self.run_step()
         with self.lock:
-            finished, self.outputs.finished = self.outputs.finished, {}
-        return list(finished.values())
+            try:
+                return list(self.outputs.finished.values())
+            finally:  # not before it is returned: a signal handler may raise between two lines
+                self.outputs.finished = {}
 
     # ---- the state of the engine ----
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache. Running requests keep their blocks."""
-        with self.lock:
+        """Remove every block from the prefix cache, so that nothing computed before is shared.
+
+        Running requests keep their blocks, and share them with no later request.
+        """
+        with defer_interrupt(), self.lock:
             self.scheduler.blocks.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:

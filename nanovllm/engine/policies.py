@@ -1,6 +1,6 @@
 """Scheduling policies and the queue of waiting sequences: the order in which they are admitted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
 from nanovllm.engine.block_manager import BlockManager
@@ -57,6 +57,15 @@ class WaitingQueue:
         """Add a sequence before those with larger keys; `at_head` before all that are not there."""
         self._entries[seq] = entry = (not at_head, key, seq.arrival, seq.index, seq)
         heappush(self._heap, entry)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._entries
+
+    def keep(self, seqs: Iterable[Sequence]) -> None:
+        """Remove all but these, from whatever state a failure has left."""
+        self._entries = {seq: self._entries[seq] for seq in seqs if seq in self._entries}
+        self._heap = list(self._entries.values())
+        heapify(self._heap)
 
     def remove(self, seq: Sequence) -> None:
         del self._entries[seq]

@@ -33,6 +33,8 @@ class Sample:
 class Search(Protocol):
     """Chooses the tokens of a request whose rows yield candidates: see nanovllm/beam_search.py."""
 
+    candidates: dict[Sequence, list[tuple[int, float]]]  # of sequences that await a token
+
     def start(self, seqs: list[Sequence]) -> None: ...
 
     def receive(
@@ -84,8 +86,8 @@ class Request:
 
     def end(self) -> None:
         """Note that it has ended, and count it."""
-        self.ended = True
-        if (call := self.call) is not None:
+        is_new, self.ended = not self.ended, True
+        if is_new and (call := self.call) is not None:
             call.num_ended += 1
             call.num_ended_tokens += self.num_output
             call.started.discard(self)

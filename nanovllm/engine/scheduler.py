@@ -21,7 +21,7 @@ One step, with a budget of 8 tokens and blocks of 4:
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from nanovllm.engine.block_manager import Block, BlockManager
@@ -321,11 +321,16 @@ class Scheduler:
             if len(ids) % block_size == 0 and seq.num_computed >= len(ids):
                 # A step in flight has computed the KV of this token already.
                 self.blocks.cache_full_blocks(seq)
-            if token in seq.stop_token_ids:
-                self.finish(seq, "stop", token)
-            elif len(ids) >= seq.max_length:
-                self.finish(seq, "length")
+            if token in seq.stop_token_ids or len(ids) >= seq.max_length:
+                self._finish_if_complete(seq)
         return updated
+
+    def _finish_if_complete(self, seq: Sequence) -> None:
+        """Finish a sequence whose last token is a stop token, or that has its full length."""
+        if (token := seq.token_ids[-1]) in seq.stop_token_ids:
+            self.finish(seq, "stop", token)
+        elif len(seq.token_ids) >= seq.max_length:
+            self.finish(seq, "length")
 
     def append(self, seq: Sequence, token: int) -> None:
         """Append the token that the caller has chosen for a sequence whose result was returned."""
@@ -338,21 +343,36 @@ class Scheduler:
         else:
             self.add(seq, at_head=True)
 
-    def revert_in_flight(self) -> None:
-        """Revert all steps in flight after a failure.
+    def revert_in_flight(self, unfinished: Iterable[Sequence] | None = None) -> None:
+        """Revert all steps in flight after a failure, which may have come between any two lines.
 
-        All running sequences return to the waiting queue with their known tokens. Blocks that these steps
-        cached may hold anything and may be shared, so the whole prefix cache is reset.
+        Only the known tokens are relied on: all rows and blocks are freed, and the `unfinished`, by
+        default all that run or wait, return to the waiting queue. Blocks that these steps cached
+        may hold anything and may be shared, so the whole prefix cache is reset.
         """
+        ran = self.running
+        seqs = [*ran, *self.waiting] if unfinished is None else list(unfinished)
+        for seq in ran:
+            self.recomputed_tokens += seq.num_computed
+            self.preemptions += 1
+            seq.preemptions += 1
         self.in_flight.clear()
-        # A plan or a commit may have been interrupted, so every sequence is affected.
-        for seq in reversed(list(self.running)):
-            self._preempt(seq)
-        for seq in self.waiting:
-            self.blocks.release(seq)
-            seq.num_with_placeholders = len(seq.token_ids)
-        self.blocks.take_moves(StepPlan())  # those of a plan that is not complete
-        self.blocks.reset_prefix_cache()
+        self.running, self._free_rows = [], list(range(self.max_num_seqs - 1, -1, -1))
+        self.blocks.revert([*ran, *self.waiting, *seqs])
+        for seq in seqs:
+            seq.status, seq.row, seq.decoding = Status.NEW, -1, False
+            if seq.yields is Yield.TOKEN and seq.num_output:
+                self._finish_if_complete(seq)
+        queued = [seq for seq in seqs if seq.status is Status.NEW and not seq.awaits_token]
+        self.waiting.keep(queued)
+        for seq in queued:
+            if seq in self.waiting:
+                seq.status, seq.num_with_placeholders = Status.WAITING, len(seq.token_ids)
+            else:
+                self.add(seq, at_head=True)
+        if unfinished is not None:
+            left = (seq for seq in seqs if seq.status is not Status.FINISHED)
+            self.num_unfinished = sum(1 + len(seq.forks) for seq in left)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Finish a sequence in any state. What ended it before is overwritten."""

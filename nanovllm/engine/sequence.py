@@ -70,6 +70,7 @@ class Sequence:
     block_hashes: list[int] = EMPTY  # one per full block, chained
     num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another's block
     parent_block: int = 0  # identity of the last cached block, the parent of the next
+    began_after: int = 0  # resets of the prefix cache before its first block was computed
 
     @property
     def num_output(self) -> int:

@@ -70,8 +70,9 @@ class Rows:
             self.block_tables[row, len(table) :] = 0
             self.params[:, row] = (sampling.temperature, *sampling.filters)
             self.seeds[row] = sampling.seed
-            if self.rules.pop(row, None) or sampling.rules is not None:
-                self.rules_batch = None
+            if row in self.rules or sampling.rules is not None:
+                self.rules_batch = None  # first, because a second Ctrl-C may come between the lines
+                self.rules.pop(row, None)
             if sampling.rules is not None:
                 self.rules[row] = self._join_rules(join, sampling.rules)
         for row, index, block in plan.new_blocks:
