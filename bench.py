@@ -7,6 +7,7 @@
   python bench.py --workload cpu-mixed --baseline hf-batch vllm --peer-python ~/vllm/bin/python
   python bench.py --busy               alone and beside a busy process, in turns
   python bench.py --host-only          scheduling and batch building, without a model
+  python bench.py --host-only --workload many       1,000 and 1,000,000 requests in one call
   python bench.py --workload mixed --policy fcfs sjf --set max_num_seqs=16
   python bench.py --startup --memory   the time to start, and host memory over 10,000 requests
   python bench.py --kernels            each Triton kernel alone (needs a GPU)

@@ -7,7 +7,8 @@ Names are loaded when they are first used (PEP 562), so that `import nanovllm.en
 loads no torch.
 """
 
-import importlib
+import importlib._bootstrap
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -56,8 +57,10 @@ if not TYPE_CHECKING:
         if name not in __all__:
             names = importlib.import_module("nanovllm.api.vllm_names")
             error = names.missing("module 'nanovllm'", name, __all__)
-            # `from nanovllm import name` would replace an AttributeError by one of its own.
-            raise ImportError(error) if name in names.INSTEAD else error
+            # `from nanovllm import name` asks from here, and would replace an AttributeError by one
+            # of its own. No exception can be both an ImportError and an AttributeError.
+            asked = sys._getframe(1).f_globals is vars(importlib._bootstrap)
+            raise ImportError(error) if asked and name in names.INSTEAD else error
         return getattr(importlib.import_module(f"nanovllm.{HOMES[name]}"), name)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
 from tqdm import tqdm
 
@@ -19,8 +18,9 @@ from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.api.prompts import Prompt, pair_up
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.api.vllm_names import CallArguments, check_call, missing
+from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Call, Request
 from nanovllm.features import beam_search
 from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
 from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 # The default of `prompts`. With `prompt_token_ids` alone the error says what to pass instead.
 MISSING: Any = None
 P = ParamSpec("P")
-Submit: TypeAlias = Callable[[Any, Any], Request]  # of a prompt and its parameters
 
 
 def with_parameters_of(
@@ -98,7 +97,10 @@ class LLM:
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache. Running requests keep their blocks."""
+        """Remove every block from the prefix cache, so that nothing computed before is shared.
+
+        Running requests keep their blocks, and share them with no later request.
+        """
         self.engine.reset_prefix_cache()
 
     def generate(
@@ -126,7 +128,7 @@ class LLM:
         """
         check_call(self.generate, vllm)
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        requests = self._run(self.engine.submit, pairs, use_tqdm)
+        requests = self._run(self.engine.check(pairs), use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
         if any(sample.finish_reason == "error" for out in outputs for sample in out.outputs):
             raise GenerationError(outputs, [request.params for request in requests])
@@ -147,9 +149,12 @@ class LLM:
         Ctrl-C are as in `generate`.
         """
         check_call(self.beam_search, vllm)
-        submit = functools.partial(beam_search.submit, self.engine)
+        checked = []
         pairs = pair_up(prompts, params, BeamSearchParams, "params")
-        requests = self._run(submit, pairs, use_tqdm, "Searching")
+        for i, pair in enumerate(pairs):
+            with located(f"prompts[{i}]: " * (len(pairs) > 1)):
+                checked.append(beam_search.check(self.engine, *pair))
+        requests = self._run(checked, use_tqdm, "Searching")
         return [request.output for request in requests]
 
     def embed(
@@ -178,7 +183,7 @@ class LLM:
         elif fields != PoolingParams():
             raise TypeError("set the fields of pooling_params, or pass them alone")
         pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
-        return unaborted(self._run(self.engine.submit, pairs, use_tqdm, "Embedding"))
+        return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Embedding"))
 
     def loglikelihood(
         self,
@@ -195,29 +200,29 @@ class LLM:
         may have max_model_len + 1 tokens. Raises as `embed` does.
         """
         pairs = self.engine.inputs.tokenize_pairs(prompts, continuations)
-        return unaborted(self._run(self.engine.submit, pairs, use_tqdm, "Scoring"))
+        return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
 
     def _run(
-        self,
-        submit: Submit,
-        pairs: Sequence[tuple[Any, Any]],
-        use_tqdm: bool,
-        what: str = "Generating",
+        self, prompts: list[CheckedPrompt], use_tqdm: bool, what: str = "Generating"
     ) -> list[Request]:
-        """Submit each pair of a prompt and its parameters, and run the requests to their ends."""
+        """Queue the prompts, and run their requests to the ends."""
         requests: list[Request] = []
+        call = Call()
         with self._abort_on_error(requests) as interrupt:
-            submit_all(requests, submit, pairs, interrupt)
+            for _ in self.engine.add(prompts, requests, call):
+                interrupt.check()
+            del prompts  # they take memory, which requests need
             start = last_shown = time.monotonic()
             quiet = not use_tqdm or self._config.rank > 0
             with tqdm(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
-                for pending in self.engine.run(requests):
-                    raise_error(pending)
+                for _ in self.engine.run(requests):
+                    if call.error is not None:
+                        raise call.error
                     interrupt.check()
                     if not quiet and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
-                        show_progress(bar, requests, last_shown - start)
-                show_progress(bar, requests, time.monotonic() - start)
+                        show_progress(bar, call, last_shown - start)
+                show_progress(bar, call, time.monotonic() - start)
         return requests
 
     @contextmanager
@@ -234,7 +239,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[StreamOutput]:
+    ) -> Generator[StreamOutput, None, None]:
         """Complete the prompts as `generate` does, and yield new text and tokens after each step.
 
         The texts of one (request_index, index), joined, are what `generate` would return. A
@@ -244,21 +249,27 @@ class LLM:
         with the next call, or `shutdown` aborts them.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
+        checked = self.engine.check(pairs)
         requests: list[Request] = []
+        call = Call()
         try:
             with self._abort_on_error(requests) as interrupt:
-                submit = functools.partial(self.engine.submit, stream=True)
-                submit_all(requests, submit, pairs, interrupt)
+                for _ in self.engine.add(checked, requests, call, stream=True):
+                    interrupt.check()
+            numbers = {request: i for i, request in enumerate(requests)}
             steps = self.engine.run(requests)
             while True:
                 with self._abort_on_error(requests) as interrupt:
-                    if (pending := next(steps, None)) is None:
+                    if next(steps, requests) is requests:
                         return
                     with self.engine.lock:
-                        new = [out for i, r in enumerate(requests) for out in r.read_stream(i)]
+                        changed = sorted(call.changed, key=numbers.__getitem__)
+                        call.changed.clear()
+                        new = [out for r in changed for out in r.read_stream(numbers[r])]
                     interrupt.check()
                 yield from new
-                raise_error(pending)
+                if call.error is not None:
+                    raise call.error
         except BaseException as error:
             # The garbage collector closes an abandoned stream, at another moment on each rank.
             if self._config.tensor_parallel_size == 1 or not isinstance(error, GeneratorExit):
@@ -280,43 +291,30 @@ class LLM:
         """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...].
 
         The content may be a list of parts, [{"type": "text", "text": "..."}, ...], which are joined
-        by newlines if the chat template takes strings only. Raises ValueError if the template
-        cannot render the messages. The time that it takes is not limited; Ctrl-C ends its loops.
+        by newlines if the chat template takes strings only. chat_template_kwargs are variables of
+        the template; as in vLLM they overrule the other arguments. Raises ValueError if it cannot
+        render the messages. The time that it takes is not limited; Ctrl-C ends its loops.
         """
         check_call(self.chat, vllm)
-        variables = chat_template_kwargs or {}
+        variables = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
         prompts = [
-            self.engine.inputs.chat_prompt(
-                conversation,
-                chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **variables,
-            )
+            self.engine.inputs.chat_prompt(conversation, variables, chat_template_kwargs)
             for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
 
-def submit_all(
-    requests: list[Request],
-    submit: Submit,
-    pairs: Sequence[tuple[Any, Any]],
-    interrupt: DeferredInterrupt,
-) -> None:
-    """Submit each pair of a prompt and its parameters, and append the requests."""
-    for i, pair in enumerate(pairs):
-        with located(f"prompts[{i}]: " * (len(pairs) > 1)):
-            requests.append(submit(*pair))
-        interrupt.check()
-
-
-def show_progress(bar: tqdm[NoReturn], requests: list[Request], seconds: float) -> None:
-    tokens = [request.num_tokens for request in requests]
-    prompt, output = (sum(pair[i] for pair in tokens) / (seconds + 1e-9) for i in (0, 1))
+def show_progress(bar: tqdm[NoReturn], call: Call, seconds: float) -> None:
+    prompt, output = (
+        n / (seconds + 1e-9) for n in (call.num_prompt_tokens, call.num_output_tokens)
+    )
     bar.set_postfix_str(f"prompt {prompt:,.0f} tok/s, output {output:,.0f} tok/s", refresh=False)
-    bar.update(sum(request.ended for request in requests) - bar.n)
+    bar.update(call.num_ended - bar.n)
     bar.refresh()
 
 
@@ -325,10 +323,3 @@ def unaborted(requests: list[Request]) -> list[Any]:
     if any(request.samples[0].seq.finish_reason == "abort" for request in requests):
         raise RuntimeError("another thread has aborted the requests of this call")
     return [request.output for request in requests]
-
-
-def raise_error(requests: list[Request]) -> None:
-    """Raise the error that ended one of these requests, such as that of a logits processor."""
-    for request in requests:
-        if request.error is not None:
-            raise request.error

@@ -130,7 +130,7 @@ class RowSampling:
     rules: LogitRules | None = None
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)  # without slots: the runner has weak references to it
 class LogitRules:
     """Rules that change or report a row's logits, as in SamplingParams. Most rows have none."""
 

@@ -2,12 +2,14 @@
 
 import copy
 import json
+import logging
 import os
 import pickle
 import re
 import shutil
 import signal
 import threading
+import typing
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB, random_llm
+from transformers import AutoTokenizer
 
 import nanovllm
 from nanovllm import (
@@ -29,6 +32,7 @@ from nanovllm import (
 )
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.vllm_names import VLLM_OPTIONS
+from nanovllm.features.embeddings.sentence_transformers import read_pooling_settings
 from nanovllm.loading import make_runner as start
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import find_checkpoint, generation_defaults, weight_files
@@ -101,6 +105,9 @@ PARAMS = [
     ({"logits_processors": [one_argument]}, TypeError, r"\(output ids, logits\) or"),
     ({"logits_processors": [four_arguments]}, TypeError, "which .* does not take"),
     ({"guided_decoding": {}}, TypeError, "structured_outputs=StructuredOutputsParams"),
+    ({"guided_json": {}}, TypeError, "no .* 'guided_json'; use the field 'json' of structured_out"),
+    ({"guided_regex": "a"}, TypeError, "use the field 'regex' of structured_outputs"),
+    ({"guided_whitespace_pattern": " "}, TypeError, "x-guidance in the schema"),
     ({"structured_outputs": {"regex": "a"}}, TypeError, "must be a StructuredOutputsParams, not"),
     ({"length_penalty": 1.0}, TypeError, "LLM.beam_search"),
     ({"min_characters": 1}, TypeError, "known: n, temperature"),
@@ -122,7 +129,14 @@ STRUCTURED = [
     ({"choice": []}, ValueError, "choice is empty"),
     ({"grammar": ["start"]}, TypeError, "grammar must be a string"),
     ({"json_object": "yes"}, TypeError, "json_object must be True or False"),
-    ({"structural_tag": "x"}, TypeError, "structural_tag"),
+    ({"structural_tag": "x"}, TypeError, "'structural_tag'; write a grammar of the whole output"),
+    ({"json": {}, "whitespace_pattern": " "}, TypeError, '"x-guidance": {"whitespace_pattern"'),
+    ({"json": {}, "disable_any_whitespace": True}, TypeError, "JSON is always on one line"),
+    ({"json": False}, TypeError, "json must be a JSON schema, .* not False"),
+    ({"json": False, "regex": "a"}, ValueError, "not json and regex"),
+    ({"json": ""}, ValueError, "json='' is not JSON"),
+    ({"choice": False}, TypeError, "choice must be a list of strings, not False"),
+    ({"regex": False}, TypeError, "regex must be a string"),
 ]
 
 
@@ -166,6 +180,7 @@ def test_attributes_that_do_not_exist() -> None:
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
 
 
+META = torch.ones(2, dtype=torch.int64, device="meta")  # has no numbers
 PROMPTS = [
     ("hello", ValueError, "token ids"),  # this engine has no tokenizer
     ([[]], ValueError, "empty"),
@@ -190,6 +205,14 @@ PROMPTS = [
     (torch.ones(1, 2, 2, dtype=torch.int64), ValueError, r"one dimension, .* not \(1, 2, 2\)"),
     (np.array([], dtype=int), ValueError, "empty"),
     (np.int64(5), TypeError, "prompts"),
+    (META, TypeError, "cannot be read from Tensor .*meta.*give a list or a dense tensor"),
+    (META[None], TypeError, "give a list or a dense tensor"),
+    ([META, [1]], TypeError, r"prompts\[0\]: .*give a list or a dense tensor"),
+    (list(META), TypeError, "token id must be an int, not tensor.*meta"),
+    ({"prompt_token_ids": META}, TypeError, "give a list or a dense tensor"),
+    ({"input_ids": [[1, 2]], "attention_mask": META[None]}, TypeError, "give a list or a dense"),
+    ({"input_ids": [1, 2], "attention_mask": list(META)}, TypeError, "give a list or a dense"),
+    (torch.ones(3, dtype=torch.int64).to_sparse(), TypeError, "give a list or a dense tensor"),
     ({"input_ids": [1], "pixel_values": 0}, ValueError, "remove pixel_values"),
     ({"input_ids": [1, 1], "attention_mask": [0, 0]}, ValueError, "empty"),
     ([None], TypeError, "None"),
@@ -216,6 +239,11 @@ REQUESTS = [
     ({"prompt_logprobs": VOCAB + 1}, f"more than the vocabulary of {VOCAB} tokens"),
     ({"allowed_token_ids": [VOCAB]}, f"token id {VOCAB}"),
     ({"logit_bias": {VOCAB: 1.0}}, f"token id {VOCAB}"),
+    ({"stop_token_ids": [3, VOCAB]}, f"stop_token_ids has token id {VOCAB}; the vocabulary of"),
+    ({"logprobs": 21}, "logprobs=21 is more than max_logprobs=20; ask for fewer, or give LLM"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs=21 is more than max_logprobs=20"),
+    ({"logprobs": -1}, f"logprobs=-1 .* max_logprobs=20, because -1 .* vocabulary of {VOCAB}"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs=-1 is more than max_logprobs=20"),
     ({"stop": "x"}, "need a tokenizer"),
     ({"bad_words": ["x"]}, "need a tokenizer"),
     ({"structured_outputs": StructuredOutputsParams(regex="a")}, "needs a tokenizer"),
@@ -229,6 +257,102 @@ def test_params_that_do_not_fit_the_model(llm: LLM, fields: dict, word: str) -> 
     still_serves(llm)
 
 
+@pytest.fixture(scope="session")
+def larger_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model's tokenizer with 40 more tokens: 1042 and 1043 are zebra and <|more|>."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(find_checkpoint("qwen3-nano"))
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.add_tokens(["<|more|>"], special_tokens=True)
+    tokenizer.add_tokens([f"zebra{i}" for i in range(38)])
+    tokenizer.save_pretrained(path)
+    return path
+
+
+NOT_THERE = [
+    ({"bad_words": ["zebra"]}, "bad_words has 'zebra', which is encoded with token id 1042"),
+    (
+        {"bad_words": ["a", "a zebra"]},
+        "bad_words has 'a zebra', .* vocabulary of the model ends at",
+    ),
+    ({"stop_token_ids": [1043]}, "stop_token_ids has token id 1043"),
+    ({"logit_bias": {1043: 1.0}}, "logit_bias has token id 1043"),
+    ({"allowed_token_ids": [1043, 2]}, "allowed_token_ids has token id 1043"),
+]
+
+
+@pytest.mark.parametrize("backend", ["numba", "sdpa"])
+def test_tokens_that_the_model_does_not_have(larger_tokenizer: Path, backend: str) -> None:
+    """A tokenizer with tokens that were added without another row of the embedding table."""
+    llm = LLM(dtype="float32", device="cpu", tokenizer=str(larger_tokenizer),
+              attention_backend=backend, num_kvcache_blocks=64)  # fmt: skip
+    question, greedy = "What is 12 + 30?\n", SamplingParams(temperature=0, max_tokens=20)
+    for fields, word in NOT_THERE:
+        with pytest.raises(ValueError, match=word):
+            llm.generate([question] * 2, [greedy, SamplingParams(**fields)], use_tqdm=False)
+    for call in (
+        lambda: llm.generate("zebra", use_tqdm=False),
+        lambda: llm.embed("a zebra", use_tqdm=False),
+        lambda: llm.loglikelihood("a ", "zebra", use_tqdm=False),
+        lambda: llm.loglikelihood("a", [1042], use_tqdm=False),
+        lambda: llm.beam_search("zebra", BeamSearchParams(2, 3), use_tqdm=False),
+    ):
+        with pytest.raises(ValueError, match="token id 1042 is outside the vocabulary of 1042"):
+            call()
+    assert llm.generate(question, greedy, use_tqdm=False)[0]["text"] == "12 + 30 = 42"
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_an_end_token_that_the_model_does_not_have(
+    larger_tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tokenizer's end token is known only at the end of loading."""
+    tokenizer = AutoTokenizer.from_pretrained(larger_tokenizer)
+    tokenizer.eos_token = "<|more|>"
+    tokenizer.save_pretrained(tmp_path)
+    with caplog.at_level("WARNING", logger="nanovllm"):
+        llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
+    assert any("end-of-sequence tokens [1043] are outside" in text for text in caplog.messages)
+    assert llm.engine.outputs.eos_token_ids == llm.engine.inputs.eos_token_ids == {1033, 1035}
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=2)
+    assert llm.generate("What is 12 + 30?\n", params, use_tqdm=False)[0]["text"] == "12 + 30 = 42"
+
+
+def test_a_long_prompt_has_one_message(embedded: LLM) -> None:
+    """Not a warning of transformers too, which it prints for the first one of a tokenizer."""
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    embedded.get_tokenizer().deprecation_warnings.clear()
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        with pytest.raises(ValueError, match="max_model_len=1024"):
+            embedded.generate("What is 12 + 30?\n" * 200, use_tqdm=False)
+        with pytest.raises(ValueError, match="max_model_len=1024"):
+            embedded.chat([{"role": "user", "content": "12 " * 2000}], use_tqdm=False)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert said == []
+
+
+def test_more_tokens_than_the_model_has(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An output ends with the model's length, as in vLLM. The first such request is reported."""
+    llm = random_llm(path, max_model_len=20)
+    caplog.clear()
+    with caplog.at_level("WARNING", logger="nanovllm"):
+        params = SamplingParams(max_tokens=17, ignore_eos=True)
+        assert len(llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"]) == 17
+        params.max_tokens = None
+        assert len(llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"]) == 17
+        assert caplog.messages == []
+        params.max_tokens = 18
+        for output in llm.generate([[1, 2, 3]] * 2, params, use_tqdm=False):
+            assert len(output["token_ids"]) == 17
+            assert output.outputs[0].finish_reason == "length"
+    (message,) = caplog.messages
+    assert "max_tokens=18, but max_model_len=20 leaves 17 after a prompt of 3 tokens" in message
+
+
 def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="UTF-8"):
         embedded.generate("\ud800", use_tqdm=False)
@@ -236,6 +360,13 @@ def test_text_that_makes_no_tokens(embedded: LLM, monkeypatch: pytest.MonkeyPatc
         embedded.chat([{"role": "user", "content": "\ud800"}], use_tqdm=False)
     with pytest.raises(ValueError, match="UTF-8"):
         embedded.generate("x", SamplingParams(bad_words=["\ud800"]), use_tqdm=False)
+
+    def missing(text: str, **_: object) -> None:
+        raise Exception("Unk token not found")  # as tokenizers does
+
+    monkeypatch.setattr(embedded.engine.tokenizer, "encode", missing)
+    with pytest.raises(ValueError, match="the tokenizer cannot encode 'x': Unk token not found"):
+        embedded.generate("x", use_tqdm=False)
     monkeypatch.setattr(embedded.engine.tokenizer, "encode", lambda text, **_: [])
     with pytest.raises(ValueError, match="empty"):
         embedded.generate(" ", use_tqdm=False)
@@ -324,6 +455,8 @@ OPTIONS = [
     ({"block_size": 4.0}, TypeError, "kvcache_block_size must be an int, not 4.0"),
     ({"block_size": 4, "kvcache_block_size": 16}, ValueError, "=16 are two names of one option"),
     ({"kvcache_block_size": 16, "block_size": 4}, ValueError, "block_size=4 and kvcache_block_s"),
+    ({"max_logprobs": -2}, ValueError, "max_logprobs must be at least -1"),
+    ({"max_logprobs": 2.0}, TypeError, "max_logprobs must be an int"),
     ({"max_num_seqs": 0}, ValueError, "max_num_seqs"),
     ({"max_num_seqs": 2.0}, TypeError, "max_num_seqs"),
     ({"max_num_batched_tokens": 0}, ValueError, "max_num_batched_tokens"),
@@ -355,6 +488,7 @@ OPTIONS = [
     ({"gpu_memory_utilization": NAN}, ValueError, "gpu_memory_utilization"),
     ({"gpu_memory_utilization": "all"}, TypeError, "gpu_memory_utilization"),
     ({"device": "tpu"}, ValueError, "tpu"),
+    ({"device": "cuda:00"}, ValueError, "device must be"),
     ({"device": "cuda:x"}, ValueError, "cuda:x"),
     ({"dtype": "int8"}, ValueError, "float32"),
     ({"scheduling_policy": "lifo"}, ValueError, "fcfs"),
@@ -525,6 +659,28 @@ def test_wrong_values_in_generation_config(path: Path, tmp_path: Path, field: st
         generation_defaults(tmp_path)
 
 
+def test_numbers_of_a_file_become_those_of_their_fields(path: Path, tmp_path: Path) -> None:
+    """JSON has one kind of number: 1 can stand for 1.0, and 64.0 for 64."""
+    config = json.loads((edited(path, tmp_path) / "config.json").read_text())
+    numbers = {n: float(v) for n, v in config.items() if type(v) is int and n in FIELDS}
+    numbers |= {"rms_norm_eps": 1, "rope_theta": 10_000}
+    assert len(numbers) > 8
+    edited(path, tmp_path, **numbers, rope_parameters={"rope_type": "linear", "factor": 2})
+    found = ModelConfig.from_file(tmp_path / "config.json")
+    for name, kind in typing.get_type_hints(ModelConfig).items():
+        value = getattr(found, name)
+        assert value is None or kind not in (int, float, bool) or type(value) is kind, name
+    assert (found.rms_norm_eps, found.rope_theta, found.rope_factor) == (1, 10_000, 2)
+    fields = {"do_sample": True, "temperature": 1, "top_k": 20.0, "top_p": 1, "max_new_tokens": 9.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5.0]} | fields))
+    eos, sampling = generation_defaults(tmp_path)
+    assert [type(x) for x in (*eos, sampling.top_k, sampling.max_tokens)] == [int] * 3
+    assert [type(x) for x in (sampling.temperature, sampling.top_p)] == [float] * 2
+    options = dict(load_format="dummy", attention_backend="sdpa")
+    llm = random_llm(tmp_path, **options)
+    assert len(llm.generate([[1, 2]], use_tqdm=False)[0]["token_ids"]) <= 9
+
+
 def test_stored_dtype_that_the_engine_does_not_run_in(path: Path, tmp_path: Path) -> None:
     for stored, dtype in (("float64", None), ("torch.bfloat16", "bfloat16")):
         edited(path, tmp_path, dtype=stored)
@@ -558,6 +714,37 @@ def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
         weight_files(tmp_path / "model")
 
 
+def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for names in (["a" * 5000], ["a\0b"], [f"{i}.safetensors" for i in range(999)]):
+        index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+        with pytest.raises(ValueError, match="names missing files: ") as error:
+            weight_files(tmp_path)
+        assert len(str(error.value)) < len(str(index)) + 300
+    edited(path, tmp_path)
+    index.unlink()
+    kinds = ["Transformer", "Pooling"]
+    modules = [{"type": f"a.{kind}", "path": "a" * 5000} for kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert "pooling mode 'mean'" in read_pooling_settings(tmp_path, 8).refused
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="its start cannot be read")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "1_Pooling/config.json"])
+def test_files_whose_reading_fails(path: Path, tmp_path: Path, name: str) -> None:
+    """They can be opened. A parser that fails has its file opened again, to look for the cause."""
+    edited(path, tmp_path)
+    modules = [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(
+        ValueError, match=rf"{name} cannot be read \(Input/output error\); replace or remove it"
+    ):
+        random_llm(tmp_path)
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
 
 
@@ -583,6 +770,29 @@ def test_broken_tokenizer(path: Path, tmp_path: Path, name: str, text: str) -> N
         text = '{"tokenizer_class": 3}'
     (tmp_path / name).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=name):
+        LLM(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"model_max_length": "x"}, "config.json: model_max_length must be a number, not 'x'"),
+        ({"model_max_length": [512]}, r"model_max_length must be a number, not \[512\]"),
+        ({"tokenizer_class": "LayoutLMv3Tokenizer"}, "tokenizer_class 'LayoutLMv3Tokenizer'"),
+        ({"tokenizer_class": "CLIPTokenizer"}, "tokenizer_class 'CLIPTokenizer' .*Unk token"),
+        ({"tokenizer_class": "T5Tokenizer"}, "tokenizer_class 'T5Tokenizer' .*tokenizer=..."),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_cannot_encode(tmp_path: Path, fields: dict, word: str) -> None:
+    """They were loaded, and requests failed, some with an error that was wrong."""
+    for file in find_checkpoint("qwen3-nano").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = tmp_path / "tokenizer_config.json"
+    text = json.dumps(json.loads(config.read_text()) | fields)
+    config.unlink()
+    config.write_text(text)
+    with pytest.raises(ValueError, match=word):
         LLM(str(tmp_path))
 
 
@@ -1000,7 +1210,7 @@ CALLS = [
     (lambda llm: llm.loglikelihood([], [[2]]), ValueError, "0 prompts but 1 continuations"),
     (lambda llm: llm.loglikelihood([[1]], [[]]), ValueError, "the continuation is empty"),
     (lambda llm: llm.loglikelihood([[]], [[1]]), ValueError, "the prompt is empty"),
-    (lambda llm: llm.loglikelihood([1], "a"), TypeError, "the continuation 'a' is a string"),
+    (lambda llm: llm.loglikelihood([1], "a"), TypeError, "the continuation 'a' is text, and its"),
     (lambda llm: llm.loglikelihood([1], [VOCAB]), ValueError, f"token id {VOCAB}"),
     (lambda llm: llm.loglikelihood([1], [[2], [1.5]]), TypeError, "pair 1: .* not 1.5"),
     (lambda llm: llm.loglikelihood([1], None), TypeError, "continuations must be a string"),

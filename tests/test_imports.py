@@ -9,6 +9,8 @@ from pathlib import Path
 import fresh
 import pytest
 
+from nanovllm.api import child
+
 PACKAGE = Path(__file__).parents[1] / "nanovllm"
 
 # A place imports from itself and from those before it. Places between "|" do not know each other.
@@ -41,11 +43,20 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
     return {name for name in found if name.startswith("nanovllm.")}
 
 
-def modules() -> list[tuple[str, Path]]:
-    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if not path.name.startswith("__")]
-    return [
-        (".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), path) for path in paths
-    ]
+def modules(package: Path = PACKAGE) -> list[tuple[str, Path]]:
+    files = [path for path in sorted(package.rglob("*.py")) if not path.name.startswith("__")]
+    named = [(path.relative_to(package.parent).with_suffix("").parts, path) for path in files]
+    return [(".".join(parts), path) for parts, path in named]
+
+
+def test_a_clone_may_be_anywhere(tmp_path: Path) -> None:
+    package = tmp_path / "tools" / "lessons" / "nanovllm"
+    for name in ("engine/core.py", "engine/tools.py", "llm.py", "backends/cpu/__init__.py"):
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    found = [name.removeprefix("nanovllm.") for name, _ in modules(package)]
+    assert found == ["engine.core", "engine.tools", "llm"]
+    assert len(modules()) > 50
 
 
 @pytest.mark.parametrize(
@@ -72,6 +83,26 @@ def test_the_documents_state_the_rule() -> None:
 def test_the_package_has_twelve_places() -> None:
     hidden = ("__pycache__", "__main__.py", "py.typed")
     assert len([path for path in PACKAGE.iterdir() if path.name not in hidden]) == 12
+
+
+def test_one_file_starts_python() -> None:
+    """With the path of this process. The report of a GPU is about the repository, in its root."""
+    files = [p.name for p in PACKAGE.rglob("*.py") if "sys.executable" in p.read_text()]
+    assert sorted(files) == ["child.py", "compile.py", "modes.py"]  # the second in a message
+
+
+def test_children_import_what_this_process_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing from the current directory, and what only this process's path has."""
+    for name in ("json", "numba", "torch", "nanovllm"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the current directory')")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "only_here.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "own"), tmp_path])  # no string
+    command = child.python("import json, numba, only_here, nanovllm.engine.core\nprint(1 + 1)")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 def run(code: str) -> str:

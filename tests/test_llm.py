@@ -1,9 +1,11 @@
 """What a user sees: the forms of prompts and results, the progress bar, Ctrl-C, the manual loop."""
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import os
+import pickle
 import pydoc
 import re
 import signal
@@ -17,13 +19,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB, random_llm
+from checkpoints import VOCAB, random_llm, weights_of
 from engines import ctrl_c_interrupts, is_idle  # noqa: F401
 
 import nanovllm
 from nanovllm import LLM, GenerationError, SamplingParams, TextPrompt, TokensPrompt
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.vllm_names import CALL_ARGUMENTS, INSTEAD, CallArguments
+from nanovllm.features.structured import OutputComplete
+from nanovllm.tools.jobs.openai_format import UnknownModel
+from nanovllm.tools.oracle.oracle import InvariantError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -164,6 +169,31 @@ def test_chat_forms(embedded: LLM) -> None:
     assert len(quiet.prompt_token_ids) > len(many[0].prompt_token_ids)
 
 
+def test_chat_template_kwargs_overrule_the_arguments(embedded: LLM) -> None:
+    """As in vLLM, where they are joined with a dict of the arguments."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    template = "{{ tools | length }}{{ messages[0].content }}{{ tokenizer }}"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+    def prompt(more: dict[str, object], **arguments: object) -> str | None:
+        [out] = embedded.chat(chat, GREEDY, use_tqdm=False, chat_template_kwargs=more, **arguments)
+        return out.prompt
+
+    asked = "<|im_start|>assistant\n"
+    assert prompt({}).endswith("<|im_end|>\n" + asked)
+    assert prompt({"add_generation_prompt": False}).endswith("Well<|im_end|>\n")
+    assert prompt({"add_generation_prompt": True}, add_generation_prompt=False).endswith(asked)
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    assert prompt(more).endswith("Well")
+    more = {"tools": [tool, tool], "chat_template": template, "tokenizer": "!"}
+    assert prompt(more, tools=[tool], chat_template="{{ 1 }}") == "2Hi!"
+    for name in ("conversation", "messages", "tokenize", "self", 5):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs has {name!r}.*remove it"):
+            prompt({name: True})
+    with pytest.raises(TypeError, match="chat_template_kwargs must be an object, not 5"):
+        prompt(5)
+
+
 PARTS = [{"type": "text", "text": "Reverse"}, {"type": "text", "text": "cab"}]
 USES = "<{{ messages[0].content }}>"
 ITERATES = "<{% for part in messages[0].content %}{{ part.text }};{% endfor %}>"
@@ -191,11 +221,15 @@ def test_content_parts(embedded: LLM, template: str | None, shown: str) -> None:
 def test_names_of_vllm_say_what_to_use(embedded: LLM) -> None:
     for name, sentence in INSTEAD.items():
         assert not hasattr(embedded, name)
+        assert not hasattr(nanovllm, name)
+        assert getattr(nanovllm, name, None) is None
         with pytest.raises(AttributeError) as attribute:
             getattr(embedded, name)
+        with pytest.raises(AttributeError) as of_module:
+            getattr(nanovllm, name)
         with pytest.raises(ImportError) as imported:
-            exec(f"from nanovllm import {name}")
-        for error in (attribute, imported):
+            exec(f"from nanovllm import LLM, {name}")
+        for error in (attribute, of_module, imported):
             assert str(error.value).endswith(f"has no attribute {name!r}; {sentence}")
     assert not INSTEAD.keys() & {*dir(LLM), *nanovllm.__all__}
     assert embedded.llm_engine is embedded.engine
@@ -236,6 +270,11 @@ def test_arguments_of_vllm_that_change_nothing(embedded: LLM) -> None:
             call(use_tqmd=False)
         with pytest.raises(TypeError, match=r"'lora'; known: \w+, sampling_params, use_tqdm"):
             call(lora=None)
+        for zeros in ([0, 0], (0,), []):
+            assert call(priority=zeros, lora_request=[None] * len(zeros)) == "c-a-t"
+        for name, value in (("priority", [0, 1]), ("priority", [[0]]), ("lora_request", [None, 1])):
+            with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
+                call(**{name: value})
     with pytest.raises(ValueError, match="pass the token ids as `prompts`"):
         embedded.generate(prompt_token_ids=[[1, 2]], sampling_params=GREEDY)
     with pytest.raises(TypeError, match="prompts must be a string"):
@@ -256,6 +295,7 @@ other = LLM(model=Path("a"), max_num_seqs=4, async_scheduling=None)
 engine: LLMEngine = llm.llm_engine
 prompts = [TokensPrompt(prompt_token_ids=[1, 2])]
 text: str = llm.generate(prompts, SamplingParams(), lora_request=None, priority=0)[0].outputs[0].text
+llm.generate(prompts, priority=[0], lora_request=[None])
 llm.generate([TextPrompt(prompt="a")], use_tqdm=False)
 llm.chat([{"role": "user", "content": "a"}], chat_template_content_format="auto")
 params: SamplingParams = SamplingParams.from_optional(n=None).clone()
@@ -666,6 +706,31 @@ def test_a_request_without_a_token_to_sample_ends_with_an_error(
     assert [o["token_ids"] for o in again] == [o["token_ids"] for o in want]
 
 
+def subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(subclasses, kind.__subclasses__()))
+
+
+def test_errors_travel_between_processes(path: Path) -> None:
+    """Python copies an exception by calling its class with `args`."""
+    llm = random_llm(path)
+    hidden = SamplingParams(allowed_token_ids=[1], logits_processors=[lambda ids, x: x - np.inf])
+    with pytest.raises(GenerationError) as caught:
+        llm.generate([[1, 2], [3]], [hidden, GREEDY], use_tqdm=False)
+    caught.value.note = "of the caller"
+    errors = [caught.value, UnknownModel("x"), OutputComplete("y"), InvariantError("host")]
+    errors.append(InvariantError("host", "a detail"))
+    known = {kind for kind in subclasses(Exception) if kind.__module__.startswith("nanovllm")}
+    assert known == {type(error) for error in errors}, "a new class is to be tested here"
+    for error in errors:
+        copies = [copy.copy(error), copy.deepcopy(error)]
+        copies += [pickle.loads(pickle.dumps(error, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)]
+        for one in copies:
+            assert type(one) is type(error)
+            assert (str(one), one.args, vars(one)) == (str(error), error.args, vars(error))
+    assert len(caught.value.outputs) == 2
+    assert "prompts[0]" in str(caught.value)
+
+
 def test_a_model_that_computes_nan(path: Path) -> None:
     """NaN in the weights of a step ends its requests; later steps are right again."""
     llm = random_llm(path, num_kvcache_blocks=64, attention_backend="sdpa")
@@ -676,3 +741,32 @@ def test_a_model_that_computes_nan(path: Path) -> None:
         llm.generate([[1, 2], [3]], params, use_tqdm=False)
     model.logits = logits
     assert len(llm.generate([1, 2], params, use_tqdm=False)[0]["token_ids"]) == 4
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("length", "n"), [(8, 1), (21, 2), (32, 2), (40, 1)])  # blocks of 16
+@pytest.mark.parametrize("swap", [{}, dict(swap_space=0.01, swap_min_blocks=1)], ids=["", "swap"])
+def test_a_reset_while_requests_run(
+    path: Path, length: int, n: int, steps: int, swap: dict
+) -> None:
+    """After the weights have changed, no later request shares what was computed with the old ones."""
+    options = dict(num_kvcache_blocks=12, kvcache_block_size=16, attention_backend="sdpa")
+    llm = random_llm(path, **options, **swap)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=n)
+    short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    request = llm.engine.submit([i % 90 + 1 for i in range(length)], params)
+    for _ in range(steps):
+        llm.engine.run_step()
+    with torch.inference_mode():
+        for weight in weights_of(llm).values():
+            weight.mul_(1.1)
+    llm.reset_prefix_cache()
+    for _ in llm.engine.run([request]):
+        pass
+    output = request.output
+    later = [[*output.prompt_token_ids, *sample.token_ids, 5] for sample in output.outputs]
+    got = llm.generate(later, short, use_tqdm=False)
+    assert got[0].num_cached_tokens == 0
+    llm.reset_prefix_cache()
+    want = llm.generate(later, short, use_tqdm=False)
+    assert [out["token_ids"] for out in got] == [out["token_ids"] for out in want]

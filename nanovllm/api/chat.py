@@ -9,6 +9,8 @@ from nanovllm.api.checks import check_scalar
 from nanovllm.engine.detokenizer import Tokenizer
 
 Message = dict[str, Any]
+# Variables and arguments that have their values already.
+TAKEN = {"self", "conversation", "conversations", "messages", "tokenize"}
 
 
 def as_conversations(
@@ -27,10 +29,26 @@ def as_conversations(
     return cast("list[Sequence[Message]]", conversations)
 
 
+def template_variables(own: dict[str, Any], more: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template`: as in vLLM, `more`, which a caller calls
+    chat_template_kwargs, overrules its other arguments.
+    """
+    more = {} if more is None else more
+    check_scalar("chat_template_kwargs", more, dict)
+    for name in more:
+        if not isinstance(name, str) or name in TAKEN:
+            raise ValueError(
+                f"chat_template_kwargs has {name!r:.80}, which is no variable that a chat template "
+                "can be given; remove it"
+            )
+    return own | more
+
+
 def render(
     conversation: Iterable[Message],
     tokenizer: Tokenizer,
     chat_template: str | None,
+    /,
     **variables: Any,
 ) -> str:
     """Return the text of a conversation. `variables` are passed to `apply_chat_template`."""

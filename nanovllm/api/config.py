@@ -35,6 +35,7 @@ class EngineConfig:
     # the memory.
     max_model_len: Annotated[int, 2, math.inf] | None = None
     max_num_seqs: Annotated[int, 1, 2**20] = 256  # sequences that run at a time
+    max_logprobs: Annotated[int, -1, math.inf] = 20  # of a request, for each token; -1: no limit
     max_num_batched_tokens: Positive = 8192  # the token budget of one step
     # Fraction of the GPU's memory that the engine may use.
     gpu_memory_utilization: Annotated[float, 0, 1] = 0.9
@@ -91,7 +92,7 @@ class EngineConfig:
         check_scalars(self)
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,2})?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:(\d|[1-9]\d))?", self.device):
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
             )

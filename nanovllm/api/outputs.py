@@ -45,7 +45,7 @@ class StreamOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestMetrics:
     """Seconds on the clock of time.monotonic; None for events that have not happened."""
 
@@ -119,3 +119,7 @@ class GenerationError(RuntimeError):
             "attribute `outputs` of this error has the results of all requests"
         )
         self.outputs = outputs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the message and the attributes. Exception would call __init__ with the message."""
+        return type(self).__new__, (type(self), *self.args), vars(self)

@@ -81,7 +81,7 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
         return text, None
     if not isinstance(ids, list | tuple):
         raise TypeError(f"a prompt must be a string, a list of token ids or a dict, not {ids!r}")
-    return text, [as_int(token) for token in ids]
+    return text, list(ids) if set(map(type, ids)) == {int} else [as_int(token) for token in ids]
 
 
 def as_int(token: Any) -> int:
@@ -89,7 +89,7 @@ def as_int(token: Any) -> int:
     try:
         if not isinstance(token, bool):
             return operator.index(token)
-    except TypeError:
+    except Exception:  # a tensor can raise any
         pass
     raise TypeError(f"a token id must be an int, not {token!r}")
 
@@ -104,7 +104,7 @@ def plain_ids(prompt: Any) -> Any:
             f"token ids have one dimension, or two for several prompts, not {tuple(prompt.shape)}"
         )
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
-        return prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        return dense(prompt) if hasattr(prompt, "tolist") else prompt
     if not prompt.keys() <= ENCODING_KEYS:
         raise ValueError(
             f"a prompt with input_ids may also hold {', '.join(sorted(ENCODING_KEYS))}; remove "
@@ -112,6 +112,16 @@ def plain_ids(prompt: Any) -> Any:
         )
     mask = prompt.get("attention_mask")
     return plain_ids(prompt["input_ids"]) if mask is None else unpadded(prompt["input_ids"], mask)
+
+
+def dense(array: Any) -> Any:
+    try:
+        return array.tolist()
+    except Exception as error:  # of a tensor that is sparse, or on the device "meta"
+        raise TypeError(
+            f"token ids cannot be read from {type(array).__name__} ({type(error).__name__}: "
+            f"{error!s:.200}); give a list or a dense tensor"
+        ) from error
 
 
 def unpadded(ids: Any, mask: Any) -> list[Any]:
@@ -125,6 +135,6 @@ def unpadded(ids: Any, mask: Any) -> list[Any]:
     if any(isinstance(plain_ids(row), list | tuple) for row in (*ids, *mask)):
         return [unpadded(*row) for row in zip(ids, mask, strict=True)]
     for value in mask:
-        if value not in (0, 1):
+        if plain_ids(value) not in (0, 1):
             raise ValueError(f"attention_mask must hold 1, or 0 for padding, not {value!r}")
     return list(itertools.compress(ids, mask))

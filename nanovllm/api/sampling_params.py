@@ -24,9 +24,14 @@ ELSEWHERE = {
     "early_stopping": "use LLM.beam_search with BeamSearchParams",
     "extra_args": "write a function for logits_processors",
     "guided_decoding": "use structured_outputs=StructuredOutputsParams(...), its newer name",
+    "guided_decoding_backend": "llguidance is the only backend",
+    "guided_whitespace_pattern": "use whitespace_pattern of x-guidance in the schema",
     "output_kind": "use LLM.stream for tokens as they are generated",
     "truncate_prompt_tokens": "cut the prompt's token ids yourself",
     "spaces_between_special_tokens": "use skip_special_tokens, or decode token_ids yourself",
+} | {
+    f"guided_{kind}": f"use the field {kind!r} of structured_outputs"
+    for kind in ("json", "regex", "choice", "grammar", "json_object")
 }
 
 
@@ -55,7 +60,7 @@ class SamplingParams:
     allowed_token_ids: only these tokens are sampled.
     bad_words: words that are never completed.
     logprobs: report the log-probabilities of the sampled and the k most likely tokens; -1: of the
-        whole vocabulary.
+        whole vocabulary. max_logprobs of LLM() is the limit.
     prompt_logprobs: the same for each prompt token except the first.
     skip_special_tokens: leave special tokens out of the text.
     detokenize: False: no text, token ids only.

@@ -4,8 +4,8 @@ The fields of SamplingParams are in sampling_params.py.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, cast
 
 from nanovllm.api.checks import similar, unknown_name
 
@@ -51,7 +51,7 @@ VLLM_OPTIONS: dict[str, Unused] = {
 NO_EFFECT = (
     "compilation_config cudagraph_capture_sizes disable_async_output_proc disable_cascade_attn "
     "disable_custom_all_reduce disable_log_requests disable_log_stats distributed_executor_backend "
-    "enable_chunked_prefill limit_mm_per_prompt max_cudagraph_capture_size max_logprobs "
+    "enable_chunked_prefill limit_mm_per_prompt max_cudagraph_capture_size "
     "max_parallel_loading_workers max_seq_len_to_capture optimization_level "
     "prefix_caching_hash_algo safetensors_load_strategy served_model_name use_tqdm_on_load"
 )
@@ -99,9 +99,9 @@ class CallArguments(TypedDict, total=False):
     """Further arguments of vLLM's `generate` and `chat`, with the values that are accepted."""
 
     chat_template_content_format: Literal["auto"] | None
-    lora_request: None
+    lora_request: Sequence[None] | None
     mm_processor_kwargs: dict[str, Any] | None
-    priority: Literal[0] | None
+    priority: Literal[0] | Sequence[Literal[0]] | None
     prompt_token_ids: None
     tokenization_kwargs: dict[str, Any] | None
 
@@ -114,6 +114,7 @@ CALL_ARGUMENTS: dict[str, Unused] = {
     "prompt_token_ids": ((), "pass the token ids as `prompts`"),
     "tokenization_kwargs": (({},), "call get_tokenizer() and pass its token ids as `prompts`"),
 }
+ONE_FOR_EACH = "lora_request", "priority"  # a list has one for each prompt
 
 
 def check_call(call: Callable[..., Any], arguments: Mapping[str, object]) -> None:
@@ -122,7 +123,9 @@ def check_call(call: Callable[..., Any], arguments: Mapping[str, object]) -> Non
         if name not in CALL_ARGUMENTS:
             own = list(inspect.signature(call).parameters)[:-1]  # without `**arguments`
             raise TypeError(unknown_name(f"argument of {call.__name__}", name, own))
-        check_unused(name, value, *CALL_ARGUMENTS[name])
+        several = isinstance(value, list | tuple) and name in ONE_FOR_EACH
+        for one in cast("list[object]", value) if several else [value]:
+            check_unused(name, one, *CALL_ARGUMENTS[name])
 
 
 def check_unused(name: str, value: object, accepted: tuple[object, ...], reason: str) -> None:

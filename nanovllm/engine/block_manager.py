@@ -31,6 +31,7 @@ They are evicted in their turn, or replaced when [ c d ] or [ x y ] is cached ag
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xxhash import xxh64_intdigest
@@ -62,12 +63,16 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.blocks = [Block(i) for i in range(num_blocks + 1)]
-        self.free = list(range(num_blocks, 0, -1))  # taken from the end
+        self.evictions = 0
+        self.num_resets = 0  # of the prefix cache
+        self._last_identity = 0
+        self._free_all()
+
+    def _free_all(self) -> None:
+        self.blocks = [Block(i) for i in range(self.num_blocks + 1)]
+        self.free = list(range(self.num_blocks, 0, -1))  # taken from the end
         self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.prefix_index: dict[int, int] = {}  # hash -> block id
-        self.evictions = 0
-        self._last_identity = 0
         # For the plan that is being made; see take_moves.
         self._moves: list[BlockMove] = []
         self._evicted: list[int] = []
@@ -86,6 +91,8 @@ class BlockManager:
         if done == full:
             return
         parent = seq.block_hashes[-1] if done else 0
+        if not done:
+            seq.block_hashes = []
         data = array("I", seq.token_ids[done * size : full * size]).tobytes()
         for start in range(0, len(data), size * 4):
             parent = self._hash(parent, data[start : start + size * 4])
@@ -133,9 +140,14 @@ class BlockManager:
 
         "Computed" includes the plan being made, because each layer stores K and V of the whole
         step before any query attends. Sequences of the same step can therefore share a block.
+
+        A sequence that began before the last reset of the prefix cache caches nothing more, because
+        its later blocks depend on what it computed before.
         """
         full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         if not self.enable_prefix_caching or seq.num_cached_blocks >= full:
+            return
+        if seq.began_after != self.num_resets:
             return
         self.hash_blocks(seq)
         while seq.num_cached_blocks < full:
@@ -162,8 +174,16 @@ class BlockManager:
         del self.prefix_index[block.hash]
         block.identity, block.parent, block.hash, block.token_ids = 0, 0, 0, b""
 
+    def revert(self, seqs: Iterable[Sequence]) -> None:
+        """Free all blocks, in whatever state a failure has left them, and those of `seqs`."""
+        self._free_all()
+        self.reset_prefix_cache()
+        for seq in seqs:
+            self._forget_blocks(seq)
+
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the cache. Sequences keep the blocks that they own."""
+        """Remove every block from the cache. Sequences keep the blocks that they own, uncached."""
+        self.num_resets += 1
         for block_id in list(self.prefix_index.values()):
             self._uncache(self.blocks[block_id])
 
@@ -184,6 +204,7 @@ class BlockManager:
         seq.num_cached_blocks = len(matched)
         seq.parent_block = matched[-1].identity if matched else 0
         seq.num_computed = len(matched) * self.block_size
+        seq.began_after = self.num_resets
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         """Share with `child` the blocks of the first `num_computed` tokens of `parent`.
@@ -193,7 +214,7 @@ class BlockManager:
         child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
-        child.num_computed = num_computed
+        child.num_computed, child.began_after = num_computed, parent.began_after
         if parent.num_cached_blocks <= (full := num_computed // self.block_size):
             child.num_cached_blocks, child.parent_block = (
                 parent.num_cached_blocks,
@@ -269,6 +290,9 @@ class BlockManager:
         """Release the blocks of `seq`, the last first, so that shared prefixes are evicted last."""
         for block_id in reversed(seq.block_table):
             self._release_block(self.blocks[block_id])
+        self._forget_blocks(seq)
+
+    def _forget_blocks(self, seq: Sequence) -> None:
         seq.block_table = []
         seq.needs_copy_on_write = False
         seq.num_computed = seq.num_cached_blocks = seq.parent_block = 0

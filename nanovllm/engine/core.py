@@ -15,6 +15,7 @@ added and aborted during a step.
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,10 @@ from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.plan import Runner, StepOutput
+
+# Of many requests, so many are added or aborted at a time. Then the lock is free for so many seconds:
+# a thread that waits for it would not get it if it were taken again at once.
+BATCH_SIZE, HANDOVER = 1000, 1e-4
 
 
 class EngineCore:
@@ -82,9 +87,7 @@ class EngineCore:
                 yield interrupt
             except BaseException as error:
                 with self.lock:
-                    self.scheduler.revert_in_flight()
-                    self.outputs.collect_finished(self.outputs.sequences())
-                    self.observer.reverted(error)
+                    self._revert(error)
                 raise
             finally:
                 self._stepping = None
@@ -95,6 +98,8 @@ class EngineCore:
         with self.lock:
             self.observer.begin()
             step = self.scheduler.schedule()
+            if step is None and self.outputs.requests and not self.scheduler.has_work():
+                raise RuntimeError("requests wait for nothing, which is a bug of the engine")
             if step is not None:
                 self.outputs.note_scheduled([step.seqs[join.row] for join in step.plan.joins])
             self.observer.scheduled(step)
@@ -104,11 +109,25 @@ class EngineCore:
         with self.lock:
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)
-            ended = self.outputs.process(step, output, updated)
-            for seq, reason, stop_string in ended:
-                self.scheduler.finish(seq, reason, stop_string)
+            self.outputs.process(step, output, updated)
+            for request in self.outputs.failed:
+                if request.search is not None and request.error is not None:
+                    # It was changing its beams, so the queues may be in any state.
+                    self._revert(request.error)
+                    return
+            ended = self.outputs.ends()
+            for seq, reason, stop_reason in ended:
+                self.scheduler.finish(seq, reason, stop_reason)
             self.outputs.collect_finished([*updated, *(seq for seq, *_ in ended)])
             self.observer.committed(step, updated, output)
+
+    def _revert(self, error: BaseException) -> None:
+        """Return to a state from which all requests go on, whichever line has failed."""
+        self.scheduler.revert_in_flight(self.outputs.unfinished())
+        for seq, reason, stop_reason in self.outputs.ends():  # those that were not finished yet
+            self.scheduler.finish(seq, reason, stop_reason)
+        self.outputs.collect_finished(self.outputs.sequences())
+        self.observer.reverted(error)
 
     @property
     def lock(self) -> "threading.RLock":
@@ -131,12 +150,12 @@ class EngineCore:
         self._abort_noted()
 
     def _abort_noted(self) -> None:
-        if self._lock._is_owned():  # type: ignore[attr-defined]
+        if not self._to_abort or self._lock._is_owned():  # type: ignore[attr-defined]
             return
         with defer_interrupt():
             while self._to_abort and self._lock.acquire(blocking=False):
                 try:
-                    while self._to_abort:
+                    for _ in range(min(BATCH_SIZE, len(self._to_abort))):
                         request = self._to_abort.popleft()
                         if self.outputs.requests.get(request.request_id) is request:
                             for sample in request.samples:
@@ -144,3 +163,5 @@ class EngineCore:
                             self.outputs.end_aborted(request)
                 finally:
                     self._lock.release()
+                if self._to_abort:
+                    time.sleep(HANDOVER)

@@ -9,20 +9,22 @@ loop is that of EngineCore, from which it inherits. This folder imports no torch
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.prompts import Prompt
+from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.input_processor import InputProcessor, Params
+from nanovllm.engine.core import BATCH_SIZE, HANDOVER, EngineCore
+from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor, Params
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor
-from nanovllm.engine.request import Request, Search
+from nanovllm.engine.request import Call, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.host_tier.blocks import TieredBlockManager
-from nanovllm.plan import Runner, Yield
+from nanovllm.plan import Runner
 
 
 class LLMEngine(EngineCore):
@@ -67,41 +69,83 @@ class LLMEngine(EngineCore):
         prompt: Prompt,
         sampling_params: Params | None = None,
         stream: bool = False,
-        search: Search | None = None,
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:
-        """Queue a request whose caller reads `output` at its end, or `read_stream` while it runs.
-
-        `search` chooses its tokens; without it they are sampled.
-        """
-        params = self.inputs.check_params(sampling_params)
-        text, token_ids = self.inputs.tokenize(prompt, params)
-        rules = self.inputs.logit_rules(params)  # without the lock: a grammar can take seconds
+        """Queue a request whose caller reads `output` at its end, or `read_stream` while it runs."""
+        [checked] = self.check([(prompt, sampling_params)])
         with defer_interrupt(), self.lock:
-            arrival, is_known = self.num_requests, self.outputs.is_known
-            if request_id is None:
-                request_id = next(i for i in map(str, itertools.count(arrival)) if not is_known(i))
-            if not isinstance(request_id, str):
-                raise TypeError(f"request_id must be a string, not {request_id!r}")
-            if is_known(request_id):
-                raise ValueError(f"request_id {request_id!r} is in use")
-            seqs = self.inputs.make_sequences(request_id, arrival, token_ids, params, rules)
-            blocks, max_length = self.scheduler.blocks, seqs[0].max_length
+            return self._add(checked, stream, None, request_id, returned_by_step)
+
+    def check(
+        self, pairs: Sequence[tuple[Prompt, Params | None]], is_search: bool = False
+    ) -> list[CheckedPrompt]:
+        """Check prompts and their parameters, which `add` takes. Changes nothing in the engine.
+
+        Raises ValueError or TypeError if one can never run. Does not hold the lock: a grammar can
+        take seconds.
+        """
+        checked: list[CheckedPrompt] = []
+        blocks = self.scheduler.blocks
+        for prompt in self.inputs.check(pairs, is_search):
             # The KV of the last token is not needed if it is sampled.
-            needed = -(-(max_length - (seqs[0].yields is Yield.TOKEN)) // blocks.block_size)
-            if needed > blocks.num_blocks:
+            num_slots = prompt.max_length - isinstance(prompt.asked.params, SamplingParams)
+            if num_slots > blocks.num_blocks * blocks.block_size:
+                where = f"prompts[{len(checked)}]: " * (len(pairs) > 1)
                 raise ValueError(
-                    f"a request of {max_length} tokens takes {needed} KV blocks of "
-                    f"{blocks.block_size}; the cache has {blocks.num_blocks}. Lower max_tokens or "
-                    "raise num_kvcache_blocks or kv_cache_memory_bytes (on a GPU also "
-                    "gpu_memory_utilization)"
+                    f"{where}a request of {prompt.max_length} tokens takes "
+                    f"{-(-num_slots // blocks.block_size)} KV blocks of {blocks.block_size}; the "
+                    f"cache has {blocks.num_blocks}. Lower max_tokens or raise num_kvcache_blocks or "
+                    "kv_cache_memory_bytes (on a GPU also gpu_memory_utilization)"
                 )
-            self.num_requests += 1
-            if search is not None:
-                search.start(seqs)
+            checked.append(prompt)
+        return checked
+
+    def add(
+        self,
+        prompts: list[CheckedPrompt],
+        requests: list[Request],
+        call: Call | None = None,
+        stream: bool = False,
+    ) -> Iterator[None]:
+        """Queue prompts, and append their requests. Yields after some, while the lock is free."""
+        for start in range(0, len(prompts), BATCH_SIZE):
+            if start:
+                time.sleep(HANDOVER)
+            with defer_interrupt(), self.lock:
+                for prompt in prompts[start : start + BATCH_SIZE]:
+                    requests.append(self._add(prompt, stream, call))
+            yield
+
+    def _add(
+        self,
+        prompt: CheckedPrompt,
+        stream: bool,
+        call: Call | None,
+        request_id: str | None = None,
+        returned_by_step: bool = False,
+    ) -> Request:
+        arrival, is_known = self.num_requests, self.outputs.is_known
+        if request_id is None:
+            request_id = next(itertools.filterfalse(is_known, map(str, itertools.count(arrival))))
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, not {request_id!r}")
+        if is_known(request_id):
+            raise ValueError(f"request_id {request_id!r} is in use")
+        seqs = self.inputs.make_sequences(request_id, arrival, prompt)
+        self.num_requests += 1
+        if prompt.search is not None:
+            prompt.search.start(seqs)
+        asked = prompt.asked.params
+        request = self.outputs.add(
+            seqs, prompt.text, asked, returned_by_step, stream, prompt.search, call
+        )
+        try:
             self.scheduler.add(seqs[0])
-            return self.outputs.add(seqs, text, params, returned_by_step, stream, search)
+        except BaseException:
+            self.outputs.remove(request)
+            raise
+        return request
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End a request, or several, in any state and free the blocks. Unknown ids are ignored."""
@@ -122,27 +166,32 @@ class LLMEngine(EngineCore):
 
     # ---- running them ----
 
-    def run(self, requests: list[Request]) -> Iterator[list[Request]]:
-        """Run steps until the requests have ended. Yields those that were unfinished, after each."""
-        while requests:
+    def run(self, requests: list[Request]) -> Iterator[None]:
+        """Run steps until the requests have ended. Yields after each, the last time after all ends."""
+        num_ended = 0  # of the first requests; those after them are not looked at
+        while num_ended < len(requests):
             self.run_step()
-            # Another thread may end a request until the caller returns; it is yielded once more.
-            unfinished = [request for request in requests if not request.ended]
-            yield requests
-            requests = unfinished
+            while num_ended < len(requests) and requests[num_ended].ended:
+                num_ended += 1
+            yield
 
     def step(self) -> list[Output]:
         """Run one step. Returns the requests that have finished since the last call."""
         self.run_step()
         with self.lock:
-            finished, self.outputs.finished = self.outputs.finished, []
-        return finished
+            try:
+                return list(self.outputs.finished.values())
+            finally:  # not before it is returned: a signal handler may raise between two lines
+                self.outputs.finished = {}
 
     # ---- the state of the engine ----
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache. Running requests keep their blocks."""
-        with self.lock:
+        """Remove every block from the prefix cache, so that nothing computed before is shared.
+
+        Running requests keep their blocks, and share them with no later request.
+        """
+        with defer_interrupt(), self.lock:
             self.scheduler.blocks.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
@@ -150,10 +199,9 @@ class LLMEngine(EngineCore):
         scheduler, blocks = self.scheduler, self.scheduler.blocks
         self._abort_noted()
         with self.lock:
-            unfinished = sum(request.num_unfinished for request in self.outputs.requests.values())
             return {
                 "running": len(scheduler.running),
-                "waiting": unfinished - len(scheduler.running),
+                "waiting": scheduler.num_unfinished - len(scheduler.running),
                 "blocks_in_use": blocks.num_blocks - blocks.num_available,
                 "blocks_cached": len(blocks.evictable),
                 "blocks_free": len(blocks.free),

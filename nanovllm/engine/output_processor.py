@@ -14,7 +14,7 @@ from nanovllm.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer, Tokenizer
 from nanovllm.engine.input_processor import Params
-from nanovllm.engine.request import Request, Sample, Search
+from nanovllm.engine.request import Call, Request, Sample, Search
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.features.embeddings.pooling import (
@@ -29,6 +29,7 @@ from nanovllm.plan import StepOutput, Yield
 # A RequestOutput, EmbeddingRequestOutput or LoglikelihoodOutput. A union would make every program that
 # runs the loop check which of them it gets.
 Output: TypeAlias = Any
+NO_IDS: frozenset[int] = frozenset()  # each other empty frozenset takes 216 bytes
 NO_TEXT = SamplingParams(detokenize=False)  # stands for those of a request that samples nothing
 
 
@@ -37,17 +38,18 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.requests: dict[str, Request] = {}
-        self.finished: list[Output] = []  # not returned to the caller yet
+        self.finished: dict[str, Output] = {}  # by the id of the request; not returned yet
         # Samples whose tokens are processed one by one: streams, stop strings, log-probabilities.
         self.per_token_samples: dict[Sequence, Sample] = {}
-        self.failed: list[Request] = []  # those whose own data raised an error in this step
+        # Of the last step: (sequence, finish_reason, stop_reason) of each that ends with a stop string,
+        # its grammar or its prompt, and the requests whose own data raised an error.
+        self.ended: list[tuple[Sequence, str, int | str | None]] = []
+        self.failed: list[Request] = []
         self.num_prompt_tokens = 0  # of requests that have their first token
         self.num_output_tokens = 0
 
     def is_known(self, request_id: str) -> bool:
-        return request_id in self.requests or any(
-            output.request_id == request_id for output in self.finished
-        )
+        return request_id in self.requests or request_id in self.finished
 
     def add(
         self,
@@ -57,6 +59,7 @@ class OutputProcessor:
         returned_by_step: bool,
         stream: bool,
         search: Search | None = None,
+        call: Call | None = None,
     ) -> Request:
         params, task = (asked, None) if isinstance(asked, SamplingParams) else (NO_TEXT, asked)
         request = Request(
@@ -66,19 +69,25 @@ class OutputProcessor:
             RequestMetrics(time.monotonic()),
             returned_by_step,
             stream,
-            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
+            eos_token_ids=NO_IDS if params.ignore_eos else self.eos_token_ids,
             tokenizer=self.tokenizer if params.detokenize else None,
             search=search,
             task=task,
+            call=call,
         )
-        self.requests[request.request_id] = request
         needs_text = request.tokenizer is not None and bool(stream or params.stop)
-        if search is None and (needs_text or params.logprobs is not None):
+        if search is None and (stream or needs_text or params.logprobs is not None):
             for sample in request.samples:
                 self.per_token_samples[sample.seq] = sample
                 if needs_text and request.tokenizer is not None:
                     sample.detokenizer = Detokenizer(request.tokenizer, params.skip_special_tokens)
+        self.requests[request.request_id] = request
         return request
+
+    def remove(self, request: Request) -> None:
+        for sample in request.samples:
+            self.per_token_samples.pop(sample.seq, None)
+        del self.requests[request.request_id]
 
     def note_scheduled(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -87,14 +96,9 @@ class OutputProcessor:
             if metrics.first_scheduled_time is None:
                 metrics.first_scheduled_time = now
 
-    def process(
-        self, step: InFlightStep, output: StepOutput, updated: list[Sequence]
-    ) -> list[tuple[Sequence, str, str | None]]:
-        """Process the results of a step. Returns (sequence, finish_reason, stop_reason) for each
-        sequence that ends with a stop string, its grammar or its prompt, and for all samples of a
-        request that ends with an error.
-        """
-        self.failed = []
+    def process(self, step: InFlightStep, output: StepOutput, updated: list[Sequence]) -> None:
+        """Process the results of a step. `ends` then says which sequences end with it."""
+        self.ended, self.failed = [], []
         prompts: list[Sequence] = []  # that are complete and sample nothing
         if step.plan.chunks:
             self._note_first_results(updated)
@@ -102,27 +106,37 @@ class OutputProcessor:
         self.num_output_tokens += len(updated) - len(prompts)
         if -1 in output.token_ids:  # -1 stands for a token that could not be sampled
             self.num_output_tokens -= sum(seq.finish_reason == "error" for seq in updated)
-        ended: list[tuple[Sequence, str, str | None]] = [(seq, "stop", None) for seq in prompts]
-        ended += [(seq, "stop", None) for seq in self._note_errors(step, output)]
+        self.ended += [(seq, "stop", None) for seq in self._note_errors(step, output)]
         for row, candidates in output.candidates.items():
             request = self._request_of(step.seqs[row])
             if request is not None and request.search is not None:
-                request.search.receive(request, step.seqs[row], candidates)
+                with self._contain_errors(request):
+                    request.search.receive(request, step.seqs[row], candidates)
         self._add_logprobs(step, output)
         self._finish_prompts(prompts, step, output)
         for seq in updated if self.per_token_samples else ():
-            with self._contain_errors(self.requests[seq.request_id]):
+            request = self.requests[seq.request_id]
+            if request.stream and request.call is not None:
+                request.call.changed.add(request)
+            with self._contain_errors(request):
                 if (stop := self._detokenize(seq)) is not None:
-                    ended.append((seq, "stop", stop))
-        return ended + [(sample.seq, "error", None) for r in self.failed for sample in r.samples]
+                    self.ended.append((seq, "stop", stop))
+
+    def ends(self) -> list[tuple[Sequence, str, int | str | None]]:
+        """Return `ended`, and all samples of the requests that end with an error."""
+        samples = [sample for request in self.failed for sample in request.samples]
+        return [*self.ended, *((sample.seq, "error", None) for sample in samples)]
 
     def _note_first_results(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
         for seq in seqs:
-            metrics = self.requests[seq.request_id].metrics
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
+            request = self.requests[seq.request_id]
+            if request.metrics.first_token_time is None:
+                request.metrics.first_token_time = now
                 self.num_prompt_tokens += seq.num_prompt
+                if request.call is not None:
+                    request.call.num_prompt_tokens += seq.num_prompt
+                    request.call.started.add(request)
 
     def _note_errors(self, step: InFlightStep, output: StepOutput) -> list[Sequence]:
         """Note the errors of rows, which got no token. Returns those that their grammars complete."""
@@ -149,6 +163,7 @@ class OutputProcessor:
                     request.embedding = request.task.pool(hidden[seq])
                 else:
                     check_logprobs(request.target_logprobs())
+                self.ended.append((seq, "stop", None))
 
     def _request_of(self, seq: Sequence) -> Request | None:
         """The request of a sequence, unless it has ended. Another may have its id by now."""
@@ -167,11 +182,43 @@ class OutputProcessor:
 
     def _note_error(self, request: Request, error: Exception) -> None:
         request.error = error
+        if request.call is not None and request.call.error is None:
+            request.call.error = error
         if request.returned_by_step:  # `step` returns the result with finish_reason "error"
             logger.error("request %s failed", request.request_id, exc_info=error)
 
     def sequences(self) -> list[Sequence]:
         return [sample.seq for request in self.requests.values() for sample in request.samples]
+
+    def unfinished(self) -> list[Sequence]:
+        """Return all sequences that a step can compute, after one that failed between two lines.
+
+        Results that were committed and not processed are removed, and so computed again.
+        """
+        found = []
+        for request in self.requests.values():
+            for sample in request.samples:
+                self._remove_unprocessed(sample, request)
+            first, *others = [sample.seq for sample in request.samples]
+            if request.search is None and first.status is not Status.FINISHED:
+                first.forks = [] if first.num_output else others
+            for seq in first.forks:
+                seq.status = Status.NEW
+            found += [first] if first.forks else [first, *others]
+        return [seq for seq in found if seq.status is not Status.FINISHED]
+
+    def _remove_unprocessed(self, sample: Sample, request: Request) -> None:
+        seq, params, search = sample.seq, request.params, request.search
+        if search is None or seq not in search.candidates:
+            seq.awaits_token = False
+        if seq not in self.per_token_samples:
+            return
+        processed = seq.num_output if params.logprobs is None else len(sample.logprobs)
+        if sample.detokenizer is not None:
+            processed = min(processed, sample.num_detokenized)
+        if processed < seq.num_output:
+            del seq.token_ids[seq.num_prompt + processed :], sample.logprobs[processed:]
+            seq.status, seq.finish_reason, seq.stop_reason = Status.NEW, None, None
 
     def collect_finished(self, seqs: list[Sequence]) -> None:
         """Build the output of each request of `seqs` whose samples have all finished."""
@@ -179,9 +226,10 @@ class OutputProcessor:
         for request_id in dict.fromkeys(finished):
             request = self.requests[request_id]
             if request.num_unfinished == 0:
-                self._end(request)
+                self._make_output(request)
                 if request.returned_by_step and request.output is not None:
-                    self.finished.append(request.output)
+                    self.finished[request_id] = request.output
+                self._end(request)
 
     def end_aborted(self, request: Request) -> None:
         """Remove an aborted request. Its output ends here, and `step` does not return it."""
@@ -189,17 +237,28 @@ class OutputProcessor:
             if sample.seq.finish_reason == "abort" and sample.detokenizer is not None:
                 with self._contain_errors(request):
                     sample.text += sample.detokenizer.flush()
+        self._make_output(request)
         self._end(request)
 
     def _end(self, request: Request) -> None:
-        del self.requests[request.request_id]
-        for sample in request.samples:
-            self.per_token_samples.pop(sample.seq, None)
+        request.end()
+        self.remove(request)
+
+    def _make_output(self, request: Request) -> None:
         request.metrics.finished_time = time.monotonic()
-        if not request.stream:
-            search = request.search
+        if request.stream:
+            return
+        search = request.search
+        with self._contain_errors(request):
             request.output = search.output(request) if search else self._output(request)
-        request.ended = True
+        if request.output is None and search is None and request.task is None:
+            # Nothing but its tokens is known not to raise an error.
+            seqs = [sample.seq for sample in request.samples]
+            outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in seqs]
+            ids = seqs[0].token_ids[: seqs[0].num_prompt]
+            request.output = RequestOutput(
+                request.request_id, request.prompt, ids, outputs, True, 0, None, request.metrics
+            )
 
     def _add_logprobs(self, step: InFlightStep, output: StepOutput) -> None:
         for row, logprobs in output.logprobs.items():
@@ -249,7 +308,7 @@ class OutputProcessor:
         cached, metrics = first.num_cached_tokens, request.metrics
         metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
         if isinstance(request.task, PoolingParams):
-            embedding = EmbeddingOutput(request.embedding)
+            embedding = EmbeddingOutput(request.embedding or [])
             return EmbeddingRequestOutput(
                 request_id, first.token_ids, embedding, True, cached, metrics
             )

@@ -33,6 +33,8 @@ class Sample:
 class Search(Protocol):
     """Chooses the tokens of a request whose rows yield candidates: see nanovllm/features/beam_search.py."""
 
+    candidates: dict[Sequence, list[tuple[int, float]]]  # of sequences that await a token
+
     def start(self, seqs: list[Sequence]) -> None: ...
 
     def receive(
@@ -43,6 +45,26 @@ class Search(Protocol):
 
 
 @dataclass(slots=True)
+class Call:
+    """The requests of one call, counted when something happens to one of them.
+
+    Nothing here is computed from all requests, of which there can be a million.
+    """
+
+    num_ended: int = 0
+    num_prompt_tokens: int = 0  # of requests that have their first token
+    num_ended_tokens: int = 0  # output tokens of requests that have ended
+    started: set["Request"] = field(default_factory=set)  # have a token, and have not ended
+    changed: set["Request"] = field(default_factory=set)  # streams that were not read since
+    error: Exception | None = None  # the first that ended a request
+
+    @property
+    def num_output_tokens(self) -> int:
+        # A copy: another thread may run a step meanwhile.
+        return self.num_ended_tokens + sum(r.num_output for r in list(self.started))
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     samples: list[Sample]
     prompt: str | None
@@ -59,14 +81,25 @@ class Request:
     # By position, in this order also after a preemption, which computes all from the first again.
     prompt_logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)
     task: PoolingParams | ScoringParams | None = None  # what it asks for instead of new tokens
-    embedding: list[float] = field(default_factory=list)
+    embedding: list[float] | None = None
+    call: Call | None = None  # counts it
+
+    def end(self) -> None:
+        """Note that it has ended, and count it."""
+        is_new, self.ended = not self.ended, True
+        if is_new and (call := self.call) is not None:
+            call.num_ended += 1
+            call.num_ended_tokens += self.num_output
+            call.started.discard(self)
+            if self.stream:
+                call.changed.add(self)
 
     def read_stream(self, request_index: int) -> list[StreamOutput]:
         """Return the output of each sample since the last call; nothing after its finish_reason."""
         outputs = []
         for sample in self.samples:
             seq, end = sample.seq, len(sample.text)
-            token_ids = seq.output_ids[sample.tokens_streamed :]
+            token_ids = seq.token_ids[seq.num_prompt + sample.tokens_streamed :]
             if sample.stream_ended or not (token_ids or seq.finish_reason):
                 continue
             stops = () if self.params.include_stop_str_in_output else self.params.stop
@@ -124,17 +157,14 @@ class Request:
         """Return the text of a token. As in vLLM, the last token of a character has all of it."""
         if self.tokenizer is None:
             return None
-        texts = (
-            str(self.tokenizer.decode([*before[n:], token])) for n in range(len(before), -1, -1)
-        )
+        decode = Detokenizer(self.tokenizer, skip_special_tokens=False).decode
+        texts = (decode([*before[n:], token]) for n in range(len(before), -1, -1))
         return next((text for text in texts if not text.endswith("\ufffd")), "")
 
     @property
-    def num_tokens(self) -> tuple[int, int]:
-        """Prompt tokens (0 before the first output token), and output tokens of all samples."""
-        started = self.metrics.first_token_time is not None
-        num_output = sum(sample.seq.num_output for sample in self.samples)
-        return self.samples[0].seq.num_prompt * started, num_output
+    def num_output(self) -> int:
+        """Output tokens of all samples."""
+        return sum(sample.seq.num_output for sample in self.samples)
 
     @property
     def request_id(self) -> str:

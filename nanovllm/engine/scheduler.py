@@ -20,13 +20,12 @@ One step, with a budget of 8 tokens and blocks of 4:
              D   3 known,  0 cached     waits: the token budget is spent
 """
 
-from bisect import insort
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.policies import POLICIES
+from nanovllm.engine.policies import POLICIES, WaitingQueue
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import Chunk, Join, StepOutput, StepPlan, Yield
 
@@ -70,10 +69,10 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.token_budget = max_num_batched_tokens
         self.policy_key = POLICIES[policy]
-        # Sorted: (not at the head, key, arrival, sample index, sequence); see add.
-        self.waiting: list[tuple[bool, int, int, int, Sequence]] = []
+        self.waiting = WaitingQueue()
         self.why_waiting = ""  # a key of WHY_WAITING if the last plan left sequences waiting
         self.running: list[Sequence] = []  # in order of admission
+        self.num_unfinished = 0  # sequences, and forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
         self.preemptions = 0
         self.recomputed_tokens = 0
@@ -91,7 +90,8 @@ class Scheduler:
         """
         seq.status, seq.num_with_placeholders = Status.WAITING, len(seq.token_ids)
         key = 0 if at_head else self.policy_key(seq, self.blocks)
-        insort(self.waiting, (not at_head, key, seq.arrival, seq.index, seq))
+        self.num_unfinished += 0 if at_head else 1 + len(seq.forks)
+        self.waiting.add(seq, key, at_head)
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         """Run `child`, which shares its first `num_computed` tokens, all computed, with `parent`.
@@ -100,7 +100,7 @@ class Scheduler:
         head of the queue. If not, it waits there without blocks, as a preempted sequence does.
         """
         self.add(child, at_head=True)
-        is_first = self.waiting[0][-1] is child
+        is_first = self.waiting.first is child
         if is_first and parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.blocks.fork(parent, child, num_computed)
             if self._has_room(child, []):
@@ -144,7 +144,7 @@ class Scheduler:
         # 2. Waiting sequences, until one cannot be admitted.
         self.why_waiting = ""
         while self.waiting and not self.why_waiting:
-            seq = self.waiting[0][-1]
+            seq = self.waiting.first
             self.why_waiting = self._admit(seq, budget, self.preemptions > preemptions)
             if not self.why_waiting:
                 budget -= self._plan_chunk(step, seq, budget)
@@ -248,7 +248,7 @@ class Scheduler:
 
     def _start(self, seq: Sequence) -> None:
         """Give the first waiting sequence, which has its cached or shared blocks, a row."""
-        del self.waiting[0]
+        self.waiting.remove(seq)
         if seq.preemptions:
             self.recomputed_tokens -= seq.num_computed  # still cached, so not computed twice
         elif not seq.num_output:  # else it is a fork of a beam
@@ -279,8 +279,7 @@ class Scheduler:
             self._free_rows.append(seq.row)
             seq.row, seq.decoding = -1, False
         elif seq.status is Status.WAITING:
-            at = next(i for i, entry in enumerate(self.waiting) if entry[-1] is seq)
-            del self.waiting[at]
+            self.waiting.remove(seq)
 
     # ---- the results of a step ----
 
@@ -322,11 +321,16 @@ class Scheduler:
             if len(ids) % block_size == 0 and seq.num_computed >= len(ids):
                 # A step in flight has computed the KV of this token already.
                 self.blocks.cache_full_blocks(seq)
-            if token in seq.stop_token_ids:
-                self.finish(seq, "stop", token)
-            elif len(ids) >= seq.max_length:
-                self.finish(seq, "length")
+            if token in seq.stop_token_ids or len(ids) >= seq.max_length:
+                self._finish_if_complete(seq)
         return updated
+
+    def _finish_if_complete(self, seq: Sequence) -> None:
+        """Finish a sequence whose last token is a stop token, or that has its full length."""
+        if (token := seq.token_ids[-1]) in seq.stop_token_ids:
+            self.finish(seq, "stop", token)
+        elif len(seq.token_ids) >= seq.max_length:
+            self.finish(seq, "length")
 
     def append(self, seq: Sequence, token: int) -> None:
         """Append the token that the caller has chosen for a sequence whose result was returned."""
@@ -339,26 +343,44 @@ class Scheduler:
         else:
             self.add(seq, at_head=True)
 
-    def revert_in_flight(self) -> None:
-        """Revert all steps in flight after a failure.
+    def revert_in_flight(self, unfinished: Iterable[Sequence] | None = None) -> None:
+        """Revert all steps in flight after a failure, which may have come between any two lines.
 
-        All running sequences return to the waiting queue with their known tokens. Blocks that these steps
-        cached may hold anything and may be shared, so the whole prefix cache is reset.
+        Only the known tokens are relied on: all rows and blocks are freed, and the `unfinished`, by
+        default all that run or wait, return to the waiting queue. Blocks that these steps cached
+        may hold anything and may be shared, so the whole prefix cache is reset.
         """
+        ran = self.running
+        seqs = [*ran, *self.waiting] if unfinished is None else list(unfinished)
+        for seq in ran:
+            self.recomputed_tokens += seq.num_computed
+            self.preemptions += 1
+            seq.preemptions += 1
         self.in_flight.clear()
-        # A plan or a commit may have been interrupted, so every sequence is affected.
-        for seq in reversed(list(self.running)):
-            self._preempt(seq)
-        for *_, seq in self.waiting:
-            self.blocks.release(seq)
-            seq.num_with_placeholders = len(seq.token_ids)
-        self.blocks.take_moves(StepPlan())  # those of a plan that is not complete
-        self.blocks.reset_prefix_cache()
+        self.running, self._free_rows = [], list(range(self.max_num_seqs - 1, -1, -1))
+        self.blocks.revert([*ran, *self.waiting, *seqs])
+        for seq in seqs:
+            seq.status, seq.row, seq.decoding = Status.NEW, -1, False
+            if seq.yields is Yield.TOKEN and seq.num_output:
+                self._finish_if_complete(seq)
+        queued = [seq for seq in seqs if seq.status is Status.NEW and not seq.awaits_token]
+        self.waiting.keep(queued)
+        for seq in queued:
+            if seq in self.waiting:
+                seq.status, seq.num_with_placeholders = Status.WAITING, len(seq.token_ids)
+            else:
+                self.add(seq, at_head=True)
+        if unfinished is not None:
+            left = (seq for seq in seqs if seq.status is not Status.FINISHED)
+            self.num_unfinished = sum(1 + len(seq.forks) for seq in left)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Finish a sequence in any state. What ended it before is overwritten."""
         self._leave(seq)
+        self.num_unfinished -= seq.status is not Status.FINISHED
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
+        # What rules refer to can be large, and a step in flight may keep the sequence for long.
+        seq.sampling = replace(seq.sampling, rules=None)
 
     def abort(self, seq: Sequence) -> None:
         """Finish a sequence in any state, unless it has finished."""

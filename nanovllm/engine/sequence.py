@@ -16,8 +16,13 @@ token. There is no prefill state. `decoding` only says where the next token to c
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from nanovllm.plan import RowSampling, Yield
+
+# Instead of an empty list that most sequences never fill: a million of them may wait, and each list
+# takes memory and time of the garbage collector.
+EMPTY: Any = ()
 
 
 class Status(Enum):
@@ -38,11 +43,11 @@ class Sequence:
     sampling: RowSampling
     index: int = 0  # number among the samples of its request
     yields: Yield = Yield.TOKEN
-    targets: list[int] = field(default_factory=list)  # tokens whose log-probabilities are wanted
+    targets: list[int] = EMPTY  # tokens whose log-probabilities are wanted
     first_target: int = 1  # position of the first of them
     # What it is forked from: the first sample of its request, which computes the prompt, or a beam.
     parent: "Sequence | None" = None
-    forks: list["Sequence"] = field(default_factory=list)  # not queued yet
+    forks: list["Sequence"] = EMPTY  # not queued yet
 
     status: Status = Status.NEW
     num_with_placeholders: int = 0  # known tokens and placeholder tokens
@@ -62,9 +67,10 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     # Its next token may be written to a block that is shared or cached.
     needs_copy_on_write: bool = False
-    block_hashes: list[int] = field(default_factory=list)  # one per full block, chained
+    block_hashes: list[int] = EMPTY  # one per full block, chained
     num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another's block
     parent_block: int = 0  # identity of the last cached block, the parent of the next
+    began_after: int = 0  # resets of the prefix cache before its first block was computed
 
     @property
     def num_output(self) -> int:

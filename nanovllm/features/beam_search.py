@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
 from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -166,6 +168,7 @@ class BeamSearch:
                     yields=parent.yields,
                     parent=parent,
                 )
+                self.scheduler.num_unfinished += 1
                 parent.parent = None  # else a beam would keep all that were before it in memory
             beam.index = index
             beams.append(beam)
@@ -191,13 +194,19 @@ class BeamSearch:
         for result in results:
             if request.tokenizer is not None:
                 skip = self.params.skip_special_tokens
-                text = request.tokenizer.decode(result.tokens, skip_special_tokens=skip)
-                result.text = str(text)
+                result.text = Detokenizer(request.tokenizer, skip).decode(result.tokens)
         return BeamSearchOutput(results)
 
 
 def submit(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> Request:
     """Queue the search of one prompt. Raises TypeError or ValueError if it can never run."""
+    requests: list[Request] = []
+    list(engine.add([check(engine, prompt, params)], requests))
+    return requests[0]
+
+
+def check(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> CheckedPrompt:
+    """Check the search of one prompt, as `engine.check` does for samples."""
     if not isinstance(params, BeamSearchParams):
         raise TypeError(f"params must be a BeamSearchParams, not {params!r}")
     params = replace(params)  # fields may have been set since the last check
@@ -222,4 +231,5 @@ def submit(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> Request:
         logprobs=min(search.num_candidates, vocab_size),
         structured_outputs=params.structured_outputs,
     )
-    return engine.submit(prompt, sampling, search=search)
+    [checked] = engine.check([(prompt, sampling)], is_search=True)
+    return checked._replace(search=search)

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.api.checks import check_scalars, refuse_unknown_fields
 from nanovllm.engine.detokenizer import Tokenizer
@@ -19,15 +24,38 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHED_GRAMMARS = 64
+# Bounds of what a compilation costs. In bytes of text, by format: the time grows with their square,
+# and with the third power where terminals contain each other.
+MAX_BYTES = {"json_schema": 2**17, "lark": 2**17, "regex": 2**15, "grammar": 2**15}
+# llguidance has a state for each remainder, and computes least common multiples in 32 bits.
+MAX_MULTIPLE = 2**16 - 1
+MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?)')
+# llguidance calls itself once for each level of a grammar: 1 kB of stack or less for a byte of text.
+STACK, STACK_PER_BYTE = 2**24, 2**12
+MAX_SECONDS = 60  # for what no other bound covers, such as 200 patterns in an allOf
 # Between the parts of JSON. Where more is allowed, weak models write spaces and nothing else.
 WHITESPACE = " ?"
+
+
+T = TypeVar("T")
+stack_size_lock = threading.Lock()  # threading.stack_size is a setting of the process
 
 
 class OutputComplete(Exception):
     """An output that its grammar completes, and whose request has no token that ends it."""
 
 
-@refuse_unknown_fields("field of StructuredOutputsParams")
+# Fields of vLLM that do not exist here, and what to use instead.
+ELSEWHERE = {
+    "disable_additional_properties": "say additionalProperties: false in the schema",
+    "disable_any_whitespace": "JSON is always on one line",
+    "disable_fallback": "llguidance is the only backend",
+    "structural_tag": "write a grammar of the whole output, with its tags",
+    "whitespace_pattern": 'put it into the schema: {"x-guidance": {"whitespace_pattern": "..."}, ...}',
+}
+
+
+@refuse_unknown_fields("field of StructuredOutputsParams", ELSEWHERE)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
     """What the text of an output must be. Exactly one of these fields is given:
@@ -51,7 +79,9 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         check_scalars(self)
         names = [field.name for field in fields(self)]
-        given = [n for n in names if getattr(self, n) is not None and getattr(self, n) is not False]
+        given = [name for name in names if getattr(self, name) is not None]
+        if self.json_object is False:
+            given.remove("json_object")
         if len(given) != 1:
             raise ValueError(
                 f"give exactly one of {', '.join(names)}, not {' and '.join(given) or 'none'}"
@@ -74,7 +104,9 @@ class StructuredOutputsParams:
             raise TypeError(f"choice must be a list of strings, not {choice!r}")
         if not choice:
             raise ValueError("choice is empty; give at least one string")
-        return "choice", "choice", json.dumps(list(choice))
+        # As one terminal, because llguidance limits how many rules begin at one position.
+        strings = " | ".join(json.dumps(text) for text in choice)
+        return "choice", "lark", f"start: CHOICE\nCHOICE: {strings}"
 
 
 def schema_text(schema: Any) -> str:
@@ -84,6 +116,8 @@ def schema_text(schema: Any) -> str:
         value = json.loads(value) if isinstance(value, str) else value
         if isinstance(value, Mapping):
             return json.dumps(value)
+    except RecursionError:
+        raise ValueError("json is nested too deeply; flatten the schema, or use $ref") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"json={schema!r:.80} is not JSON: {error}") from None
     raise TypeError(
@@ -167,20 +201,23 @@ class GrammarCompiler:
             raise ImportError(
                 f"structured_outputs needs llguidance ({error}): pip install -e '.[structured]'"
             ) from error
-        # Models may have more tokens than their tokenizer, or fewer.
-        size = len(tokenizer)
-        eos_token_ids = sorted(token for token in self.eos_token_ids if token < size)
-        return from_tokenizer(
-            tokenizer, n_vocab=max(size, self.vocab_size), eos_token=eos_token_ids or None
-        )
+        # Models may have more tokens than their tokenizer, or fewer. Tokens that the model lacks are
+        # removed, because llguidance prefers them to the shorter ones of which they consist.
+        ids = set(tokenizer.get_vocab().values())
+        if max(ids) >= self.vocab_size and tokenizer.is_fast:
+            tokenizer = with_tokens_below(self.vocab_size, tokenizer)
+        ends = sorted(self.eos_token_ids & ids)
+        return from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=ends or None)
 
     def _compile(self, field: str, kind: Any, text: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, grammar_from
 
-        assert self.vocabulary is not None
-        try:
+        vocabulary = self.vocabulary
+        assert vocabulary is not None
+
+        def start_matcher() -> LLMatcher:
             start = LLMatcher(
-                self.vocabulary,
+                vocabulary,
                 LLMatcher.grammar_from_json_schema(text, {"whitespace_pattern": WHITESPACE})
                 if kind == "json_schema"
                 else grammar_from(kind, text),
@@ -188,14 +225,91 @@ class GrammarCompiler:
                 limits=LLParserLimits(verbose_errors=False),
             )
             start.compute_bitmask()  # finds that no token can be the first
+            return start
+
+        check_size(field, kind, text)
+        try:
+            start = with_stack(start_matcher, STACK + STACK_PER_BYTE * len(text.encode()))
             if start.is_error():
                 raise ValueError(reason(start))
-        except ValueError as error:
+        except TimeoutError:
             raise ValueError(
-                f"llguidance refuses the {field} of structured_outputs: {error}"
+                f"llguidance compiles the {field} of structured_outputs for more than "
+                f"{MAX_SECONDS} seconds; simplify it"
+            ) from None
+        except ValueError as error:
+            hint = "; a grammar in Lark's notation needs the rule `start`"
+            hint *= field == "grammar" and "::=" not in text and "Expected ::=" in str(error)
+            raise ValueError(
+                f"llguidance refuses the {field} of structured_outputs: {error}{hint}"
             ) from None
         return start
 
 
+def with_tokens_below(size: int, tokenizer: Any) -> Any:
+    """Return a fast tokenizer that has only the tokens whose ids are less than `size`."""
+    import transformers
+    from tokenizers import Tokenizer as FastTokenizer
+
+    fast: Any = transformers.PreTrainedTokenizerFast
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    parts["added_tokens"] = [token for token in parts["added_tokens"] if token["id"] < size]
+    model, vocab = parts["model"], parts["model"]["vocab"]
+    if isinstance(vocab, list):  # of a Unigram model, in the order of the ids
+        model["vocab"] = vocab[:size]
+    else:
+        vocab = model["vocab"] = {token: i for token, i in vocab.items() if i < size}
+    if "merges" in model:
+        pairs = model["merges"]
+        model["merges"] = [(a, b) for a, b in pairs if vocab.keys() >= {a, b, a + b}]
+    return fast(tokenizer_object=FastTokenizer.from_str(json.dumps(parts)))
+
+
+def check_size(field: str, kind: str, text: str) -> None:
+    """Raise ValueError for a grammar whose compilation would take too long."""
+    size = len(text.encode(errors="surrogatepass"))
+    if size > MAX_BYTES[kind]:
+        raise ValueError(
+            f"the {field} of structured_outputs has {size} bytes; the limit is {MAX_BYTES[kind]}"
+        )
+    values = {abs(Fraction(number)) for number in MULTIPLE_OF.findall(text)} - {Fraction(0)}
+    numerators, denumerators = [v.numerator for v in values], [v.denominator for v in values]
+    common = Fraction(math.lcm(*numerators), math.gcd(*denumerators) or 1)
+    for value in sorted({*values, common}):
+        # Without its point, which is at most nine digits from its end.
+        digits = next(
+            (value * 10**n for n in range(10) if 10**n % value.denominator == 0), math.inf
+        )
+        if digits > MAX_MULTIPLE:
+            raise ValueError(
+                f"the {field} of structured_outputs has multipleOf, and {float(value):.15g} "
+                f"(a value or the least common multiple of all) exceeds the limit: "
+                f"{MAX_MULTIPLE} without the decimal point, and 9 digits after it"
+            )
+
+
+def with_stack(function: Callable[[], T], size: int) -> T:
+    """Return what `function` returns in a thread with a stack of `size` bytes.
+
+    Raises TimeoutError after MAX_SECONDS. The thread then continues, because nothing can stop it.
+    """
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # also pyo3's PanicException
+            result.set_exception(error)
+
+    with stack_size_lock:
+        before = threading.stack_size(size)
+        try:
+            threading.Thread(target=run, name="nanovllm grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return result.result(MAX_SECONDS)
+
+
 def reason(matcher: LLMatcher) -> str:
-    return matcher.get_error().removesuffix("\n<non-verbose/>")
+    text = matcher.get_error().partition("\n<backtrace>")[0].removesuffix("\n<non-verbose/>")
+    return "it matches no text" if "NoExtension" in text else text

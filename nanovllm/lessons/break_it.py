@@ -34,12 +34,16 @@ class Theme(NamedTuple):
 
 SHARING = ("slots", "owners", "partition", "index", "cached", "progress")
 THEMES = (
-    Theme("sharing and copies", (1, 2, 9, 10, 13, 14, 15), SHARING),
-    Theme("prefix cache", (3, 4, 5, 6, 7, 8, 22), ("context", "cached", "progress", "no error")),
+    Theme("sharing and copies", (1, 2, 9, 10, 13, 14, 15, 22), SHARING),
+    Theme(
+        "prefix cache",
+        (3, 4, 5, 6, 7, 8, 25),
+        ("context", "cached", "fresh", "progress", "no error"),
+    ),
     Theme("scheduling", (11, 12, 16, 17, 18, 24), ("budget", "oldest", "progress", "no error")),
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
 )
-EASY, HARD = (1, 9, 13, 16, 19, 21, 23), (3, 4, 5, 8, 10, 14, 20, 22)
+EASY, HARD = (1, 9, 13, 16, 19, 21, 23), (3, 4, 5, 8, 10, 14, 20, 25)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ def timed(function: Callable[[], T], repeats: int = 3) -> tuple[T, float]:
 
 def make_llm(**options: Any) -> LLM:
     """The embedded model in float32, in which near-ties do not change tokens, on the CPU."""
-    return LLM(**({"dtype": "float32", "device": "cpu"} | options))
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_logprobs": -1}
+    return LLM(**(settings | options))
 
 
 def ask(llm: LLM, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:

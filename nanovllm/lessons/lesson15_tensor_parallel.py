@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import time
 from contextlib import ExitStack
 from subprocess import PIPE, Popen
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.api.child import python
 from nanovllm.features.tensor_parallel.ranks import Ranks
 from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, shape_of, timed
@@ -46,7 +46,8 @@ def start_ranks(size: int) -> list[dict[str, Any]]:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    command, ranks = [sys.executable, "-m", __name__], list[Popen[bytes]]()
+    command = python(f"import runpy; runpy.run_module({__name__!r}, None, '__main__')")
+    ranks = list[Popen[bytes]]()
     with ExitStack() as stack:
         for i in range(size):
             own = os.environ | shared | {"RANK": str(i), "WORLD_SIZE": str(size)}

@@ -10,6 +10,7 @@ import os
 import stat
 from pathlib import Path
 
+from nanovllm.api.checks import scalar_fields
 from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.models.config import check_field, check_fields, read_json
@@ -110,9 +111,10 @@ def weight_files(directory: Path) -> list[Path]:
                 f"it, not {weight_map!r:.200}"
             )
         names = sorted(set(names))
-        missing = [name for name in names if not (directory / name).is_file()]
+        # Path.is_file would raise OSError for a name that is too long.
+        missing = [name for name in names if not os.path.isfile(directory / name)]
         if missing:
-            raise ValueError(f"{index} names missing files: {', '.join(missing)}")
+            raise ValueError(f"{index} names missing files: {', '.join(missing):.200}")
         return [directory / name for name in names]
     single = directory / "model.safetensors"
     files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
@@ -148,10 +150,14 @@ def generation_defaults(directory: Path) -> tuple[frozenset[int], SamplingParams
     if eos is None:
         source = directory / "config.json"
         eos = read_json(source).get("eos_token_id")
-    eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    for token in eos_ids:
-        check_field(source, "eos_token_id", token, int, (0, math.inf))
-    fields = {ours: raw[theirs] for theirs, ours in SAMPLING_FIELDS.items() if theirs in raw}
+    listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    eos_ids = [check_field(source, "eos_token_id", x, int, (0, math.inf)) for x in listed]
+    declared = scalar_fields(SamplingParams)
+    fields = {
+        ours: check_field(path, theirs, raw[theirs], *declared[ours][:2])
+        for theirs, ours in SAMPLING_FIELDS.items()
+        if theirs in raw
+    }
     try:
         sampling = SamplingParams(**fields)
     except (TypeError, ValueError) as error:

@@ -84,6 +84,12 @@ def load_engine(
     eos_token_ids, default_params = generation_defaults(directory)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
+    if beyond := {token for token in eos_token_ids if token >= model_config.vocab_size}:
+        logger.warning(
+            f"the end-of-sequence tokens {sorted(beyond)} are outside the vocabulary of "
+            f"{model_config.vocab_size}, and end no output"
+        )
+        eos_token_ids -= beyond
     has_head = model_config.tie_word_embeddings or (
         HEAD in tensor_names(weight_files(directory))
         if config.load_format != "dummy"
@@ -114,6 +120,7 @@ def load_engine(
         config.seed,
         read_pooling_settings(directory, model_config.hidden_size),
         has_head,
+        config.max_logprobs,
     )
     return LLMEngine(config, runner, inputs)
 
@@ -125,22 +132,28 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
             "skip_tokenizer_init=True to work with token ids"
         )
+    config = directory / "tokenizer_config.json"
+    raw = read_json(config) if config.is_file() else {}
+    kind, length = raw.get("tokenizer_class"), raw.get("model_max_length")
+    if not isinstance(length, int | float | None):
+        raise ValueError(f"{config}: model_max_length must be a number, not {length!r:.80}")
     try:
-        config = directory / "tokenizer_config.json"
-        kind = read_json(config).get("tokenizer_class") if config.is_file() else None
         if kind == "PreTrainedTokenizerFast":
             # AutoTokenizer would choose the same, but it first imports transformers' models: 0.4 s.
             from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast.from_pretrained(directory)
-        from transformers import AutoTokenizer
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+        else:
+            from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer.decode(tokenizer.encode("a"))  # A class that does not fit can fail here first.
+        return tokenizer
     except Exception as error:  # transformers and tokenizers raise errors of many types
         for path in sorted(directory.glob("*.json")):
             read_json(path)  # raises ValueError with the name of a broken file
         raise ValueError(
             f"tokenizer.json or tokenizer_config.json in {directory} cannot be used "
-            f"({type(error).__name__}: {error}); fetch them again, or name another tokenizer with "
-            "tokenizer=..."
+            f"with the tokenizer_class {kind!r:.80} ({type(error).__name__}: {error}); fetch them "
+            "again, or name another tokenizer with tokenizer=..."
         ) from error

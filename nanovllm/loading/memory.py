@@ -45,7 +45,7 @@ class Snapshot:
 def weight_bytes(config: ModelConfig, backend: Backend, dtype: torch.dtype) -> int:
     """The size of the weights as `backend` stores them before it packs any."""
     empty = partial(torch.empty, dtype=dtype, device="meta")  # without memory
-    linears = sum(backend.make_weight(empty, *shape).nbytes for shape in config.linears)
+    linears: int = sum(backend.make_weight(empty, *shape).nbytes for shape in config.linears)
     return linears + config.num_other_weights * dtype.itemsize
 
 

@@ -199,25 +199,31 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
 
 
 def check_fields(raw: dict[str, Any], path: Path, fields: Fields = FIELDS) -> dict[str, Any]:
-    """Return `raw` without its nulls. Raises ValueError for a field of a wrong type or value."""
+    """Return `raw` without its nulls, and each field that is known in its own type.
+
+    Raises ValueError for a field of a wrong type or value.
+    """
     raw = {name: value for name, value in raw.items() if value is not None}
-    for name in raw.keys() & fields.keys():
-        check_field(path, name, raw[name], *fields[name])
-    return raw
+    known = raw.keys() & fields.keys()
+    return raw | {name: check_field(path, name, raw[name], *fields[name]) for name in known}
 
 
-def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> None:
+def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> Any:
+    """Return the value as `kind`: JSON writes the float 1.0 also as 1, and an int also as 64.0."""
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
     try:
         check_scalar(name, value, kind, limits)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
+    return kind(value)
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
     """Return the object, or the list, in a JSON file. Raises ValueError with the file's name."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not JSON, not even text, or nested too deeply
+    except (OSError, ValueError, RecursionError) as error:  # or not text, or nested too deeply
         raise unreadable(path, "valid JSON", error) from None
     if not isinstance(raw, kind):
         what = type(raw).__name__
@@ -226,11 +232,16 @@ def read_json(path: Path, kind: type = dict) -> Any:
 
 
 def unreadable(path: Path, what: str, error: Exception) -> ValueError:
-    """Return the error for a file that could not be parsed."""
-    with path.open("rb") as file:
-        if file.read(23) == b"version https://git-lfs":
-            return ValueError(
-                f"{path} is a git-lfs pointer, not the file itself; run 'git lfs pull' in "
-                f"{path.parent}"
-            )
+    """Return the error for a file that could not be read or parsed."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(23)
+    except OSError as failure:
+        return ValueError(
+            f"{path} cannot be read ({failure.strerror or failure}); replace or remove it"
+        )
+    if start == b"version https://git-lfs":
+        return ValueError(
+            f"{path} is a git-lfs pointer, not the file itself; run 'git lfs pull' in {path.parent}"
+        )
     return ValueError(f"{path} is not {what}: {error}")

@@ -12,7 +12,10 @@ can overrule. The sampler follows.
 """
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,16 +35,24 @@ TOKENS_AT_A_TIME = 2**20
 
 
 class RowRules:
-    """The rules of one row, and its tokens if they are needed on the host."""
+    """The rules of one row, and its tokens if they are needed on the host.
 
-    def __init__(self, rules: LogitRules, join: Join) -> None:
-        self.rules, self.row = rules, join.row
+    Raises ValueError for a token id that the model does not have, whose index in the logits [R * V]
+    of a step could be that of another row.
+    """
+
+    def __init__(self, rules: LogitRules, join: Join, vocab_size: int) -> None:
+        # What processors refer to can be large. Their request keeps them alive, and not its row, of
+        # which the runner does not know that it is free until another sequence joins it.
+        self.owner = weakref.ref(rules)
+        self.rules, self.row = replace(rules, logits_processors=()), join.row
         self.prompt, self.output = join.prompt, list(join.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
-        self.processors = [(p, takes_prompt(p)) for p in rules.logits_processors]
+        self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
         self.matcher = None if rules.grammar is None else Matcher(rules.grammar)
         # Whether `output` must be complete before the next token is sampled.
-        self.needs_output = bool(self.phrases or self.processors or self.matcher)
+        self.needs_output = bool(self.phrases or self.take_prompt or self.matcher)
+        self.error: Exception | None = None  # raised when the row is to sample
         # Waits for the tokens of a step, and the index of the row's: the one that `output` lacks.
         self.last: tuple[Callable[[], list[int]], int] | None = None
         allowed = rules.allowed_token_ids  # an array, because there can be thousands
@@ -51,13 +62,19 @@ class RowRules:
         first_end = len(join.prompt) + rules.min_tokens
         self.edits += [(token, HIDDEN, first_end) for token in rules.stops]
         self.edits += [(token, value, ALWAYS) for token, value in rules.logit_bias]
+        check_ids([token for token, *_ in self.edits], vocab_size)
+        check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need the output to the row's logits [V], in place."""
+        if self.error is not None:
+            raise self.error
         for *start, last in self.phrases:
             if self.output[-len(start) :] == start:
                 logits[last] = HIDDEN
-        for processor, with_prompt in self.processors:
+        owner = self.owner()
+        processors = () if owner is None else owner.logits_processors  # its request has ended
+        for processor, with_prompt in zip(processors, self.take_prompt, strict=False):
             token_ids = (self.prompt, self.output) if with_prompt else (self.output,)
             changed = processor(*map(list, token_ids), logits)
             if changed is None:
@@ -69,19 +86,15 @@ class RowRules:
                     f"place of {list(logits.shape)}; return the logits, or change them in place"
                 )
             logits.copy_(changed)
-        if self.processors and not (logits < float("inf")).all():
+        if processors and not (logits < float("inf")).all():
             # A softmax of infinity is NaN. With NaN there is no token to sample.
             infinite = logits.isposinf()
             logits.copy_(torch.where(infinite & ~logits.isnan().any(), 0.0, HIDDEN))
 
 
-def raising(error: Exception) -> Callable[..., Any]:
-    """A logits processor that raises `error`."""
-
-    def processor(output_ids: list[int], logits: Tensor) -> Tensor:
-        raise error
-
-    return processor
+def check_ids(ids: list[int], vocab_size: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise ValueError(f"token ids {min(ids)} to {max(ids)} exceed a vocabulary of {vocab_size}")
 
 
 class RulesState:
@@ -103,6 +116,7 @@ class RulesState:
     def join(self, row: int, prompt: list[int], output: list[int]) -> None:
         known = np.array([*prompt, *output], np.int32)
         ids, index = np.unique(known, return_inverse=True)
+        check_ids([*ids[:1], *ids[-1:]], self.logits.shape[1])
         counts = np.bincount(index[len(prompt) :], minlength=len(ids))[index]
         self.tokens[row, : len(known)] = to_device(known, self.tokens.device)
         self.counts[row, : len(known)] = to_device(counts, self.counts.device)

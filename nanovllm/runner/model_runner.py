@@ -106,7 +106,7 @@ class ModelRunner:
             return output
         if rules.changes_logits:
             rules.append(sampling.positions, tokens, output.token_ids)
-            output.errors = rules.errors
+            output.errors, rules.errors = rules.errors, {}
         if rules.reported:
             at = rules.reported_index
             if len(at) < len(tokens):
@@ -160,7 +160,7 @@ class ModelRunner:
             logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
             values, ids = rules.apply(logprobs, positions).topk(k)
             packed = torch.cat((values.double(), ids), dim=1)
-            output.errors |= rules.errors
+            output.errors, rules.errors = output.errors | rules.errors, {}
         else:
             none = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
             packed = self.backend.token_logprobs(logits, none, k)[:, 2:]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device
-from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState, raising
+from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import FILTERS, Join, LogitRules, StepPlan, Yield
 
 
@@ -48,6 +48,7 @@ class Rows:
     ) -> None:
         """N = `num_rows`; a sequence has at most B = `max_blocks` blocks."""
         self.num_rows, self.block_size, self.device = num_rows, block_size, device
+        self.vocab_size = vocab_size
         self.block_tables = np.zeros((num_rows + 1, max_blocks), np.int32)
         self.positions = np.zeros(num_rows + 1, np.int64)  # of the next token to compute
         # The temperature and each filter; the padding row is greedy and has no filters.
@@ -69,8 +70,9 @@ class Rows:
             self.block_tables[row, len(table) :] = 0
             self.params[:, row] = (sampling.temperature, *sampling.filters)
             self.seeds[row] = sampling.seed
-            if self.rules.pop(row, None) or sampling.rules is not None:
-                self.rules_batch = None
+            if row in self.rules or sampling.rules is not None:
+                self.rules_batch = None  # first, because a second Ctrl-C may come between the lines
+                self.rules.pop(row, None)
             if sampling.rules is not None:
                 self.rules[row] = self._join_rules(join, sampling.rules)
         for row, index, block in plan.new_blocks:
@@ -83,10 +85,11 @@ class Rows:
         try:
             if rules.has_penalties:
                 self.rules_state.join(join.row, join.prompt, join.output)
-            return RowRules(rules, join)
+            return RowRules(rules, join, self.vocab_size)
         except Exception as error:  # It ends this request, and no other, when it is to sample.
-            rules = LogitRules(logits_processors=(raising(error),))
-            return RowRules(rules, join)
+            row = RowRules(LogitRules(), join, self.vocab_size)
+            row.error, row.needs_output = error, True
+            return row
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Build the batch of a plan from the host arrays, after `apply`."""

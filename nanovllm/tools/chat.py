@@ -36,9 +36,8 @@ class Conversation:
         self.messages.append({"role": "user", "content": question})
         text = ""
         try:
-            prompt = self.llm.engine.inputs.chat_prompt(
-                self.messages, None, add_generation_prompt=True
-            )
+            variables = {"add_generation_prompt": True}
+            prompt = self.llm.engine.inputs.chat_prompt(self.messages, variables)
             with contextlib.closing(self.llm.stream(prompt, self.params)) as stream:
                 for new in stream:
                     text += new.text

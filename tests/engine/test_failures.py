@@ -12,6 +12,7 @@ import torch
 from checkpoints import random_llm
 from engines import ctrl_c_interrupts, is_idle  # noqa: F401
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
@@ -21,6 +22,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.models.logit_rules import RowRules, RulesState
 from nanovllm.tools.oracle.oracle import OracleRunner, make_samples
 
+PACKAGE = Path(nanovllm.__file__).parent
+TRACED = f"{PACKAGE}/engine/", f"{PACKAGE}/llm.py"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
@@ -37,7 +40,7 @@ def press(action: Callable[[], object], at: set[int]) -> int:
     def count(frame, event, arg):
         nonlocal lines
         name = frame.f_code.co_filename
-        if "nanovllm/engine/" not in name and not name.endswith("nanovllm/llm.py"):
+        if not name.startswith(TRACED):
             return None
         # A signal is handled between calls, so never where a block is left.
         if event == "line" and not linecache.getline(name, frame.f_lineno).strip().startswith(

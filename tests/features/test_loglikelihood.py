@@ -140,6 +140,28 @@ def test_strings_are_encoded_together(embedded: LLM) -> None:
     assert not wrong.is_greedy
 
 
+def test_pairs_of_dicts(embedded: LLM) -> None:
+    """A dict with text is its text, and one with token ids these ids, whatever the other one is."""
+    encode, (text, end) = embedded.get_tokenizer().encode, ("What is 12 + 30?", "\n12 + 30 = 42")
+    ids, new = {"prompt_token_ids": encode(text)}, {"prompt": "", "prompt_token_ids": encode(end)}
+    want = embedded.loglikelihood(text, end, use_tqdm=False)[0].token_logprobs
+    for pair in (
+        ({"prompt": text}, end),
+        (text, {"prompt": end}),
+        ({"prompt": text}, {"prompt": end}),
+        ([{"prompt": text}], [{"prompt": end}]),
+        (text, new),
+        ({"prompt": text}, encode(end)),
+        (ids, new),
+        (ids | {"prompt": "other"}, encode(end)),
+    ):
+        found = embedded.loglikelihood(*pair, use_tqdm=False)
+        assert found[0].token_logprobs == pytest.approx(want, abs=1e-4), pair
+    for stem, last in ((ids, end), (ids, {"prompt": end}), (ids | {"prompt": text}, end)):
+        with pytest.raises(TypeError, match="is text, and its prompt is token ids"):
+            embedded.loglikelihood(stem, last, use_tqdm=False)
+
+
 def test_nan_ends_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     run = llm.engine.runner.run
 
@@ -201,6 +223,19 @@ def write_tasks(path: Path, num_docs: int) -> None:
         settings = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
         settings |= {"test_split": "train", **task}
         (path / f"{name}.yaml").write_text(json.dumps(settings))  # JSON is YAML
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is not missing")
+def test_a_device_that_lm_eval_asks_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Its command passes cuda:0 if it is told nothing, which cannot be told from the user's wish."""
+    pytest.importorskip("lm_eval")
+    from nanovllm.tools.jobs.lm_eval import NanoVLLM
+
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(ValueError, match="needs a GPU, and torch finds none"):
+            NanoVLLM(device=device, num_kvcache_blocks=8)
+    assert NanoVLLM(device="cuda:0", num_kvcache_blocks=8).llm.engine.runner.device.type == "cpu"
+    assert "torch finds no GPU for cuda:0" in caplog.text
 
 
 @pytest.mark.slow

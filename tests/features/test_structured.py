@@ -1,9 +1,11 @@
 """Structured outputs: what a grammar ended is valid under jsonschema and re, whatever else is asked."""
 
+import contextlib
 import json
 import random
 import re
 import sys
+import threading
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +14,19 @@ from typing import Any
 import pytest
 import torch
 from fresh import dry_run
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanovllm import LLM, GenerationError, SamplingParams, StructuredOutputsParams
-from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher
+from nanovllm import (
+    LLM,
+    BeamSearchParams,
+    GenerationError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from nanovllm.features import structured as structured_module
+from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher, OutputComplete
+from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import Join, LogitRules, RowSampling
 from nanovllm.runner import model_runner, pending
@@ -227,7 +239,7 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
         state = RulesState(2, 40, vocab_size, torch.device("cpu"))
         for _ in range(12):
             sampling = RowSampling(0.0, 0, rules=LogitRules(grammar=grammar))
-            row = RowRules(sampling.rules, Join(1, [], sampling, [1, 2]))
+            row = RowRules(sampling.rules, Join(1, [], sampling, [1, 2]), vocab_size)
             batch, output = RulesBatch([(1, row)], state), []
             while True:
                 logits = torch.randn(2, vocab_size)
@@ -249,6 +261,61 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
                 if output[-1] in ends:
                     break
                 batch.append(position, torch.tensor([0, output[-1]]), lambda o=output: [0, o[-1]])
+
+
+def test_tokens_that_the_model_does_not_have(embedded: LLM, tmp_path: Path) -> None:
+    """What the tokenizer has as one token is spelled by shorter ones; others are refused."""
+    tokenizer = AutoTokenizer.from_pretrained(find_checkpoint("qwen3-nano"))
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.add_tokens(["<|more|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
+    fields = dict(structured_outputs=StructuredOutputsParams(choice=["zebra!"]))
+    questions = ["What is 12 + 30?\n"] * 2
+    params = [SamplingParams(temperature=0, **more) for more in (fields, {})]
+    outputs = llm.generate(questions, params, use_tqdm=False)
+    assert [output["text"] for output in outputs] == ["zebra!", "12 + 30 = 42"]
+    beam = llm.beam_search(questions[0], BeamSearchParams(2, 20, **fields), use_tqdm=False)[0]
+    assert beam.sequences[0].text == questions[0] + "zebra!"
+    unknown = StructuredOutputsParams(grammar='start: "a" <|more|>')
+    with pytest.raises(ValueError, match=r"unknown special token: \"<\|more\|>"):
+        llm.generate("x", SamplingParams(structured_outputs=unknown), use_tqdm=False)
+
+
+ALPHABET = pre_tokenizers.ByteLevel.alphabet()
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_any_part_of_a_tokenizer(kind: str) -> None:
+    """Models of any size with a tokenizer that has long tokens at its end, some of them unknown."""
+    text, texts = "zebra zebras", ["zebra zebras zebra"] * 9
+    if kind == "BPE":
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(initial_alphabet=ALPHABET, show_progress=False)
+        backend.train_from_iterator(texts, trainer)
+    else:
+        pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), *"abersz▁", "ze", "▁zebras", "zebra"]
+        backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in pieces], 0, True))
+        backend.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+    backend.add_special_tokens(["<eos>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    largest = []
+    for size in range(257, len(tokenizer) + 9):
+        eos = frozenset({tokenizer.eos_token_id} if size >= len(tokenizer) else ())
+        compiler, output = GrammarCompiler(tokenizer, size, eos), []
+        matcher = Matcher(compiler.compile(StructuredOutputsParams(choice=[text]), sorted(eos)))
+        with contextlib.suppress(OutputComplete):
+            while (mask := matcher.mask(output)) is not None:
+                bits = int.from_bytes(mask, "little")
+                assert 0 < bits < 1 << size, (size, output)
+                output.append(bits.bit_length() - 1)
+        assert tokenizer.decode([t for t in output if t not in eos]) == text
+        largest.append(max(set(output) - eos))
+    assert len(set(largest)) > 4  # the tokens that a larger model has are used
 
 
 def test_a_grammar_overrules_a_logits_processor(embedded: LLM) -> None:
@@ -342,18 +409,96 @@ REFUSED = [
     ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
     ({"regex": "a("}, "refuses the regex of .*unclosed group"),
     ({"regex": "(?=a)b"}, "look-around"),
-    ({"regex": r"[^\s\S]"}, "NoExtension"),
+    ({"regex": r"[^\s\S]"}, "refuses the regex of structured_outputs: it matches no text"),
     ({"grammar": "start: word"}, 'refuses the grammar of .*unknown name: "word"'),
-    ({"grammar": "hello"}, "Expected ::="),
+    ({"grammar": "hello"}, "Expected ::=.*in Lark's notation needs the rule `start`"),
+    ({"json": {"multipleOf": 999983}}, "multipleOf, and 999983 .*65535"),
+    ({"json": {"allOf": [{"multipleOf": 999}, {"multipleOf": 998}]}}, "multipleOf, and 997002 "),
+    ({"json": {"multipleOf": 0.12345678901}}, "multipleOf, and 0.12345678901 .*9 digits"),
+    ({"json": {"multipleOf": 1e300}}, "multipleOf, and 1e.300 "),
+    ({"json": {"properties": {f"a{i}": {"type": "null"} for i in range(9999)}}}, "131072"),
+    ({"choice": [f"choice {i}" for i in range(10**5)]}, "the limit is 131072"),
+    (
+        {"regex": "a*" * 20000},
+        "the regex of structured_outputs has 40000 bytes; the limit is 32768",
+    ),
+    ({"grammar": "start: " + "a " * 20000}, "the limit is 32768"),
 ]
 
 
-@pytest.mark.parametrize(("fields", "word"), REFUSED, ids=str)
+@pytest.mark.parametrize(("fields", "word"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused_when_it_is_added(embedded: LLM, fields: dict, word: str) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
     with pytest.raises(ValueError, match=f"(?s){word}"):
         embedded.engine.add_request("x", params)
     assert not embedded.engine.has_unfinished_requests()
+
+
+def test_a_schema_that_is_nested_deeply() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(20_000):
+        deep = {"items": deep}
+    for schema in (deep, '{"items":' * 20_000):
+        with pytest.raises(ValueError, match="json is nested too deeply"):
+            StructuredOutputsParams(json=schema)
+
+
+def chain(num_links: int, link: Callable[[int], Any], end: Any) -> dict[int, Any]:
+    return {i: link(i + 1) for i in range(num_links)} | {num_links: end}
+
+
+def as_schema(links: dict[int, Any]) -> dict[str, Any]:
+    defs = {f"a{i}": value for i, value in links.items()}
+    return {"$defs": defs, "$ref": "#/$defs/a0"}
+
+
+def as_rules(links: dict[int, str], begin: str, defines: str) -> str:
+    return begin + "\n" + "\n".join(f"r{i} {defines} {value}" for i, value in links.items())
+
+
+DEEP = {
+    "references": {"json": as_schema(chain(3000, lambda i: {"$ref": f"#/$defs/a{i}"}, {}))},
+    "objects": {
+        "json": as_schema(
+            chain(1500, lambda i: {"properties": {"a": {"$ref": f"#/$defs/a{i}"}}}, {"const": 1})
+        )
+    },
+    "allOf": {"json": as_schema(chain(2500, lambda i: {"allOf": [{"$ref": f"#/$defs/a{i}"}]}, {}))},
+    "groups": {
+        "grammar": as_rules(
+            chain(450, lambda i: "(" * 25 + f"r{i}" + ")" * 25, '"a"'), "start: r0", ":"
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+def test_a_deep_grammar_does_not_end_the_process(embedded: LLM, kind: str) -> None:
+    """llguidance calls itself for each level, and a stack of 8 MB ends the process."""
+    params = SamplingParams(
+        temperature=0, max_tokens=3, structured_outputs=StructuredOutputsParams(**DEEP[kind])
+    )
+    before = threading.stack_size()
+    [out] = embedded.generate("x", params, use_tqdm=False)
+    assert len(out["token_ids"]) <= 3
+    assert threading.stack_size() == before
+
+
+def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request is refused by the time, because nothing else bounds every grammar."""
+    monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
+    slow = {"allOf": [{"type": "string", "pattern": f"^.*{i}{i}.*$"} for i in range(16)]}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=slow))
+    with pytest.raises(ValueError, match="json of structured_outputs for more than 0 seconds"):
+        embedded.generate("x", params, use_tqdm=False)
+
+
+def test_a_choice_of_many_strings(embedded: LLM) -> None:
+    """llguidance refuses a position at which more than 2,000 rules begin."""
+    choice = [f"choice {i}" for i in range(5000)]
+    structured_outputs = StructuredOutputsParams(choice=choice)
+    params = SamplingParams(temperature=0, structured_outputs=structured_outputs)
+    assert embedded.generate("x", params, use_tqdm=False)[0]["text"] in choice
 
 
 def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

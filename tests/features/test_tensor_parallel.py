@@ -239,6 +239,16 @@ def test_other_prompts_on_another_rank(ranks: Job, paths: dict[str, str]) -> Non
     assert answer == wanted[1]
 
 
+def test_ranks_that_are_one_call_apart(ranks: Job, paths: dict[str, str]) -> None:
+    """They disagree at each call, and the last one of rank 0 does not wait for rank 1."""
+    first, second = values(ranks("one_call_apart", 2, path=paths["qwen3"]))
+    assert first[0].startswith("no error")
+    assert second[0].startswith("no error")
+    for failed in (*first[1:4], *second[1:]):
+        assert failed.startswith("RuntimeError: the ranks have different steps")
+    assert first[4].startswith(LOST)
+
+
 def test_a_finalizer_aborts_nothing(ranks: Job, paths: dict[str, str]) -> None:
     first, second = values(ranks("a_stream_that_is_collected", 2, path=paths["qwen3"]))
     assert first == second

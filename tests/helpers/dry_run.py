@@ -54,6 +54,7 @@ from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 ROOT = f"{Path(__file__).parents[2]}/"
+OWN = f"{ROOT}nanovllm/", f"{ROOT}tests/"  # a virtual environment may be in ROOT too
 DEVICE = torch.device("cuda", 0)
 TARGET, SHARED_MEMORY_KIB, _ = compile_kernels.TARGETS["sm_90"]
 
@@ -440,12 +441,12 @@ class Event:
 
 
 def site() -> str:
-    """file:line of the innermost frame that is neither torch's nor a method of this file."""
+    """file:line of the innermost frame of the project that is not a method of this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         path, code = frame.f_code.co_filename, frame.f_code  # f_locals would keep the tensors
         is_method = "self" in code.co_varnames + code.co_freevars
-        if path.startswith(ROOT) and not (path == __file__ and is_method):
+        if path.startswith(OWN) and not (path == __file__ and is_method):
             return f"{path.removeprefix(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
@@ -817,13 +818,16 @@ def faults(directory: str) -> Any:
             llm = LLM(directory, device="cuda", max_num_seqs=2, max_model_len=64, **OPTIONS)
             return numbers(llm.generate([[1, 2, 3]], use_tqdm=False))
 
-    here = "at tests/helpers/dry_run.py:"
+    here, installed = "at tests/helpers/dry_run.py:", dict[str, Any]()
+    source = compile("def read(x): return float(x.sum())", f"{ROOT}.venv/lib/torch/a.py", "exec")
+    exec(source, installed)
     with GPU, torch.inference_mode():
         x, host, event = torch.ones(2, device=DEVICE), torch.ones(2), Event()
         pinned = host.pin_memory()
         event.record()
         pairs = [
             (f"_local_scalar_dense {here}", attempt(lambda: float(x.sum()))),
+            (f"_local_scalar_dense {here}", attempt(lambda: installed["read"](x))),
             (f"a wait: _local_scalar_dense {here}", attempt(lambda: float(x.sum()), strict=True)),
             (
                 f"a copy between host and device {here}",

@@ -176,6 +176,15 @@ def other_prompts(path: str) -> tuple[str, list[list[int]]]:
     return failed, tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False))
 
 
+def one_call_apart(path: str) -> list[str]:
+    """Rank 1 does not make the second call, and both make all others."""
+    llm, failed = make(path), []
+    for number, prompt in enumerate(some_prompts(5)):
+        if (number, rank()) != (1, 1):
+            failed.append(outcome(lambda p=prompt: llm.generate([p], GREEDY, use_tqdm=False)))
+    return failed
+
+
 def other_parameters(path: str) -> str:
     llm, params = make(path), SamplingParams(temperature=1.0, seed=rank(), max_tokens=4)
     return outcome(lambda: llm.generate([[1, 2, 3]], params, use_tqdm=False))

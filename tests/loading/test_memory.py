@@ -128,7 +128,7 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for row in range(7):
         join = logit_rules.Join(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
         state.join(row, join.prompt, join.output)
-        rows.append((row, logit_rules.RowRules(rules, join)))
+        rows.append((row, logit_rules.RowRules(rules, join, size)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
     batch.length = 31
     batch.apply(torch.zeros(7, size), positions)

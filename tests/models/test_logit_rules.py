@@ -1,8 +1,14 @@
 """Each field of SamplingParams beyond the filters: against transformers, and in mixed batches."""
 
+import contextlib
 import dataclasses
+import functools
+import gc
 import math
 import random
+import weakref
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +21,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models import logit_rules
@@ -31,7 +37,7 @@ def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT)
     join = Join(1, [], RowSampling(0.0, 0, rules=rules), PROMPT, output[:1])
     state = RulesState(2, 40, len(logits), device)
     state.join(join.row, PROMPT, output[:1])
-    batch = RulesBatch([(0, RowRules(rules, join))], state)
+    batch = RulesBatch([(0, RowRules(rules, join, len(logits)))], state)
     for token in output[1:]:
         batch.length = int(position) + 1
         batch.apply(logits[None], position)
@@ -85,7 +91,7 @@ def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a
         if step % 5 == 0:  # a new sequence, also in the place of an old one
             prompt, output = (rng.choices(range(size), k=n) for n in (rng.randint(1, 3), step % 3))
             join = Join(rng.randrange(5), [], RowSampling(0.0, 0, rules=rules), prompt, output)
-            rows[join.row] = (RowRules(rules, join), [*prompt, *output])
+            rows[join.row] = (RowRules(rules, join, size), [*prompt, *output])
             state.join(join.row, prompt, output)
         batch = RulesBatch([(i, row) for i, (row, _) in enumerate(rows.values())], state)
         known = [tokens for _, tokens in rows.values()]
@@ -103,6 +109,24 @@ def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a
         batch.append(positions, sampled, sampled.tolist)
         for tokens, token in zip(known, sampled.tolist(), strict=True):
             tokens.append(token)
+
+
+@pytest.mark.parametrize("token", [-1, 20, 25])
+def test_no_rule_reaches_another_row(token: int) -> None:
+    """The logits of a step are one array, in which an index of one row could be that of another."""
+    for fields in (
+        dict(bad_words=((token,),)),
+        dict(bad_words=((1, token),)),
+        dict(bad_words=((token, 1),)),
+        dict(logit_bias=((token, 1.0),)),
+        dict(min_tokens=3, stops=(token,)),
+        dict(allowed_token_ids=(1, token)),
+    ):
+        with pytest.raises(ValueError, match=f"{token}.* exceed a vocabulary of 20"):
+            applied(LogitRules(**fields), torch.zeros(20))
+    for prompt, output in (([1, token], []), ([1], [token])):
+        with pytest.raises(ValueError, match="exceed a vocabulary of 20"):
+            RulesState(2, 40, 20, torch.device("cpu")).join(0, prompt, output)
 
 
 def test_rules_that_name_the_same_token() -> None:
@@ -357,10 +381,105 @@ def test_plain_parameters_make_no_rules(embedded: LLM) -> None:
 
 def test_logprobs_of_the_whole_vocabulary(checkpoint) -> None:
     params = SamplingParams(max_tokens=2, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
-    out = random_llm(checkpoint[0]).generate([[1, 2]], params, use_tqdm=False)[0]
+    out = random_llm(checkpoint[0], max_logprobs=-1).generate([[1, 2]], params, use_tqdm=False)[0]
     for entry in (*out.outputs[0].logprobs, out.prompt_logprobs[1]):
         assert sorted(entry) == list(range(VOCAB))
         assert sum(math.exp(e.logprob) for e in entry.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_max_logprobs(path: Path, name: str) -> None:
+    """For both fields, in every call; -1 is the whole vocabulary, and candidates do not count."""
+    for most, good, bad in (
+        (3, (0, 3), (4, VOCAB, -1)),
+        (0, (0,), (1, -1)),
+        (-1, (0, VOCAB, -1), ()),
+        (VOCAB - 1, (VOCAB - 1,), (VOCAB, -1)),
+        (VOCAB + 1, (VOCAB, -1), ()),
+    ):
+        llm = random_llm(path, max_logprobs=most)
+        for k in good:
+            params = SamplingParams(max_tokens=2, ignore_eos=True, **{name: k})
+            (out,) = llm.generate([[1, 2]], params, use_tqdm=False)
+            entries = out.outputs[0].logprobs if name == "logprobs" else out.prompt_logprobs[1:]
+            assert {len(entry) for entry in entries} <= {max(k, 1), k + 1, VOCAB}
+            assert any(new.finish_reason for new in llm.stream([[1, 2]], params))
+        for k in bad:
+            params, message = SamplingParams(**{name: k}), f"{name}={k} is more than max_logprobs="
+            with pytest.raises(ValueError, match=f"{message}{most}"):
+                llm.generate([[1]], params, use_tqdm=False)
+            with pytest.raises(ValueError, match=f"{message}{most}"):
+                next(llm.stream([[1]], params))
+            with pytest.raises(ValueError, match=f"{message}{most}"):
+                llm.engine.add_request([1], params)
+        (found,) = llm.beam_search([1, 2], BeamSearchParams(16, 2), use_tqdm=False)
+        assert len(found.sequences) == 16
+        assert not llm.engine.has_unfinished_requests()
+
+
+class Large:
+    """What a logits processor refers to."""
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_processors_are_released(
+    path: Path, monkeypatch: pytest.MonkeyPatch, raises: bool, asynchronous: bool
+) -> None:
+    """No row keeps what a processor refers to after the end of its request, whatever ended it."""
+    llm = random_llm(path)
+    monkeypatch.setattr(llm.engine, "max_in_flight", int(asynchronous))
+    alive: list[weakref.ref[Large]] = []
+    calls = 0
+
+    def make_params(**fields: Any) -> SamplingParams:
+        def processor(output_ids: list[int], logits: torch.Tensor, large: Large = Large()) -> None:  # noqa: B008
+            nonlocal calls
+            calls += 1
+            if raises and len(output_ids) > 2:
+                raise OSError("no such file")
+
+        alive.append(weakref.ref(processor.__defaults__[0]))
+        return SamplingParams(max_tokens=5, logits_processors=[processor], **fields)
+
+    def run(**fields: Any) -> None:
+        llm.generate([[1, 2], [3]], make_params(**fields), use_tqdm=False)
+
+    def leave() -> None:
+        assert next(llm.stream([[1, 2]], make_params()))
+        llm.engine.run_step()  # commits the step in flight, if there is one
+
+    def abort() -> None:
+        llm.engine.add_request([1], make_params(), "a")
+        llm.engine.step()
+        llm.engine.abort_request("a")
+        llm.engine.run_step()
+
+    early = functools.partial(run, stop_token_ids=list(range(1, VOCAB)))
+    for action in (run, functools.partial(run, n=3, logprobs=2), early, leave, abort):
+        with contextlib.suppress(OSError):
+            action()
+        if raises:
+            llm.engine.run_step()  # what is in flight has an error too, with the processor's frame
+        gc.collect()
+        assert [ref() for ref in alive] == [None] * len(alive)
+    assert calls > 10
+
+
+def test_spaces_are_not_cleaned_up(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the tokenizer's default is: in samples, beams and the texts of single tokens."""
+    tokenizer = embedded.get_tokenizer()
+    for name in ("", "_for_bpe_even_though_it_will_corrupt_output"):
+        monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces" + name, True)
+    prompt = "Sort 4 , 2 , 3 .\n"
+    ids = tokenizer.encode(prompt)
+    assert tokenizer.decode(ids) == "Sort 4, 2, 3.\n"
+    (found,) = embedded.beam_search(prompt, BeamSearchParams(2, 3), use_tqdm=False)
+    assert found.sequences[0].text.startswith(prompt)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    (out,) = embedded.generate(prompt, params, use_tqdm=False)
+    entries = zip(ids[1:], out.prompt_logprobs[1:], strict=True)
+    assert "".join(entry[token].decoded_token for token, entry in entries) == prompt[len("Sort") :]
 
 
 def test_bad_words_and_text_options(embedded: LLM) -> None:

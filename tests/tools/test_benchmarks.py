@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from unittest.mock import Mock
@@ -134,6 +135,44 @@ def test_run_and_profile(path):
     assert "schedule" not in vars(llm.engine.scheduler), "the methods are restored"
 
 
+def test_a_profile_has_no_rows_of_other_packages(path, monkeypatch):
+    """Whose files are below a folder nanovllm: that of a clone with a virtual environment in it."""
+    namespace = {}
+    for place in ("nanovllm/.venv/lib/torch", "site-packages/nanovllm_other"):
+        source = "def foreign(x): return x\ndef outer(x): return foreign(x)"
+        exec(compile(source, f"/home/nanovllm/{place}/foreign.py", "exec"), namespace)
+    run_engine = turn.run_engine
+    monkeypatch.setattr(
+        turn, "run_engine", lambda llm, work: namespace["outer"](run_engine(llm, work))
+    )
+    rows = turn.profile_run(random_llm(path), Workload("w", [[1, 2, 3]], [4], [[0]]))
+    assert "foreign.outer" not in rows
+    assert any(name.startswith("scheduler.") for name in rows)
+
+
+def test_the_commit_is_that_of_this_project(tmp_path):
+    """And not of a repository whose virtual environment, or folder, has the package."""
+
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a"]
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    parts = ("nanovllm", "benchmarks", "machine.py")
+    places = [tmp_path.joinpath(*place.split("/"), *parts) for place in (".venv/lib", "a/b", ".")]
+    for file in places:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    git("init", "-q")
+    assert [machine.commit(file) for file in places] == [""] * 3
+    git("add", "a")
+    git("commit", "-qm", "of somebody else")
+    assert [machine.commit(file) for file in places] == [""] * 3
+    git("add", "nanovllm")
+    git("commit", "-qm", "of this project")
+    assert [len(machine.commit(file)) for file in places] == [0, 0, 12]
+    assert machine.commit(tmp_path / "no_folder" / "a" / "b") == ""
+
+
 @pytest.mark.slow
 def test_hf_baselines_generate_what_they_claim(path):
     """Token 0 is the end token of the checkpoint, and no baseline may stop there."""
@@ -170,7 +209,7 @@ def fake_vllm(tmp_path, length):
     return str(python)
 
 
-def test_vllm_in_its_own_process(tmp_path):
+def test_vllm_in_its_own_process(tmp_path, monkeypatch):
     """vLLM is a fake here; the script, its input and output, and the check are real."""
     work = Workload("w", [[5, 6, 7], [8, 9], [11, 12, 13, 14]], [3, 7, 5], [[0, 1], [2]])
 
@@ -179,6 +218,10 @@ def test_vllm_in_its_own_process(tmp_path):
         return turn.run_turn(command, baselines.vllm_job({"model": "m"}, work))
 
     assert run("p.max_tokens")["seconds"] >= 0
+    assert baselines.vllm_version(str(tmp_path / "python")) == "0.0-fake"
+    (tmp_path / "cwd").mkdir()
+    (tmp_path / "cwd" / "vllm.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path / "cwd")
     assert baselines.vllm_version(str(tmp_path / "python")) == "0.0-fake"
     with pytest.raises(RuntimeError, match=r"\[2, 2, 2\] tokens instead of \[3, 7, 5\]"):
         run("2")

@@ -1,7 +1,9 @@
 """The class for Ray Data: columns in and out, errors of rows, and a worker that is killed."""
 
 import contextlib
+import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -60,6 +62,47 @@ def test_what_is_wrong_with_a_row_is_in_its_error(generate):
     assert set(rows[2]["token_ids"]) == {5}
     assert "repeat the row" in rows[3]["error"]
     assert rows[4]["finish_reason"] in ("stop", "length")
+
+
+def test_structured_outputs_and_biases_of_rows(generate):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"sum": {"enum": [1, 2]}}}
+    schema |= {"required": ["sum"], "additionalProperties": False}
+    structs = [{"regex": "[ab]{3}"}, {"choice": ["yes", "no"]}, {"json": json.dumps(schema)}]
+    structs += [None, {"regex": "a", "choice": ["b"]}, {"regex": "("}]
+    params = [{"structured_outputs": one, "min_tokens": 1} for one in structs]
+    batch = pa.table({"prompt": ["Spell a\n"] * 6, "sampling_params": params})
+    rows = generate(batch).to_pylist()
+    assert re.fullmatch("[ab]{3}", rows[0]["text"])
+    assert rows[1]["text"] in ("yes", "no")
+    assert json.loads(rows[2]["text"])["sum"] in (1, 2)
+    assert rows[3]["text"]
+    assert "exactly one" in rows[4]["error"]
+    assert "regex" in rows[5]["error"]
+    params = [{"structured_outputs": {"json": schema}}] * 2  # a schema that is a struct itself
+    rows = generate(pa.table({"prompt": ["a"] * 2, "sampling_params": params})).to_pylist()
+    assert {json.loads(row["text"])["sum"] for row in rows} <= {1, 2}
+
+    biases = pa.array([[(5, 100.0)], [(7, 100.0)]], pa.map_(pa.int64(), pa.float64()))
+    params = pa.StructArray.from_arrays([biases], ["logit_bias"])
+    rows = generate(pa.table({"prompt": ["a"] * 2, "sampling_params": params})).to_pylist()
+    assert [set(row["token_ids"]) for row in rows] == [{5}, {7}]
+    params = [{"logit_bias": {"5": 100.0}}, {"logit_bias": {"7": 100.0}}]
+    rows = generate(pa.table({"prompt": ["a"] * 2, "sampling_params": params})).to_pylist()
+    assert [set(row["token_ids"]) for row in rows] == [{5}, {7}]
+    params = [{"logit_bias": {"x": 100.0}}, None]
+    rows = generate(pa.table({"prompt": ["a"] * 2, "sampling_params": params})).to_pylist()
+    assert "token id of logit_bias must be an int, not 'x'" in rows[0]["error"]
+    assert rows[1]["error"] is None
+
+
+def test_structured_outputs_of_all_rows():
+    pytest.importorskip("llguidance")
+    llm = Generate(sampling_params={**PARAMS, "structured_outputs": {"choice": ["yes", "no"]}})
+    rows = llm(pa.table({"prompt": ["a", "b"]})).to_pylist()
+    assert {row["text"] for row in rows} <= {"yes", "no"}
+    with pytest.raises(ValueError, match="exactly one"):
+        Generate(sampling_params={"structured_outputs": {}})
 
 
 @pytest.mark.parametrize("ids", [[], [10**9]])

@@ -4,9 +4,11 @@ import base64
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import time
+import tracemalloc
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
-from nanovllm.tools.jobs.openai_format import CHAT, COMPLETIONS, EMBEDDINGS, parse
+from nanovllm.tools.jobs.openai_format import CHAT, COMPLETIONS, EMBEDDINGS, parse, pop_stream
 from nanovllm.tools.jobs.run_batch import BatchFiles, main, run_batch
 
 NAME = "qwen3-nano"
@@ -187,7 +189,40 @@ def test_fields_become_parameters(embedded: LLM) -> None:
     assert prompt["prompt"].endswith("Well")
     template = {"chat_template": "{{ messages[0].content }}, {{ who }}!"}
     body = ask("Hi", **template, chat_template_kwargs={"who": "you"})
-    assert parse(embedded, CHAT, body, NAME).prompts[0]["prompt"] == "Hi, you!"
+    assert parse(embedded, CHAT, body, NAME, templates=True).prompts[0]["prompt"] == "Hi, you!"
+    more = {"chat_template": "{{ messages[0].content }}{{ tools | length }}", "tools": [{}, {}]}
+    body = ask("Hi", chat_template="{{ 1 }}", chat_template_kwargs=more)
+    assert parse(embedded, CHAT, body, NAME, templates=True).prompts[0]["prompt"] == "Hi2"
+    for fields in ({"chat_template": "{{ 1 }}"}, {"chat_template_kwargs": more}):
+        with pytest.raises(ValueError, match="chat_template is not accepted here"):
+            parse(embedded, CHAT, ask("Hi", **fields), NAME)
+    more = {"add_generation_prompt": False, "chat_template": None}
+    [prompt] = parse(embedded, CHAT, ask("Hi", chat_template_kwargs=more), NAME).prompts
+    assert prompt["prompt"].endswith("Hi<|im_end|>\n")
+
+
+def test_fields_of_streams() -> None:
+    for given, want in (
+        ({}, (False, False)),
+        ({"stream": None, "stream_options": None}, (False, False)),
+        ({"stream": True}, (True, False)),
+        ({"stream": True, "stream_options": {}}, (True, False)),
+        ({"stream": True, "stream_options": {"include_usage": True}}, (True, True)),
+    ):
+        rest = ask("Hi", **given)
+        assert pop_stream(rest) == want
+        assert rest == ask("Hi")
+    assert pop_stream([1]) == (False, False)
+    for given, error, word in (
+        ({"stream": "yes"}, TypeError, "stream must be True or False, not 'yes'"),
+        ({"stream": 1}, TypeError, "stream must be True or False, not 1"),
+        ({"stream_options": {}}, ValueError, "stream_options needs stream=true"),
+        ({"stream": True, "stream_options": 5}, TypeError, "stream_options must be an object"),
+        ({"stream": True, "stream_options": {"usage": 1}}, ValueError, "'usage'.*include_usage"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, TypeError, "include_usage"),
+    ):
+        with pytest.raises(error, match=word):
+            pop_stream(given)
 
 
 @pytest.mark.extra
@@ -261,6 +296,16 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", CHAT, **ask("Hi", max_tokens=0)), "max_tokens must be"),
     (line("x", CHAT, **ask("Hi", stop=[1])), "stop must hold strings"),
     (line("x", CHAT, **ask("Hi", stream=True)), "stream=True is not supported"),
+    (line("x", CHAT, **ask("Hi", stream="yes")), "stream='yes' is not supported"),
+    (line("x", CHAT, **ask("Hi", guided_json={})), "use the field 'json' of structured_outputs"),
+    (
+        line("x", CHAT, **ask("Hi", structured_outputs={"json": False})),
+        "json must be a JSON schema",
+    ),
+    (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs=21)), "more than max_logprobs=20"),
+    (line("x", CHAT, **ask("Hi", logprobs=True, top_logprobs=-1)), "more than max_logprobs=20"),
+    (line("x", CHAT, **ask("Hi", prompt_logprobs=-1)), "more than max_logprobs=20"),
+    (line("x", COMPLETIONS, prompt="Hi", logprobs=21), "logprobs=21 is more than max_logprobs=20"),
     (line("x", CHAT, **ask("Hi", tools=[{"type": "function"}])), "tools="),
     (line("x", CHAT, **ask("Hi", logprobs=3)), "logprobs must be True or False"),
     (line("x", CHAT, **ask("Hi", top_logprobs=3)), "needs logprobs=true"),
@@ -276,7 +321,8 @@ WRONG: list[tuple[Any, str]] = [
     (line("x", CHAT, **ask("Hi", chat_template=5)), "chat_template must be a string"),
     (line("x", CHAT, **ask("Hi", chat_template="{{ 1 // 0 }}")), "ZeroDivisionError"),
     (line("x", CHAT, **ask("Hi", chat_template_kwargs=[1])), "chat_template_kwargs must be an obj"),
-    (line("x", CHAT, **ask("Hi", chat_template_kwargs={"tokenizer": 1})), "tokenizer"),
+    (line("x", CHAT, **ask("Hi", chat_template_kwargs={"tokenize": True})), "has 'tokenize'"),
+    (line("x", CHAT, **ask("Hi", chat_template_kwargs={"chat_template": 5})), "must be a string"),
     (line("x", CHAT, **ask("Hi", add_generation_prompt="yes")), "add_generation_prompt must be"),
     (line("x", COMPLETIONS), "prompt must be a string"),
     (line("x", COMPLETIONS, prompt=""), "the prompt is empty"),
@@ -527,7 +573,7 @@ def test_a_custom_id_that_comes_twice(tmp_path: Path) -> None:
 def test_an_input_that_changed(tmp_path: Path) -> None:
     source, target, _ = begin(tmp_path)
     save(source, few(3))
-    refused(source, target, "in.jsonl has changed since .*out.jsonl was begun")
+    refused(source, target, "out.jsonl has results of another input than .*in.jsonl, or of other")
     save(source, few(2))
     with BatchFiles(source, target) as files:  # restored
         assert files.num_done == 1
@@ -537,8 +583,70 @@ def test_an_input_that_changed(tmp_path: Path) -> None:
         next(left)
         text = source.read_bytes()
         source.write_bytes(text.replace(b"wrong", b"wrung"))
-        with pytest.raises(ValueError, match="has changed while it was read"):
+        with pytest.raises(ValueError, match="line 4001 of .*in.jsonl has changed .* restore it"):
             list(left)
+
+
+@pytest.mark.parametrize("change", ["other", "shorter", "longer", "moved"])
+def test_an_input_that_changes_during_a_run_and_is_restored(
+    embedded: LLM, tmp_path: Path, change: str
+) -> None:
+    """Every result answers a line of the input as it was in the beginning, and is computed once."""
+    count = 200  # more lines than the buffer of the reader has
+    lines = [line(f"q{i}", EMBEDDINGS, input=[5 + i % 150, 6]) for i in range(count)]
+    source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    text, engine = source.read_bytes(), embedded.engine
+    tail = text.splitlines(keepends=True)[count // 2 :]
+    new = {
+        "other": text.replace(b", 6]", b", 7]"),
+        "shorter": text[: len(text) - sum(map(len, tail))],
+        "longer": text.replace(b", 6]", b", 6, 6]"),
+        "moved": text[: len(text) - sum(map(len, tail))] + b"".join(reversed(tail)),
+    }[change]
+    asked, submit = [], engine.submit
+
+    def noted(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(list(prompt))
+        if len(asked) == 9:
+            source.write_bytes(new)
+        return submit(prompt, *args, **kwargs)
+
+    engine.submit = noted
+    try:
+        with BatchFiles(source, target) as files:
+            message = r"^line \d+ of .*in.jsonl has changed since this run began; restore it$"
+            with pytest.raises(ValueError, match=message):
+                run_batch(embedded, files, max_in_flight=4, use_tqdm=False)
+        assert not engine.has_unfinished_requests()
+        first, num_done = len(asked), len(results(target))
+        assert 0 < num_done <= first < count
+        assert all(prompt[1:] == [6] for prompt in asked)
+        source.write_bytes(text)
+        assert run(embedded, source, target) == 0
+    finally:
+        del engine.submit
+    assert len(asked) == first + count - num_done
+    found = results(target)
+    assert [found[f"q{i}"]["id"].rpartition("-")[2] for i in range(count)] == [
+        str(i + 1) for i in range(count)
+    ]
+    vectors = np.array([body(found[f"q{i}"])["data"][0]["embedding"] for i in range(count)])
+    np.testing.assert_allclose(vectors[:50], vectors[150:], atol=1e-5)
+
+
+def test_the_memory_for_a_line(tmp_path: Path) -> None:
+    """Files of many lines are read with a few bytes for each."""
+    count = 100_000
+    source = save(tmp_path / "in.jsonl", [b'{"custom_id": "%d"}' % i for i in range(count)])
+    tracemalloc.start()
+    try:
+        with BatchFiles(source, tmp_path / "out.jsonl") as files:
+            kept, most = tracemalloc.get_traced_memory()
+            assert sum(1 for _ in files.left()) == count
+    finally:
+        tracemalloc.stop()
+    assert kept < 12 * count
+    assert most < 30 * count
 
 
 def test_an_output_of_something_else(tmp_path: Path) -> None:
@@ -546,6 +654,13 @@ def test_an_output_of_something_else(tmp_path: Path) -> None:
     for text in (b"notes", b"notes\n", b'{"id": "vllm-1"}\n', written + b"notes", b"\0" * 9):
         target.write_bytes(text)
         refused(source, target, "has lines that run_batch did not write")
+    for number in (0, 4, 10**30):
+        target.write_bytes(written.replace(b'-1", ', b'-%d", ' % number))
+        refused(source, target, "has lines that run_batch did not write")
+    other = re.sub(rb"batch-[0-9a-f]+", b"batch-0123456789abcdef", written)
+    for text in (other, written + other, written + other[:-1]):
+        target.write_bytes(text)
+        refused(source, target, "out.jsonl has results of another input than .*in.jsonl")
 
 
 def test_two_processes_and_one_output(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 def served() -> Iterator[tuple[Any, LLM]]:
     """A client of the server, and the LLM that it asks."""
     [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(code.splitlines()) <= 50
+    assert len(code.splitlines()) <= 55
     names: dict[str, Any] = {}
     exec(code, names)
     server = uvicorn.Server(uvicorn.Config(names["app"], "127.0.0.1", 0, log_level="error"))
@@ -81,6 +81,20 @@ def test_answers(served: tuple[Any, LLM]) -> None:
     assert not llm.engine.has_unfinished_requests()
 
 
+def test_usage_at_the_end_of_a_stream(served: tuple[Any, LLM]) -> None:
+    client, llm = served
+    create = client.chat.completions.create
+    for more in ({}, {"n": 3, "seed": 1, "temperature": 1.0}, {"stop": ["42"]}):
+        want = create(**ask(QUESTIONS[2], **more)).usage
+        options = {"include_usage": True}
+        *chunks, last = create(**ask(QUESTIONS[2], stream=True, stream_options=options, **more))
+        assert (last.usage, last.choices) == (want, [])
+        assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
+    chunks = create(**ask("Hi", stream=True, stream_options={"include_usage": False}))
+    assert all(chunk.usage is None for chunk in chunks)
+    assert not llm.engine.has_unfinished_requests()
+
+
 def test_a_disconnected_client_aborts_its_request(served: tuple[Any, LLM]) -> None:
     client, llm = served
     endless = ask("Hi", max_tokens=4000, extra_body={"ignore_eos": True})
@@ -106,4 +120,14 @@ def test_errors(served: tuple[Any, LLM], stream: bool) -> None:
         create(**ask("Hi " * 20_000, stream=stream))
     with pytest.raises(openai.BadRequestError, match="did you mean 'temperature'"):
         create(**ask("Hi", stream=stream), extra_body={"tempratur": 1})
+    with pytest.raises(openai.BadRequestError, match="more than max_logprobs=20"):
+        create(**ask("Hi", stream=stream), logprobs=True, top_logprobs=21)
+    loop = "{% for i in range(99) %}{% for j in range(99) %}{% endfor %}{% endfor %}"
+    for more in ({"chat_template": loop}, {"chat_template_kwargs": {"chat_template": loop}}):
+        with pytest.raises(openai.BadRequestError, match="chat_template is not accepted"):
+            create(**ask("Hi", stream=stream), extra_body=more)
+    with pytest.raises(openai.BadRequestError, match="stream must be True or False, not 'yes'"):
+        create(**ask("Hi") | {"stream": "yes"})
+    with pytest.raises(openai.BadRequestError, match="stream_options needs stream=true"):
+        create(**ask("Hi"), extra_body={"stream_options": {"include_usage": True}})
     assert not llm.engine.has_unfinished_requests()

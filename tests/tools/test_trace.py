@@ -512,6 +512,9 @@ def test_ctrl_c_leaves_a_trace(llm: LLM) -> None:
 
 
 def test_bad_input(llm: LLM, tmp_path: Path) -> None:
+    for wrong in (5, None, LLM, llm.engine.runner):
+        with pytest.raises(TypeError, match="a Trace records an LLM or its LLMEngine, not "):
+            Trace(wrong)
     trace = Trace(llm)
     with pytest.raises(RuntimeError, match="the trace is empty; call llm.generate inside"):
         trace.save(tmp_path / "trace.html")

@@ -229,8 +229,7 @@ class NumbaAttention(PlainAttention):
         tensors = (qkv.data_ptr(), *weights, *(table.data_ptr() for table in rope))
         cache = (*self.kv_addresses[layer], slot_mapping, *self.shape)
         arguments = (*tensors, *cache, self.heads, self.eps, *self.examples, *self.scales[layer])
-        dtypes = qkv.dtype, self.cache.dtype
-        run(kernels.norm_rope_store_rows, dtypes, arguments, len(slot_mapping), qkv.numel())
+        run(kernels.norm_rope_store_rows, arguments, len(slot_mapping), qkv.numel())
         return qkv.view(len(qkv), -1, self.dim)
 
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:

@@ -3,12 +3,13 @@
     python -m nanovllm.backends.cpu.compile bfloat16
 
 Later processes load the code in less than a second. A file beside it, the marker, says that all
-kernels of a dtype are there.
+kernels of a dtype are there. A log beside it says that they are being compiled, or could not be.
 """
 
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from numba import boolean, float32, float64, int32, int64, typeof, types
 
+from nanovllm.api.child import python
 from nanovllm.api.log import logger
 from nanovllm.backends.cpu import amx, avx512, decode, int8, jit, kernels, packs, parallel, sampler
 from nanovllm.backends.cpu.parallel import Types
@@ -59,7 +61,6 @@ def calls(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> list[tuple
     some = packs.Packs(queries, queries, queries.astype(np.int32))
     work = packs.AttentionWork(some, some, queries.astype(np.float32))
     in_parts = kernels_in_parts(dtype, unit, cache_dtype)
-    parallel.CALLED_AT.update(in_parts.values())
     found = list(in_parts.items())
     for argument_types in in_parts.values():
         arguments = types.BaseTuple.from_types(argument_types[:-2])
@@ -114,10 +115,17 @@ def compile_now(dtype: torch.dtype) -> None:
     if path is None or path.exists():
         return
     with jit.locked(path.with_suffix(".lock")):
-        if not path.exists():
-            for unit in units(dtype):
-                compile_all(dtype, unit, dtype)
-            path.touch()
+        compile_marked(dtype)
+
+
+def compile_marked(dtype: torch.dtype) -> None:
+    """Compile what is not compiled, and leave the marker. The caller's process holds the lock."""
+    path = marker(dtype)
+    if path is not None and not path.exists():
+        for unit in units(dtype):
+            compile_all(dtype, unit, dtype)
+        path.touch()
+        path.with_suffix(".log").unlink(missing_ok=True)
 
 
 def is_ready(dtype: torch.dtype) -> bool:
@@ -131,22 +139,44 @@ def is_ready(dtype: torch.dtype) -> bool:
         return False
     if path.exists():
         return True
-    package = str(Path(__file__).parents[3])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    # A session of its own, so that Ctrl-C in this one does not stop it.
-    subprocess.Popen(
-        [sys.executable, "-m", "nanovllm.backends.cpu.compile", str(dtype)[6:]],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    # If another process compiles, or none can be started, which the next start reports.
+    with suppress(OSError), jit.locked(path.with_suffix(".lock"), wait=False) as lock:
+        report_failure(path.with_suffix(".log"), str(dtype)[6:])
+        start_compiling(path.with_suffix(".log"), dtype, lock)
     logger.info(
         "the CPU's kernels are compiled in the background for later starts, which takes 15 to 30 s;"
         " this process runs in plain torch, which is slower. attention_backend='numba' waits instead"
     )
     return False
+
+
+def report_failure(log: Path, name: str) -> None:
+    """Warn if a process that no longer runs has left its log, which it removes when it is done."""
+    if log.exists():
+        lines = log.read_text(errors="replace").split("\n")
+        reason = next((line for line in reversed(lines) if line.strip()), "without a message")
+        logger.warning(
+            f"an earlier start could not compile the CPU's kernels in the background ({reason:.200}); "
+            "it is tried again. The command that shows the whole error, or compiles them: "
+            f"{os.path.basename(sys.executable)} -m nanovllm.backends.cpu.compile {name}"
+        )
+
+
+def start_compiling(log: Path, dtype: torch.dtype, lock: list[int]) -> None:
+    """Start the process, which holds the lock until it ends, however it does."""
+    code = (
+        f"import torch; from nanovllm.backends.cpu import compile; compile.compile_marked({dtype})"
+    )
+    with log.open("w") as errors:
+        # A session of its own, so that Ctrl-C in this one does not stop it.
+        subprocess.Popen(
+            python(code),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=lock,
+            start_new_session=True,
+        )
 
 
 if __name__ == "__main__":

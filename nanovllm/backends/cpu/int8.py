@@ -28,7 +28,14 @@ from torch.nn import functional as F
 
 from nanovllm.backends.cpu.dot import INT8, dot_rows
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.parallel import SERIAL_ELEMENTS, Types, address_of, call_at, in_parts
+from nanovllm.backends.cpu.parallel import (
+    SERIAL_ELEMENTS,
+    Types,
+    address_of,
+    call_at,
+    code_at,
+    in_parts,
+)
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
 from nanovllm.models.int8 import LARGEST, SMALLEST, Int8Weight
 from nanovllm.models.layers import Linear
@@ -177,7 +184,7 @@ def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size,
     token_scale, excess = np.empty(tokens, f32), np.empty(tokens, np.int32)
     rows = (x_ptr, values, token_scale, excess, size, example)
     if tokens * size <= SERIAL_ELEMENTS:
-        call_at(quantize, (*rows, np.int64(0), tokens))
+        call_at(code_at(quantize, rows), (*rows, np.int64(0), tokens))
     else:
         in_parts(quantize, rows, tokens, parts)
     arguments = (values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,

@@ -57,17 +57,21 @@ def digest() -> str:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, for which other processes and threads wait."""
+def locked(path: Path, wait: bool = True) -> Iterator[list[int]]:
+    """Hold the lock of a file, for which other processes and threads wait.
+
+    Yields the descriptors with which a child process holds it until it ends. Without `wait` it
+    raises BlockingIOError if another holds the lock.
+    """
     try:
         import fcntl
     except ImportError:  # a system that is not POSIX
-        yield
+        yield []
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        yield [file.fileno()]
 
 
 class KernelCache(FunctionCache):

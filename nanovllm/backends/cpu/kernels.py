@@ -68,7 +68,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
     rows, size = x.shape
     addresses = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
     arguments = (*addresses, rows, size, eps, DTYPE_EXAMPLE[x.dtype])
-    run(add_rms_norm_rows, x.dtype, arguments, rows, rows * size)
+    run(add_rms_norm_rows, arguments, rows, rows * size)
     return x, residual
 
 
@@ -77,7 +77,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     rows, size = len(x), x.shape[1] // 2
     out = x.new_empty((rows, size))
     arguments = (x.data_ptr(), out.data_ptr(), rows, size, DTYPE_EXAMPLE[x.dtype])
-    run(silu_and_mul_rows, x.dtype, arguments, rows, rows * size)
+    run(silu_and_mul_rows, arguments, rows, rows * size)
     return out
 
 

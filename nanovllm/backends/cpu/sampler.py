@@ -49,9 +49,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     maxima = np.empty((rows, chunks * GROUPS), np.float32)
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, size
     temperature, found = batch.temperature.numpy(), (filtered, maxima, chunk_max, sums)
-    run(_weigh_chunks, None, (*source, temperature, *found), rows * chunks, rows * size)
+    run(_weigh_chunks, (*source, temperature, *found), rows * chunks, rows * size)
     numbers = temperature, batch.seeds.numpy(), batch.positions.numpy()
-    run(_draw_rows, None, (*source, *numbers, filters, *found, tokens), rows, rows * size)
+    run(_draw_rows, (*source, *numbers, filters, *found, tokens), rows, rows * size)
     return torch.from_numpy(tokens)
 
 
@@ -61,7 +61,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
         return logit_rules.token_logprobs(logits, tokens, k)
     logits, packed = logits.contiguous(), np.empty((len(logits), 2 + 2 * k))
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[1]
-    run(_logprobs_of_rows, None, (*source, tokens.numpy(), packed), len(logits), logits.numel())
+    run(_logprobs_of_rows, (*source, tokens.numpy(), packed), len(logits), logits.numel())
     return torch.from_numpy(packed)
 
 

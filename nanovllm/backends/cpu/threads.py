@@ -61,8 +61,8 @@ class ThreadLimit:
         if self.limit >= before:
             yield
             return
-        self.set_num_threads(self.limit)
         try:
+            self.set_num_threads(self.limit)
             yield
         finally:
             self.set_num_threads(before)

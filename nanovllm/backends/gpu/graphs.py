@@ -80,7 +80,8 @@ class DecodeGraphs:
         self.rows = torch.full((num_rows,), num_rows, dtype=torch.int64, device=device)
         self.hidden = hidden
         self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self.decode_rows: list[int] = []  # what self.rows holds, without padding
+        # What self.rows holds, without padding; None if that is not known.
+        self.decode_rows: list[int] | None = None
         self.size = 0
         self.replays: dict[int, Callable[[], None]] = {}
         start = time.perf_counter()
@@ -108,6 +109,7 @@ class DecodeGraphs:
         """Decode rows. Returns hidden states [S, E], tokens [S], valid until the next replay."""
         num = len(decode_rows)
         if decode_rows != self.decode_rows:
+            self.decode_rows = None  # sending may fail, or be interrupted when it has changed them
             self.size = next(size for size in sorted(self.replays) if size >= num)
             padded = decode_rows + [self.padding_row] * (self.size - num)
             self.rows[: self.size] = to_device(np.array(padded), self.rows.device)

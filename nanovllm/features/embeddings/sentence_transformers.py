@@ -4,6 +4,7 @@ What would give other embeddings than this engine's is refused by name, when one
 """
 
 import math
+import os
 from pathlib import Path
 
 from nanovllm.features.embeddings.pooling import PoolingSettings
@@ -50,7 +51,7 @@ def why_refused(path: Path, kinds: dict[str, Path]) -> str:
             "Pooling and Normalize. Use sentence-transformers for this checkpoint"
         )
     path = kinds["Pooling"] / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    config = read_json(path) if os.path.isfile(path) else {}  # its name may be too long
     # The older form of the field is one bool for each mode.
     old = [name.removeprefix(OLD) for name, on in config.items() if name.startswith(OLD) and on]
     modes = config.get("pooling_mode", old or "mean")

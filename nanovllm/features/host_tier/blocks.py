@@ -22,6 +22,7 @@ computes. A host block that a move of a plan reads or writes is not reused withi
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
@@ -44,6 +45,10 @@ class TieredBlockManager(BlockManager):
         self._saves: list[BlockMove] = []
         self._loads: list[BlockMove] = []
         self._busy: set[int] = set()  # host blocks that its moves read or write
+
+    def revert(self, seqs: Iterable[Sequence]) -> None:
+        super().revert(seqs)
+        self._saves, self._loads, self._busy = [], [], set()
 
     def _empty_host(self) -> None:
         # Hash -> block, the least recently used first.

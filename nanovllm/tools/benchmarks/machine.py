@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from nanovllm.api.child import python
 
 try:
     import psutil as psutil
@@ -51,7 +52,7 @@ def describe_load(share: float | None) -> str:
 @contextmanager
 def busy_process() -> Iterator[None]:
     """Run another process, which uses one core, while the block runs."""
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+    with subprocess.Popen(python("while True: pass")) as process:
         try:
             time.sleep(0.3)  # until it has started
             yield
@@ -59,15 +60,28 @@ def busy_process() -> Iterator[None]:
             process.kill()
 
 
+def commit(file: Path) -> str:
+    """Return the commit that `file` is of, or "" if its package is in no repository of this project.
+
+    The package may be in a virtual environment inside a repository, which does not track it.
+    """
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(command, cwd=file.parent, capture_output=True, text=True).stdout
+
+    with suppress(OSError):
+        tracked = git("ls-files", "--full-name", "--", file.name).strip()
+        if tracked == file.relative_to(file.parents[2]).as_posix():
+            return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").strip()
+    return ""
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     packages = ("nanovllm", "torch", "transformers", "triton", "numba")
-    cpuinfo, commit = Path("/proc/cpuinfo"), ""
+    cpuinfo = Path("/proc/cpuinfo")
     cpu = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""
     name = re.search(r"model name\s*: (.*)", cpu)
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    with suppress(OSError):
-        done = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
-        commit = done.stdout.strip()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "CPU": name[1] if name else platform.processor() or platform.machine(),
@@ -77,6 +91,6 @@ def describe(device: torch.device) -> dict[str, Any]:
         "GiB": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30,
         "Python": platform.python_version(),
         **{d.name: d.version for d in distributions() if d.name in packages},
-        "commit": commit or "unknown",
+        "commit": commit(Path(__file__)) or "unknown",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
     }

@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import time
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,15 +17,61 @@ import torch
 from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.api.child import python
+from nanovllm.api.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import RowSampling
+from nanovllm.plan import HostTier, RowSampling, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
 from nanovllm.tools.benchmarks import machine
 
 
+class NoModel:
+    """A runner without a model: each row that yields a token yields 1."""
+
+    num_blocks, is_async = 4096, False
+    host_tier: HostTier | None = None
+
+    def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
+        num_tokens = sum(chunk.yields is not None for chunk in plan.chunks) + len(plan.decode_rows)
+        return lambda: StepOutput([1] * num_tokens)
+
+
+def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
+    """Show that the host's work for a step does not depend on how many requests wait."""
+    print("\nrequests of 20 token ids and 8 output tokens without a model, 256 at a time")
+    print(f"{'requests':>9}{'added per s':>13}{'us per step':>13}{'bytes of a waiting one':>24}")
+    rng, params = random.Random(0), SamplingParams(max_tokens=8)
+    for n in counts:
+        inputs = InputProcessor(None, 10_000, 1024, frozenset(), SamplingParams(), 0)
+        engine = LLMEngine(EngineConfig(max_num_seqs=256), NoModel(), inputs)
+        pairs = [(rng.choices(range(10_000), k=20), params) for _ in range(n)]
+        requests: list[Request] = []
+        tracemalloc.start()
+        for _ in engine.add(engine.check(pairs[:10_000]), requests):
+            pass
+        size = tracemalloc.get_traced_memory()[0] / len(requests)
+        tracemalloc.stop()
+        engine.abort_all()
+        requests.clear()
+        start, num_steps = time.perf_counter(), 0
+        for _ in engine.add(engine.check(pairs), requests):
+            pass
+        added = time.perf_counter()
+        for _ in engine.run(requests):
+            num_steps += 1
+        step = 1e6 * (time.perf_counter() - added) / num_steps
+        print(f"{n:9,}{n / (added - start):13,.0f}{step:13.1f}{size:24,.0f}")
+
+
 def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 200) -> None:
+    if args is not None and args.workload == "many":
+        many()
+        return
     torch.set_num_threads(1)
     print("\nhost time of a decode step without a model, in us, after prompts of 1,000 tokens")
     print(f"{'sequences':>9}{'schedule':>12}{'build batch':>13}{'commit':>10}{'sum':>10}")
@@ -96,8 +144,7 @@ def gpu_report(args: argparse.Namespace, options: dict[str, Any]) -> None:
     print(f"\nwritten to {args.gpu_report}; please send it in an issue")
 
 
-STARTUP = """
-from time import perf_counter as now; a = now()
+STARTUP = """from time import perf_counter as now; a = now()
 import torch; from transformers import AutoConfig, AutoTokenizer; b = now()
 from nanovllm import LLM, SamplingParams; c = now()
 LLM(device="cpu"); print(b - a, c - b, now() - c)
@@ -106,7 +153,7 @@ LLM(device="cpu"); print(b - a, c - b, now() - c)
 
 def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Time new processes, without the first one, which loads the files into the page cache."""
-    command, times = [sys.executable, "-c", STARTUP], []
+    command, times = python(STARTUP), []
     for _ in tqdm(range(4), desc="Processes"):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         times.append([float(x) for x in done.stdout.split()])

@@ -29,15 +29,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.api.child import python
 from nanovllm.tools.benchmarks import baselines
 from nanovllm.tools.benchmarks.workloads import Workload
 
 Result = dict[str, Any]
 
 
-# `-m` would not find a package that is neither installed nor in the working directory.
-IMPORT = f"import sys; sys.path[:] = {sys.path!r}; from nanovllm.tools.benchmarks.turn import main; main()"
-COMMAND = [sys.executable, "-c", IMPORT]
+COMMAND = python("from nanovllm.tools.benchmarks.turn import main; main()")
 
 
 def run_turn(command: list[str], job: Result) -> Result:
@@ -145,11 +144,16 @@ def profile_run(llm: LLM, work: Workload) -> Result:
     for event in kernels.key_averages() if cuda else ():
         parts[event.key[:40]] += event.self_device_time_total / 1e6
     for call in () if cuda else calls.getstats():
+        code: Any = call.code
         # The functions of other packages count for the function that calls them.
-        if "/nanovllm/" in str(call.code):
-            inner = (c.totaltime for c in call.calls or () if "/nanovllm/" not in str(c.code))
-            code: Any = call.code
+        if is_own(code):
+            inner = (c.totaltime for c in call.calls or () if not is_own(c.code))
             name = f"{Path(code.co_filename).stem}.{code.co_name}"
             parts[name] += call.inlinetime + sum(inner)
     parts["GPU idle" if cuda else "other"] = max(0.0, seconds - sum(parts.values()))
     return parts
+
+
+def is_own(code: Any) -> bool:
+    """Whether a code object is of this package. A clone may have the same name, and others in it."""
+    return Path(code.co_filename).is_relative_to(Path(__file__).parents[1])

@@ -52,6 +52,7 @@ WORKLOADS = {
     "chat": Spec("conversations of 4 turns", 16, (16, 48), (16, 48), turns=4),
     "long": Spec("long prompts: prefill", 16, (8192, 8192), (16, 16), "qwen3-0.6b"),
     "mixed": Spec("every eighth prompt is 10 x as long", 64, (16, 64), (16, 128), long_every=8),
+    "many": Spec("many short requests; see --host-only", 100_000, (4, 12), (1, 8)),
     "latency": Spec("one request at a time", 4, (16, 128), (128, 128), alone=True),
 }
 

@@ -49,10 +49,13 @@ class NanoVLLM(TemplateLM):
         **options: Any,
     ) -> None:
         """model, options: as in LLM(). The engine forms batches itself, so that the sizes of batches
-        are ignored. `lm_eval` passes device="cuda:0" unless it is told another, also without a GPU.
+        are ignored. `lm_eval` passes device="cuda:0" unless it is told another, also without a GPU;
+        then the CPU computes. Any other device is that of LLM(), which raises if it does not exist.
         """
         super().__init__()
-        if device is not None and (torch.cuda.is_available() or not device.startswith("cuda")):
+        if device == "cuda:0" and not torch.cuda.is_available():
+            logger.warning("torch finds no GPU for cuda:0, lm_eval's default: the CPU computes")
+        elif device is not None:
             options["device"] = device
         self.llm = LLM(options.pop("pretrained", model), **options)
         self.tokenizer: Any = self.llm.get_tokenizer()

@@ -20,7 +20,7 @@ import numpy as np
 from nanovllm.api.checks import check_scalar, unknown_name
 from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, why_no_token
 from nanovllm.api.prompts import Prompt, as_list
-from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.api.sampling_params import ELSEWHERE, SamplingParams
 from nanovllm.api.vllm_names import check_unused
 from nanovllm.engine.request import Request
 from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
@@ -104,8 +104,11 @@ class Job:
         return body
 
 
-def parse(llm: LLM, url: Any, body: Any, model: str) -> Job:
+def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) -> Job:
     """Return what a body asks for. `model` is the name under which the model of `llm` is known.
+
+    templates: whether the body may bring a chat template, which is a program: only if its author may
+        run programs here.
 
     Raises UnknownModel, ValueError or TypeError, and ImportError for a package that is missing.
     """
@@ -120,11 +123,15 @@ def parse(llm: LLM, url: Any, body: Any, model: str) -> Job:
             accepted = NEUTRAL[name]
             check_unused(name, given.pop(name), accepted, "leave it out" * bool(accepted))
         elif name not in KNOWN[url]:
+            if hint := ELSEWHERE.get(name):
+                raise ValueError(f"there is no field {name!r} of {url}; {hint}")
             raise ValueError(unknown_name(f"field of {url}", name, sorted(KNOWN[url])))
     if url == EMBEDDINGS:
         prompts, encoding = plain_prompts(given, "input"), given.pop("encoding_format", "float")
         check_scalar("encoding_format", encoding, str, ("float", "base64"))
         return Job(url, model, prompts, PoolingParams(**given), encoding=encoding)
+    if not templates:
+        refuse_template(given)
     prompts = [chat_prompt(llm, given)] if url == CHAT else plain_prompts(given, "prompt")
     params = sampling_params(given, llm.get_default_sampling_params(), url == CHAT)
     return Job(url, model, prompts, params, params.logprobs or 0)
@@ -141,17 +148,26 @@ def plain_prompts(given: Fields, name: str) -> list[Prompt]:
     return prompts
 
 
+def refuse_template(given: Fields) -> None:
+    more = given.get("chat_template_kwargs")
+    both = given | more if isinstance(more, dict) else given
+    if "chat_template" in given or both.get("chat_template") is not None:
+        raise ValueError(
+            "chat_template is not accepted here, because it is a program; leave it out"
+        )
+
+
 def chat_prompt(llm: LLM, given: Fields) -> Prompt:
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages must be a list of at least one message, not {messages!r:.80}")
-    template, more = given.pop("chat_template", None), given.pop("chat_template_kwargs", {})
-    check_scalar("chat_template_kwargs", more, dict)
-    variables = {"add_generation_prompt": True}
+    more = given.pop("chat_template_kwargs", None)
+    variables: Fields = {"add_generation_prompt": True}
     variables |= {name: given.pop(name) for name in sorted(TEMPLATE) if name in given}
     for name, value in variables.items():
         check_scalar(name, value, bool)
-    return llm.engine.inputs.chat_prompt(messages, template, **(variables | more))
+    variables["chat_template"] = given.pop("chat_template", None)
+    return llm.engine.inputs.chat_prompt(messages, variables, more)
 
 
 def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> SamplingParams:
@@ -196,6 +212,27 @@ def structured_outputs(given: Fields) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**own) if own else None
 
 
+def pop_stream(body: Any) -> tuple[bool, bool]:
+    """Remove `stream` and `stream_options` from a body. Return whether it asks for a stream, and
+    whether its end has the usage.
+    """
+    if not isinstance(body, dict):
+        return False, False  # parse refuses it
+    stream, options = body.pop("stream", None), body.pop("stream_options", None)
+    if stream is not None:
+        check_scalar("stream", stream, bool)
+    if options is None:
+        return bool(stream), False
+    check_scalar("stream_options", options, dict)
+    if not stream:
+        raise ValueError("stream_options needs stream=true")
+    for name in options.keys() - {"include_usage"}:
+        raise ValueError(unknown_name("field of stream_options", name, ["include_usage"]))
+    with_usage = options.get("include_usage", False)
+    check_scalar("include_usage", with_usage, bool)
+    return stream, with_usage
+
+
 # ---- responses ----
 
 
@@ -213,6 +250,10 @@ def check_end(request: Request) -> None:
 def usage(outputs: list[RequestOutput]) -> dict[str, int]:
     prompt = sum(len(out.prompt_token_ids) for out in outputs)
     new = sum(len(sample.token_ids) for out in outputs for sample in out.outputs)
+    return token_counts(prompt, new)
+
+
+def token_counts(prompt: int, new: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 

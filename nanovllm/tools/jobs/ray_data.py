@@ -1,6 +1,6 @@
 """Ray Data: the class that `map_batches` takes (pip install -e '.[ray]').
 
-    data = ray.data.read_parquet("in.parquet")
+    data = ray.data.read_parquet("in.parquet").repartition(target_num_rows_per_block=1024)
     data = data.map_batches(
         Generate,
         fn_constructor_kwargs={"model": "Qwen/Qwen3-0.6B", "sampling_params": {"max_tokens": 100}},
@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.api.checks import check_scalar
 from nanovllm.api.config import EMBEDDED
 from nanovllm.engine.request import Request
@@ -58,7 +58,7 @@ class Generate:
             `sampling_params` take precedence. Without any, those of generation_config.json apply.
         """
         self.sampling_params = dict(sampling_params or {})
-        SamplingParams(**self.sampling_params)  # raises what is wrong with them
+        make_params(self.sampling_params)  # raises what is wrong with them
         self.llm = LLM(model, **options)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
@@ -105,7 +105,20 @@ class Generate:
             raise ValueError(f"n must be 1, not {fields['n']!r}: repeat the row instead")
         if name == "messages":
             prompt = chat_prompt(self.llm, {"messages": prompt})
-        return self.llm.engine.submit(prompt, SamplingParams(**fields) if fields else None)
+        return self.llm.engine.submit(prompt, make_params(fields) if fields else None)
+
+
+def make_params(fields: dict[str, Any]) -> SamplingParams:
+    """Fields may have the types that Arrow has for them: structured_outputs a struct with its fields,
+    logit_bias a map, or a struct whose names are token ids.
+    """
+    fields = dict(fields)
+    if isinstance(own := fields.get("structured_outputs"), Mapping):
+        fields["structured_outputs"] = StructuredOutputsParams(**own)
+    if isinstance(bias := fields.get("logit_bias"), Mapping | list):
+        pairs = dict(bias).items()
+        fields["logit_bias"] = {int(t) if str(t).isdecimal() else t: x for t, x in pairs}
+    return SamplingParams(**fields)
 
 
 def as_row(result: Request | Exception) -> dict[str, Any]:

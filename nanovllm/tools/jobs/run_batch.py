@@ -37,12 +37,12 @@ from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
 from nanovllm.tools.jobs.openai_format import Job, error_body, parse
 
-RESULT = re.compile(rb'\{"id": "batch-([0-9a-f]{16})-(\d+)", ')  # what each line begins with
+RESULT = re.compile(rb'\{"id": "batch-([0-9a-f]{16})-(\d{1,18})", ')  # what each line begins with
 GO_ON = "start the same command again to go on"
 
 
 class BatchFiles:
-    """The two files of a run, and a byte for each line of the input: whether it is done.
+    """The two files of a run, and for each line of the input a hash, and whether it is done.
 
     The output file is all that is kept between runs. Each result begins with its id, which is the
     fingerprint of the input file and the number of the line that it answers. A start reads from it
@@ -51,7 +51,8 @@ class BatchFiles:
     without its newline, which is cut off and computed again.
 
     Raises OSError, or ValueError if a custom_id comes twice, if the output has the results of another
-    input, or of an input that has changed since, or if another process writes to it.
+    input, or of an input that has changed since, or if another process writes to it. `left` raises
+    ValueError if the input changes while it is read.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
@@ -61,8 +62,9 @@ class BatchFiles:
                 raise ValueError(f"{path} is not a regular file, and it would be read twice")
         with contextlib.ExitStack() as files:
             self.lines = files.enter_context(source.open("rb"))
-            self.num_lines, self.num_requests, self.fingerprint = self._scan()
-            self.done = bytearray(1 + self.num_lines)  # by number of the line, from 1
+            self.hashes = array("Q")  # of the lines, in their order
+            self.num_requests, self.fingerprint = self._scan()
+            self.done = bytearray(1 + len(self.hashes))  # by number of the line, from 1
             self.num_done = 0
             self.results = files.enter_context(target.open("ab", buffering=0))
             try:
@@ -79,25 +81,26 @@ class BatchFiles:
     def __exit__(self, *_: object) -> None:
         self.files.close()
 
-    def _scan(self) -> tuple[int, int, str]:
-        """Read the input once. Returns its lines, those that are not empty, and its fingerprint.
+    def _scan(self) -> tuple[int, str]:
+        """Read the input once. Returns its lines that are not empty, and its fingerprint.
 
-        A hash of each custom_id, 8 bytes, is held until the end of the scan.
+        A hash of each line is kept, and one of each custom_id until the end of the scan.
         """
-        digest, hashes, num_lines, num_requests = xxhash.xxh3_64(), array("Q"), 0, 0
+        digest, hashes, num_requests = xxhash.xxh3_64(), array("Q"), 0
         size = os.fstat(self.lines.fileno()).st_size
         with tqdm(
             total=size, desc="Reading", unit="B", unit_scale=True, delay=1, leave=False
         ) as bar:
             for line in self.lines:
                 digest.update(line)
-                num_lines += 1
+                self.hashes.append(xxhash.xxh3_64_intdigest(line))
                 num_requests += bool(line.strip())
                 if (custom_id := custom_id_of(line)) is not None:
                     hashes.append(hash_of(custom_id))
                 bar.update(len(line))
-        values, counts = np.unique(np.asarray(hashes), return_counts=True)
-        suspects = set(values[counts > 1].tolist())
+        values = np.asarray(hashes)
+        values.sort()
+        suspects = set(values[1:][values[1:] == values[:-1]].tolist())
         first: dict[str, int] = {}
         self.lines.seek(0)
         for number, line in enumerate(self.lines if suspects else (), 1):
@@ -109,7 +112,7 @@ class BatchFiles:
                     f"custom_id {custom_id!r:.80} is in line {before} and in line {number} of "
                     f"{self.source}; give each line its own"
                 )
-        return num_lines, num_requests, digest.hexdigest()
+        return num_requests, digest.hexdigest()
 
     def _resume(self) -> int:
         """Note the lines that are done. Returns the bytes of the complete lines of the output."""
@@ -119,16 +122,17 @@ class BatchFiles:
                 if not line.endswith(b"\n") and line[: len(start)] == start[: len(line)]:
                     break  # the last line, torn
                 match = RESULT.match(line)
-                if match is None or not line.endswith(b"\n"):
+                if match and match[1].decode() != self.fingerprint:
+                    raise ValueError(
+                        f"{self.target} has results of another input than {self.source}, or of "
+                        "other lines in it; restore them, or name another output"
+                    )
+                number = int(match[2]) if match else 0
+                if not 0 < number < len(self.done) or not line.endswith(b"\n"):
                     raise ValueError(
                         f"{self.target} has lines that run_batch did not write; name another output"
                     )
-                if match[1].decode() != self.fingerprint or int(match[2]) > self.num_lines:
-                    raise ValueError(
-                        f"{self.source} has changed since {self.target} was begun; restore it, or "
-                        "name another output"
-                    )
-                self._note(int(match[2]))
+                self._note(number)
                 size += len(line)
         return size
 
@@ -139,16 +143,18 @@ class BatchFiles:
     def left(self) -> Iterator[tuple[int, bytes]]:
         """Read the lines that are not done, with their numbers, as they are asked for.
 
-        Raises ValueError at the end if the input has changed since the scan.
+        Raises ValueError at the first line that is another one than in the scan, because its result
+        would be noted as that of the line in the scan.
         """
         self.lines.seek(0)
-        digest = xxhash.xxh3_64()
-        for number, line in zip(range(1, self.num_lines + 1), self.lines, strict=False):
-            digest.update(line)
+        for number, known in enumerate(self.hashes, 1):
+            line = self.lines.readline()
+            if xxhash.xxh3_64_intdigest(line) != known:
+                raise ValueError(
+                    f"line {number} of {self.source} has changed since this run began; restore it"
+                )
             if line.strip() and not self.done[number]:
                 yield number, line
-        if digest.hexdigest() != self.fingerprint:
-            raise ValueError(f"{self.source} has changed while it was read")
 
     def name(self, number: int) -> str:
         return f"batch-{self.fingerprint}-{number}"
@@ -191,7 +197,7 @@ def parse_line(llm: LLM, line: bytes, model: str) -> Job:
     check_scalar("custom_id", request.get("custom_id"), str)
     if request.get("method") != "POST":
         raise ValueError(f"method must be 'POST', not {request.get('method')!r:.80}")
-    return parse(llm, request.get("url"), request.get("body"), model)
+    return parse(llm, request.get("url"), request.get("body"), model, templates=True)
 
 
 def run_batch(

@@ -59,12 +59,13 @@ MUTANTS = {
     "a token sampled too late is kept":
         Mutant(SCHEDULER, "commit", "A.status is Status.FINISHED", "False"),
     "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
-    "an abandoned step's blocks stay cached":
-        Mutant(SCHEDULER, "revert_in_flight", "A.reset_prefix_cache()", "pass"),
+    "an abandoned step keeps its blocks": Mutant(BLOCKS, "revert", "self._free_all()", "pass"),
     "max_length is passed by one":
         Mutant(SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"),
     "a resumed chunk starts one token late":
         Mutant(SCHEDULER, "_plan_chunk", "Chunk(A, B, C[start:end], D)", "Chunk(A, B, C[start + 1 : end + 1], D)"),
+    "a block computed before a reset is cached after it":
+        Mutant(BLOCKS, "cache_full_blocks", "A.began_after != B", "False"),
 }
 # fmt: on
 

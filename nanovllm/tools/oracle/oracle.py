@@ -1,7 +1,8 @@
 """A model whose answers show one wrong slot, and random histories of the control plane run on it.
 
 `OracleRunner` takes the runner's place. Its "KV" is the pair (token, position) that is written to
-each slot, and its next token is a hash of all pairs that a row reads through its block table.
+each slot, and its next token is a hash of all pairs that a row reads through its block table. It
+also notes how many resets of the prefix cache came before the oldest KV that a slot depends on.
 `answer` computes the same tokens without an engine. A history is a scheduler with random actions,
 and `INVARIANTS` are what must hold after each of them. No torch.
 """
@@ -33,6 +34,7 @@ INVARIANTS = {
     "partition": "Each block is in exactly one of three states: owned, evictable, free.",
     "index": "The prefix index names the cached blocks and no others.",
     "cached": "A cached block holds the tokens that the prefix index says.",
+    "fresh": "A cached block depends on nothing that was computed before the last reset.",
     "budget": "A step computes at most the token budget, of at most max_num_seqs sequences, each "
     "once.",
     "oldest": "The oldest sequence is never preempted, and a step that preempts admits nothing.",
@@ -47,8 +49,12 @@ class InvariantError(AssertionError):
     """An invariant does not hold. `name` is its key in INVARIANTS."""
 
     def __init__(self, name: str, detail: str = "") -> None:
-        super().__init__(f"{name}: {detail or INVARIANTS[name]}")
+        super().__init__(name, detail)
         self.name = name
+        self.detail = detail or INVARIANTS[name]
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}"
 
 
 def require(holds: bool, name: str, detail: str = "") -> None:
@@ -104,23 +110,30 @@ class OracleRunner:
         self.size = block_size
         self.memory: list[tuple[int, int] | None] = [None] * ((num_blocks + 1) * block_size)
         self.host: list[list[tuple[int, int] | None]] = [[] for _ in range(host_blocks)]
+        self.resets = 0
+        self.ages = [0] * len(self.memory)  # resets before the oldest KV that each slot depends on
+        self.host_ages: list[list[int]] = [[] for _ in range(host_blocks)]
         self.tables: list[dict[int, int]] = [{} for _ in range(num_rows)]
         self.positions = [0] * num_rows
         self.seeds = [0] * num_rows
         self.last = [0] * num_rows
 
     def run(self, plan: StepPlan) -> list[int]:
-        size, memory = self.size, self.memory
+        size, memory, ages = self.size, self.memory, self.ages
         self.take_blocks(plan)
         saved = {move.target for move in plan.saves}
         require(len(saved) == len(plan.saves), "host", "a host block is saved twice in a step")
         for block, host_block in plan.saves:
             self.host[host_block] = memory[block * size : (block + 1) * size]
+            self.host_ages[host_block] = ages[block * size : (block + 1) * size]
         copied = [memory[a * size : (a + 1) * size] for a, _ in plan.block_moves]
-        for (_, b), content in zip(plan.block_moves, copied, strict=True):
+        copied_ages = [ages[a * size : (a + 1) * size] for a, _ in plan.block_moves]
+        for (_, b), content, old in zip(plan.block_moves, copied, copied_ages, strict=True):
             memory[b * size : (b + 1) * size] = content
+            ages[b * size : (b + 1) * size] = old
         for host_block, block in plan.loads:
             memory[block * size : (block + 1) * size] = self.host[host_block]
+            ages[block * size : (block + 1) * size] = self.host_ages[host_block]
 
         work = [(c.row, c.start, c.token_ids, c.yields is not None) for c in plan.chunks]
         work += [(row, self.positions[row], [self.last[row]], True) for row in plan.decode_rows]
@@ -136,6 +149,8 @@ class OracleRunner:
                     raise InvariantError("slots", f"slot {slot} was written twice in a step")
                 written.add(slot)
                 memory[slot] = (token, position)
+                before = ages[self.slot(row, position - 1)] if position else self.resets
+                ages[slot] = min(before, self.resets)
             self.positions[row] = start + len(ids)
         drawn = []
         for row, _, _, sample in work:
@@ -270,6 +285,7 @@ class History:
 
     def reset(self) -> None:
         self.blocks.reset_prefix_cache()
+        self.runner.resets += 1
 
     def step(self) -> None:
         before = self.scheduler.preemptions
@@ -363,6 +379,8 @@ class History:
         held = [p and p[0] for p in self.runner.memory[index * self.size : (index + 1) * self.size]]
         if held != named:
             raise InvariantError("cached", f"block {index} holds {held}, the index says {named}")
+        ages = self.runner.ages[index * self.size : (index + 1) * self.size]
+        require(min(ages) == self.runner.resets, "fresh")
 
 
 def random_actions(seed: int, number: int = 40) -> list[Action]:

@@ -58,6 +58,8 @@ class Trace(Observer):
 
     def __init__(self, llm: LLM | Observable) -> None:
         engine: Observable = getattr(llm, "engine", llm)  # type: ignore[arg-type]
+        if not hasattr(engine, "scheduler"):
+            raise TypeError(f"a Trace records an LLM or its LLMEngine, not {llm!r:.80}")
         self._engine = engine
         self._scheduler = scheduler = engine.scheduler
         self._blocks = scheduler.blocks
@@ -177,7 +179,7 @@ class Trace(Observer):
     def _changes(self) -> Event:
         """Return what differs between the engine and the state after the last event."""
         scheduler, state, numbers, event = self._scheduler, self._state, self._numbers, Event()
-        queue = [entry[-1] for entry in scheduler.waiting]
+        queue = list(scheduler.waiting)
         unknown = [seq for seq in (*scheduler.running, *queue) if seq not in numbers]
         for seq in sorted(unknown, key=lambda seq: (seq.arrival, seq.index)):
             numbers[seq] = len(numbers)

@@ -3,7 +3,10 @@
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import fresh
@@ -25,9 +28,11 @@ print(type(llm.engine.runner.attention).__name__)
 """
 
 
-def start(cache: Path, code: str = ANSWER, **environment: str) -> tuple[list[str], str]:
+def start(
+    cache: Path, code: str = ANSWER, cwd: Path | None = None, **environment: str
+) -> tuple[list[str], str]:
     """The lines that a new process prints, and its log."""
-    done = fresh.run(code, **{"NUMBA_CACHE_DIR": str(cache)} | environment)
+    done = fresh.run(code, cwd, **{"NUMBA_CACHE_DIR": str(cache)} | environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
 
@@ -38,9 +43,14 @@ def test_first_start_answers_while_kernels_are_compiled(
 ) -> None:
     """Two first starts, of which one compiles, and a later one that uses what was compiled.
 
-    One kernel is missing, because to compile all of them would take half a minute more, and they
-    wait for the lock, so that both starts come before the end.
+    One kernel is missing, because to compile all of them would take half a minute more. During the
+    first start another process holds the lock, as one that compiles does. No file of the current
+    directory is run.
     """
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    for name in ("numba", "torch", "json"):
+        (cwd / f"{name}.py").write_text("raise ImportError('a file of the current directory')")
     compile.compile_now(torch.float32)
     source = jit.DIRECTORY
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
@@ -50,20 +60,61 @@ def test_first_start_answers_while_kernels_are_compiled(
     for path in source.glob("*.nb[ic]"):
         if not path.name.startswith(missing):
             shutil.copy2(path, directory)
-    with jit.locked(directory / compile.marker(torch.float32).with_suffix(".lock").name):
-        for _ in range(2):
-            lines, log = start(tmp_path)
-            assert lines == ["34 + 58 = 92", "PlainAttention"]
-            assert log.count("compiled in the background") == 1
-        assert not list(directory.glob(f"{missing}*"))
+    lock = directory / compile.marker(torch.float32).with_suffix(".lock").name
+    for others in (jit.locked(lock), nullcontext()):
+        with others:
+            lines, log = start(tmp_path, cwd=cwd)
+        assert lines == ["34 + 58 = 92", "PlainAttention"]
+        assert log.count("compiled in the background") == 1
+        assert "could not compile" not in log
+        assert len(list(directory.glob("*.log"))) <= isinstance(others, nullcontext)
     deadline = time.monotonic() + 300
     while not list(tmp_path.rglob("*.compiled")):
         assert time.monotonic() < deadline
         time.sleep(0.5)
     assert list(directory.glob(f"{missing}*.nbc"))
-    lines, log = start(tmp_path)
+    lines, log = start(tmp_path, cwd=cwd)
     assert lines == ["34 + 58 = 92", "NumbaAttention"]
     assert "compil" not in log
+
+
+def test_a_compilation_that_failed_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its last line, or without, if it was killed. While it runs, none is reported or started."""
+    started: list[subprocess.Popen] = []
+    popen, commands = subprocess.Popen, iter(("raise OSError('disk full')", *["input()"] * 2))
+
+    def start_child(command: list[str], **options: object) -> None:
+        options |= {"stdin": subprocess.PIPE}  # for which input() waits
+        started.append(popen([sys.executable, "-c", next(commands)], **options))
+
+    def reports() -> list[str]:
+        caplog.clear()
+        assert not compile.is_ready(torch.float32)
+        assert "compiled in the background" in caplog.records[-1].getMessage()
+        return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+
+    monkeypatch.setattr(jit, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(compile.subprocess, "Popen", start_child)
+    caplog.set_level("INFO", logger="nanovllm")
+    assert reports() == []
+    assert started[0].wait() == 1
+    [report] = reports()
+    assert "(OSError: disk full)" in report
+    assert "-m nanovllm.backends.cpu.compile float32" in report
+    assert reports() == []
+    assert len(started) == 2
+    started[1].kill()
+    started[1].wait()
+    [report] = reports()
+    assert "(without a message)" in report
+    started[2].kill()
+    started[2].wait()
+    monkeypatch.setattr(compile, "compile_all", lambda *arguments: None)
+    compile.compile_now(torch.float32)
+    assert compile.is_ready(torch.float32)
+    assert not list(tmp_path.glob("*.log"))
 
 
 def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch) -> None:

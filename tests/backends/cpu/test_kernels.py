@@ -1,8 +1,11 @@
 """The kernels that Numba compiles, beside torch's functions on the same input."""
 
+import json
 import logging
 import platform
+import shutil
 import sys
+from pathlib import Path
 
 import fresh
 import numpy as np
@@ -101,6 +104,73 @@ def test_between_the_products(
     torch.testing.assert_close(cpu.add_rms_norm(alone, None, weight, 1e-3), wanted)
 
 
+@pytest.mark.slow
+def test_numbers_of_any_type() -> None:
+    """A kernel that is called at its address gets its arguments in the types of its code, or TypeError.
+
+    In another process, because it could crash.
+    """
+    code = """
+import random, numba, numpy as np, torch
+from numba import float64, int64, typeof
+from nanovllm.backends.cpu import compile, kernels, parallel
+from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
+from nanovllm.models.layers import add_rms_norm
+numba.set_num_threads(2)
+parallel.SERIAL_ELEMENTS = 0
+numbers = [0, 1, True, 1e-6, 2**-3, np.float32(1e-3), np.int64(2), np.int32(0)]
+rng = random.Random(0)
+for eps in [1, 1e-6, 1, *rng.choices(numbers, k=30)]:
+    dtype = rng.choice([torch.float32, torch.bfloat16])
+    x, residual, weight = torch.randn(4, 8).to(dtype), torch.randn(4, 8).to(dtype), torch.ones(8)
+    wanted = add_rms_norm(x, residual, weight.to(dtype), float(eps))
+    found = kernels.add_rms_norm(x, residual, weight.to(dtype), eps)
+    torch.testing.assert_close(found, wanted)
+x, weight = torch.randn(2, 4, 8), torch.ones(8)
+kernel, example = kernels.add_rms_norm_rows, DTYPE_EXAMPLE[torch.float32]
+address = parallel.address_of(kernel, (*[int64] * 5, float64, typeof(example), int64, int64))
+start = x[0].data_ptr(), x[1].data_ptr(), weight.data_ptr(), 4, 8
+parallel.in_parts(address, (*start, 1e-6, example), 4, 2)
+for wrong in ((1, example), (1e-6, np.uint16(0)), (np.float32(0), example), (example, 1e-6), (0.0,)):
+    try: parallel.in_parts(address, (*start, *wrong), 4, 2)
+    except TypeError as error: assert "arguments of other types" in str(error)
+    else: raise AssertionError(wrong)
+print("alive")
+"""
+    done = fresh.run(code, threads=2)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_an_integer_in_the_config(tmp_path: Path) -> None:
+    """JSON has no floats: rms_norm_eps can be 0 or 1. In float32 and bfloat16, in either order."""
+    make_checkpoint(tmp_path / "a")
+    for name, eps in (("0", 0), ("1", 1)):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        config |= {"rms_norm_eps": eps, "rope_parameters": None, "rope_theta": 10000}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    code = f"""
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cpu import parallel
+parallel.SERIAL_ELEMENTS = 0
+params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+options = dict(device="cpu", skip_tokenizer_init=True, num_kvcache_blocks=64)
+for dtype in ("float32", "bfloat16"):
+    for name in "0a1a0":
+        found = [
+            LLM({str(tmp_path)!r} + "/" + name, dtype=dtype, attention_backend=backend, **options)
+            .generate([[1, 2, 3, 4], [5, 6]], params, use_tqdm=False)
+            for backend in ("numba", "sdpa")
+        ]
+        numba, sdpa = ([o["token_ids"] for o in outputs] for outputs in found)
+        assert numba == sdpa or dtype == "bfloat16", (name, numba, sdpa)
+print("alive")
+"""
+    done = fresh.run(code, threads=2)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("few", [0, 1 << 30])
 @pytest.mark.parametrize("normed", [False, True])
@@ -126,7 +196,7 @@ def test_turn_and_store(
         sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, *cache.shape[1:],
         heads, eps, *[primitives.DTYPE_EXAMPLE[dtype]] * 2, 1.0, 1.0,
     )  # fmt: skip
-    parallel.run(cpu.norm_rope_store_rows, (dtype, dtype), arguments, rows, qkv.numel())
+    parallel.run(cpu.norm_rope_store_rows, arguments, rows, qkv.numel())
     # torch rounds each product to bfloat16, the kernel the sum alone
     near = (
         {"atol": 0.01, "rtol": 0.016} if dtype is torch.bfloat16 else {"atol": 1e-5, "rtol": 1e-5}

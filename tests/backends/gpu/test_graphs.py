@@ -160,7 +160,7 @@ def test_rows_with_rules_take_their_states_from_the_graph(path: Path) -> None:
 
 def test_rules_are_forgotten_with_their_request(path: Path) -> None:
     """A row that once had rules costs later requests nothing: their tokens are not sampled twice."""
-    llm = make_llm(path, graphs=True, max_num_seqs=2)
+    llm = make_llm(path, graphs=True, max_num_seqs=4, async_scheduling=False)
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
     ruled = SamplingParams(repetition_penalty=1.5, **greedy)
     llm.generate([[1, 2], [3, 4]], ruled, use_tqdm=False)
@@ -229,6 +229,51 @@ def test_a_failed_replay_leaves_the_engine_usable(path: Path) -> None:
             failures += 1
     assert failures == 1
     assert [found[key] for key in sorted(found, key=int)] == want
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_rows_that_were_not_sent_are_sent_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, sent: bool
+) -> None:
+    """Sending fails when one of two rows has ended. Then there are the same two rows again."""
+    prompts, lengths = [[1, 2], [3, 4], [5, 6]], (20, 5, 9)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    llm = make_llm(path, graphs=True, max_num_seqs=4, async_scheduling=False)
+    want = [
+        llm.generate([prompt], p, use_tqdm=False)[0].outputs[0].token_ids
+        for prompt, p in zip(prompts, params, strict=True)
+    ]
+    graphs, calls = llm.engine.runner.graphs, []
+    assert graphs is not None
+    send = gpu_graphs.to_device
+
+    class Lost(torch.Tensor):
+        """A device's rows, whose change is interrupted at the end."""
+
+        def __setitem__(self, index: object, value: torch.Tensor) -> None:
+            super().__setitem__(index, value)
+            if len(calls) == 2:
+                raise RuntimeError("lost")
+
+    def fail_once(rows: object, device: torch.device) -> torch.Tensor:
+        calls.append(rows)
+        if len(calls) == 2 and not sent:
+            raise RuntimeError("lost")
+        return send(rows, device)
+
+    monkeypatch.setattr(gpu_graphs, "to_device", fail_once)
+    graphs.rows = graphs.rows.as_subclass(Lost)
+    for prompt, p in zip(prompts[:2], params, strict=False):
+        llm.engine.add_request(prompt, p)
+    found, failures = {}, 0
+    while llm.engine.has_unfinished_requests():
+        try:
+            found |= {o.prompt_token_ids[0]: o.outputs[0].token_ids for o in llm.engine.step()}
+        except RuntimeError:
+            failures += 1
+            llm.engine.add_request(prompts[2], params[2])
+    assert failures == 1
+    assert [found[prompt[0]] for prompt in prompts] == want
 
 
 @pytest.mark.parametrize(("num_seqs", "chunk"), [(5, 12), (1, 32)])

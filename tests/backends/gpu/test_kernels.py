@@ -517,8 +517,8 @@ def test_launch_asks_triton_once_for_each_kind_of_arguments() -> None:
 
     jit, compiled = Kernel("jit"), Kernel("compiled")
     x = torch.zeros(64)
-    for args in ((x, 3), (x, 4), (x[1:], 3), (x.double(), 3), (x[4:], 5)):
+    for args in ((x, 3), (x, 4), (x[1:], 3), (x.double(), 3), (x[4:], 5), (x, 3.0)):
         launch.launch(jit, (1, 1, 1), args, {"N": 2}, num_warps=4)
     launch.launch(jit, (1, 1, 1), (x, 3), {"N": 3}, num_warps=4)
     found = [name for name, count in calls if count == 3]
-    assert found == ["jit", "compiled", "jit", "jit", "compiled", "jit"]
+    assert found == ["jit", "compiled", "jit", "jit", "compiled", "jit", "jit"]

@@ -2,7 +2,7 @@
 
 For every launch Triton derives from all arguments which compiled variant of the kernel it needs,
 which takes about 10 us: with 28 layers, half of the host's time of a step with chunks. `launch` does
-this once for each combination of dtypes, constants and options. It may, because no argument that
+this once for each combination of types, constants and options. It may, because no argument that
 varies between launches changes the variant: integers are in `do_not_specialize`, batches' integers
 in `do_not_specialize_on_alignment`, and other tensors are aligned to 16 bytes or take the long way.
 """
@@ -39,6 +39,8 @@ def launch(
         if isinstance(x, Tensor):
             key.append(dtype := x.dtype)
             aligned = aligned and (dtype in INTEGERS or x.data_ptr() % 16 == 0)
+        else:
+            key.append(type(x))  # a variant reads every number in the type of the first launch
     known = tuple(key)
     _, compiled = _compiled.get(known, (kernel, None))
     if compiled is not None and aligned:

@@ -1,0 +1,256 @@
+"""An error or a signal at any line of a step: no request is lost, and no other one is affected."""
+
+import contextlib
+import functools
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+from checkpoints import random_llm
+from engines import is_idle
+
+from nanovllm import (
+    LLM,
+    BeamSearchOutput,
+    BeamSearchParams,
+    LoglikelihoodOutput,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from nanovllm.engine.request import Request
+from nanovllm.features import beam_search
+
+PLAIN = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+PROMPT = "What is 12 + 30?\n"
+
+# ---- an error ----
+
+# What runs for each request. _claim_step and run_step run for a step.
+FILES = (
+    *(f"engine/{name}.py" for name in ("scheduler", "block_manager", "host_tier", "request")),
+    *("engine/output_processor.py", "beam_search.py", "detokenizer.py", "scoring.py"),
+    *("pooling.py", "structured.py", "outputs.py"),
+)
+
+
+def sampled(**fields: Any) -> Callable[[LLM], Request]:
+    params = SamplingParams(temperature=0, max_tokens=6, **fields)
+    return lambda llm: llm.engine.submit(PROMPT, params)
+
+
+def scored(llm: LLM) -> Request:
+    [(prompt, params)] = llm.engine.inputs.tokenize_pairs(PROMPT, "12 + 30 = 42")
+    return llm.engine.submit(prompt, params)
+
+
+KINDS: dict[str, Callable[[LLM], Request]] = {
+    "samples": sampled(n=2, seed=1),
+    "text": sampled(stop=["= 4"], logprobs=2, prompt_logprobs=1, n=2),
+    "stream": lambda llm: llm.engine.submit(PROMPT, PLAIN, stream=True),
+    "embedding": lambda llm: llm.engine.submit(PROMPT, PoolingParams()),
+    "score": scored,
+    "beams": lambda llm: beam_search.submit(llm.engine, PROMPT, BeamSearchParams(3, 5)),
+    "structured": sampled(
+        structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), repetition_penalty=1.1
+    ),
+}
+
+
+def result(request: Request) -> Any:
+    """What the caller of a request gets."""
+    if request.stream:
+        return [(sample.text, sample.seq.output_ids) for sample in request.samples]
+    if isinstance(request.task, PoolingParams):
+        return request.embedding
+    if isinstance(request.output, LoglikelihoodOutput):
+        return request.output.token_logprobs, request.output.token_ids
+    if isinstance(request.output, BeamSearchOutput):
+        return [(beam.tokens, beam.text) for beam in request.output.sequences]
+    prompt = [list(entry or ()) for entry in request.output.prompt_logprobs or ()]
+    samples = [
+        (out.token_ids, out.text, out.finish_reason, [next(iter(e)) for e in out.logprobs or ()])
+        for out in request.output.outputs
+    ]
+    return samples, [ids[:1] for ids in prompt]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether results are equal. Numbers depend a little on the batch."""
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return abs(a - b) < 1e-3 if isinstance(a, float) else a == b
+
+
+def serve(llm: LLM, kind: str) -> tuple[list[Request], list[Exception]]:
+    """Run a request of this kind between two others. Returns them, and what steps raised."""
+    engine = llm.engine
+    requests = [engine.submit(PROMPT, PLAIN), KINDS[kind](llm), engine.submit([5, 6], PLAIN)]
+    raised = []
+    for _ in range(60):
+        if all(request.ended for request in requests):
+            break
+        try:
+            engine.run_step()
+        except Exception as error:
+            raised.append(error)
+    return requests, raised
+
+
+@functools.cache
+def small(asynchronous: bool) -> LLM:
+    """The embedded model, with so few blocks that sequences are preempted."""
+    return LLM(
+        dtype="float32", device="cpu", async_scheduling=asynchronous, attention_backend="sdpa",
+        num_kvcache_blocks=14, kvcache_block_size=4, max_model_len=40, swap_space=0.01,
+        swap_min_blocks=1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_error_at_any_line(kind: str, asynchronous: bool, every: int) -> None:
+    """It ends one request, or fails one step after which all requests go on."""
+    llm = small(asynchronous)
+    llm.reset_prefix_cache()
+    requests: list[Request] = []
+    raised: list[Exception] = []
+
+    def action() -> None:
+        nonlocal requests, raised
+        requests, raised = serve(llm, kind)
+
+    action()
+    want = [result(request) for request in requests]
+    assert raised == []
+    llm.reset_prefix_cache()
+    lines = faults.run(action, FILES)
+
+    def fault() -> None:
+        raise ZeroDivisionError("at a line")
+
+    for at in faults.each_line(lines)[::every]:
+        llm.reset_prefix_cache()
+        try:
+            faults.run(action, FILES, at, fault)
+        except ZeroDivisionError:  # in `submit`: there is no request
+            llm.engine.abort_all()
+            assert is_idle(llm.engine), lines[at]
+            continue
+        where = f"{lines[at]}: {raised}"
+        assert all(request.ended for request in requests), where
+        failed = [request for request in requests if request.error is not None]
+        assert len(failed) + len(raised) <= 1, where
+        for request, expected in zip(requests, want, strict=True):
+            if request.error is None:
+                assert same(result(request), expected), where
+            else:
+                assert isinstance(request.error, ZeroDivisionError), where
+        assert is_idle(llm.engine), where
+    requests, raised = serve(llm, kind)
+    assert same([result(request) for request in requests], want)
+
+
+# ---- a signal whose handler raises ----
+
+
+class Alarm(Exception):
+    pass
+
+
+def ring(number: int, frame: object) -> None:
+    raise Alarm
+
+
+def loop(llm: LLM) -> list[Any]:
+    """Add requests and run steps, also if a call raises. Returns each result once, by its id."""
+    outputs: list[Any] = []
+    for prompt in ([1, 2, 3], [4, 5], [6, 7, 8]):
+        with contextlib.suppress(Alarm):
+            llm.engine.add_request(prompt, PLAIN)
+    while llm.engine.has_unfinished_requests():
+        with contextlib.suppress(Alarm):
+            outputs += llm.engine.step()
+    return [output["token_ids"] for output in outputs]
+
+
+CALLS: dict[str, Callable[[LLM], Any]] = {
+    "generate": lambda llm: [
+        out["token_ids"] for out in llm.generate([[1, 2, 3], [4, 5]], PLAIN, use_tqdm=False)
+    ],
+    "stream": lambda llm: [
+        (part.request_index, part.token_ids) for part in llm.stream([[1, 2, 3], [4, 5]], PLAIN)
+    ],
+    "embed": lambda llm: [
+        out.outputs.embedding for out in llm.embed([[1, 2, 3], [4, 5]], use_tqdm=False)
+    ],
+    "beam_search": lambda llm: [
+        [beam.tokens for beam in out.sequences]
+        for out in llm.beam_search([[1, 2]], BeamSearchParams(2, 4), use_tqdm=False)
+    ],
+    "loop": loop,
+}
+# Also the files of a step in the runner. A second Ctrl-C may come at any of their lines.
+STEP = ("engine/", "llm.py", "beam_search.py", "runner/model_runner.py", "runner/rows.py")
+# Without backends/cpu/threads.py, whose lines depend on the time.
+RUNNER = ("runner/model_runner", "runner/rows", "runner/pending", "models/", "batch.py", "cpu/")
+
+
+@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_signal_at_any_line(path: Path, how: str, every: int) -> None:
+    """Its handler raises before a step or after it, and nothing is left behind."""
+    options = dict(kvcache_block_size=4, enable_prefix_caching=False, attention_backend="sdpa")
+    llm = random_llm(path, num_kvcache_blocks=6, **options)
+    action = functools.partial(CALLS[how], llm)
+    want, before = action(), signal.signal(signal.SIGALRM, ring)
+    try:
+        lines = faults.run(action, STEP)
+        for at in faults.each_line(lines)[::every]:
+            got: list[Any] = []
+            with contextlib.suppress(Alarm):
+                faults.run(
+                    lambda got=got: got.append(action()),
+                    STEP,
+                    at,
+                    lambda: signal.raise_signal(signal.SIGALRM),
+                )
+            assert is_idle(llm.engine), lines[at]
+            assert not llm.engine._lock._is_owned(), lines[at]
+            assert signal.getsignal(signal.SIGALRM) is ring, lines[at]
+            assert how != "loop" or len(got[0]) in (2, 3), lines[at]
+            assert same(action(), want), lines[at]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "numba"])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_second_ctrl_c_at_any_line_of_the_runner(path: Path, backend: str, every: int) -> None:
+    """It leaves a step half done. What the same engine computes next is right."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    llm = random_llm(path, attention_backend=backend, kvcache_block_size=4, num_kvcache_blocks=20)
+    fields = dict(temperature=0.8, seed=3, max_tokens=4, ignore_eos=True)
+    ruled = SamplingParams(**fields, repetition_penalty=1.3, min_tokens=2)
+    params = [PLAIN, ruled, SamplingParams(**fields, top_k=5, logprobs=2)]
+
+    def action() -> list[Any]:
+        prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
+        return [out["token_ids"] for out in llm.generate(prompts, params, use_tqdm=False)]
+
+    def press_twice() -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    want, lines = action(), faults.run(action, RUNNER)
+    for at in faults.each_line(lines)[::every]:
+        with pytest.raises(KeyboardInterrupt):
+            faults.run(action, RUNNER, at, press_twice)
+        assert is_idle(llm.engine), lines[at]
+        assert action() == want, lines[at]
+        assert llm.generate([4, 5], ruled, use_tqdm=False)[0]["token_ids"] == want[1], lines[at]
