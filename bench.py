@@ -14,8 +14,9 @@
   python bench.py --gpu-report         GPU tests and benchmarks, written to gpu-report.txt
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early.
-They take turns (A B A B), each in a process of its own, which runs the workload twice and measures
-the second run. Each figure is the median over the turns, followed by its range. Other processes
+They take turns (A B A B), each in a process of its own. On a CPU all are loaded before the first
+turn and have run the workload once; on a GPU a process is started for each turn, which measures its
+second run. Each figure is the median over the turns, followed by its range. Other processes
 affect the result: a figure is noisy if they took more than 3 % of the CPU time.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -65,13 +65,16 @@ def make_runner(
         max_model_len = memory.fitted_length(config, max_model_len, most)
         # torch's defaults for dtype and device would apply to other threads too.
         backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
+        limits: Any = partial(device_guard, device)
+        if device.type == "cpu":
+            limits = ThreadLimit()
+            backend = replace(backend, before_layer=limits.adjust)
         model = Qwen3(model_config, max_model_len, backend)
         load_model(config, model, whole, directory, ranks)
         max_blocks = -(-max_model_len // block_size)
         rows = Rows(config.max_num_seqs, max_blocks, block_size, whole.vocab_size, device)
         # What can be captured is built from the mirror, so that eager steps compute the same.
         mirror = None if backend.capture_decode is None else Mirror(rows)
-        limits = ThreadLimit() if device.type == "cpu" else partial(device_guard, device)
         runner = ModelRunner(model, backend, rows, mirror, limits)
         scales = None
         if cache_dtype == FP8:

@@ -86,6 +86,8 @@ class Backend:
     # takes rows [S] and returns hidden states [S, E] and tokens [S]; see gpu/graphs.py.
     capture_decode: Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any] | None = None
     guard: Callable[[], AbstractContextManager[object]] = nullcontext  # held while a step runs
+    # Called before each layer of a step, unless all layers are one call. The runner sets it.
+    before_layer: Callable[[], None] = lambda: None
 
 
 PLAIN = Backend()

@@ -128,6 +128,7 @@ class Qwen3:
         x = self.embed_tokens[batch.input_ids]
         rope, residual = self.rotary.at(batch.positions), None
         for layer in self.layers:
+            self.backend.before_layer()
             x, residual = layer(x, residual, rope, batch, attention)
         return self.backend.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -195,6 +196,7 @@ class LLM:
     def reset_prefix_cache(self):
         pass
     def generate(self, prompts, params, use_tqdm):
+        print("what an engine prints is no answer")
         outs = [SamplingParams(token_ids=[0] * LENGTH) for p in params if p.ignore_eos]
         return [SamplingParams(outputs=[out]) for out in outs]
 """
@@ -213,30 +215,112 @@ def test_vllm_in_its_own_process(tmp_path, monkeypatch):
     """vLLM is a fake here; the script, its input and output, and the check are real."""
     work = Workload("w", [[5, 6, 7], [8, 9], [11, 12, 13, 14]], [3, 7, 5], [[0, 1], [2]])
 
-    def run(length):
+    def start(length):
         command = [fake_vllm(tmp_path, length), str(throughput.vllm_peer.__file__)]
-        return turn.run_turn(command, baselines.vllm_job({"model": "m"}, work))
+        return turn.Process(command, baselines.vllm_job({"model": "m"}, work))
 
-    assert run("p.max_tokens")["seconds"] >= 0
+    process = start("p.max_tokens")
+    assert set(process.loaded) == {"load_seconds", "first_seconds"}
+    assert all(process.turn()["seconds"] >= 0 for _ in range(2))
+    process.end()
     assert baselines.vllm_version(str(tmp_path / "python")) == "0.0-fake"
     (tmp_path / "cwd").mkdir()
     (tmp_path / "cwd" / "vllm.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path / "cwd")
     assert baselines.vllm_version(str(tmp_path / "python")) == "0.0-fake"
     with pytest.raises(RuntimeError, match=r"\[2, 2, 2\] tokens instead of \[3, 7, 5\]"):
-        run("2")
+        start("2")
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        run("(1 // 0)")
+        start("(1 // 0)")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_vllm_gets_the_libraries_that_it_advises(installed, tmp_path, monkeypatch):
+    """libiomp5.so of its environment and tcmalloc of the system, before what the user preloads."""
+    environment, system = tmp_path / "vllm", tmp_path / "system"
+    files = [system / "x86_64-linux-gnu" / "libtcmalloc_minimal.so.4"]
+    files += [environment / "lib" / "libiomp5.so"]
+    for file in files if installed else []:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {environment}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(baselines, "SYSTEM", [system])
+    monkeypatch.setenv("LD_PRELOAD", "mine.so")
+    variables, note = baselines.vllm_libraries(str(python))
+    if installed:
+        assert variables == {"LD_PRELOAD": f"{files[0]}:{files[1]}:mine.so"}
+        assert note == "libtcmalloc_minimal.so.4 preloaded, libiomp5.so preloaded"
+    else:
+        assert variables == {}
+        assert note.count("not found and not preloaded") == 2
+
+
+def test_a_process_that_ends_in_a_turn(tmp_path):
+    """Also if another process that it started still has the file of the answers open."""
+    script = tmp_path / "engine.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        "answers = open(sys.argv[1], 'w', buffering=1)\n"
+        "child = subprocess.Popen(['sleep', '60'], close_fds=False)\n"
+        "input(); print('{}', file=answers)\n"
+        "input(); child.pid; sys.exit(7)\n"
+    )
+    process = turn.Process([sys.executable, str(script)], {}, {"ADDED": "1"})
+    with pytest.raises(RuntimeError, match="it ended with status 7"):
+        process.turn()
+    with pytest.raises(RuntimeError, match="it ended with status 7"):
+        process.turn()
+    process.end()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_engines_take_turns(together, monkeypatch):
+    """On a CPU both are loaded before the first turn, and once."""
+    events = []
+
+    class Engine:
+        def __init__(self, command, job, variables):
+            events.append(f"load {command}")
+            self.name, self.loaded = command, {"load_seconds": 1.0}
+
+        def turn(self, profile):
+            events.append(f"{self.name}{' profile' * profile}")
+            return {"seconds": 2.0}
+
+        def end(self):
+            events.append(f"end {self.name}")
+
+    monkeypatch.setattr(throughput, "Process", Engine)
+    work = Workload("w", [[1]], [8], [[0]])
+    engines = [throughput.Engine(name, work, name, {}) for name in ("nanovllm", "b")]
+    rows, failed = throughput.take_turns(engines, 2, False, together)
+    assert not failed
+    assert [len(row["runs"]) for row in rows.values()] == [2, 2]
+    assert rows["b"]["runs"][0]["output_tokens_per_second"] == 4
+    turns = ["nanovllm", "b", "nanovllm profile", "b profile"]
+    if together:
+        assert events == ["load nanovllm", "load b", *turns, "end nanovllm", "end b"]
+    else:
+        names = [turn.split()[0] for turn in turns]
+        each = [(f"load {n}", t, f"end {n}") for n, t in zip(names, turns, strict=True)]
+        assert events == [event for events in each for event in events]
 
 
 def test_a_turn_in_its_own_process(path):
     work = Workload("w", [[5, 6, 7], [8, 9]], [3, 2], [[0, 1]])
     options = dict(dtype="float32", device="cpu", skip_tokenizer_init=True, load_format="dummy")
     job = dict(engine="nanovllm", directory=str(path), device="cpu", dtype="float32")
-    job |= dict(work=asdict(work), options=options | {"attention_backend": "sdpa"}, profile=False)
-    run = turn.run_turn(turn.COMMAND, job)
-    assert [step["tokens"] for step in run["steps"]] == [5, 2, 1]
-    assert run["load_seconds"] > 0
+    job |= dict(work=asdict(work), options=options | {"attention_backend": "sdpa"})
+    process = turn.Process(turn.COMMAND, job)
+    assert min(process.loaded["load_seconds"], process.loaded["first_seconds"]) > 0
+    for profile in (False, True):
+        run = process.turn(profile)
+        assert [step["tokens"] for step in run["steps"]] == [5, 2, 1]
+        assert run["prefix_hit_rate"] == 0
+        assert ("seconds_by_component" in run) == profile
+    process.end()
 
 
 RANGE, MODE = "is out of range; give 1 to 100000", "goes with the throughput only; leave out"
@@ -318,11 +402,15 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     peak = {"bandwidth": 1e10, "buffer_bytes": 1, "flops": 1e11}
     monkeypatch.setattr(roofline, "measure_peak", lambda *_: peak)
 
-    # The turns of other engines than vLLM run in this process, which has the imports.
-    def run_turn(command, job):
-        return turn.run(job) if command == turn.COMMAND else turn.run_turn(command, job)
+    # The other engines than vLLM run in this process, which has the imports.
+    class Process(turn.Process):
+        def __new__(cls, command, job, variables):
+            if command != turn.COMMAND:
+                return turn.Process(command, job, variables)
+            loaded, measured = turn.load(job)
+            return SimpleNamespace(loaded=loaded, turn=measured, end=lambda: None)
 
-    monkeypatch.setattr(throughput, "run_turn", run_turn)
+    monkeypatch.setattr(throughput, "Process", Process)
     python = fake_vllm(tmp_path, "no_such_name")
     kept, picture = tmp_path / "run.json", tmp_path / "run.png"
     numbers = "--num-seqs 5 --input 3 9 --output 2 6 --repeats 2 --batch-size 2 --sample 3"
@@ -332,6 +420,7 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "vllm                   failed: it ended with status 1" in printed
     assert "no_such_name" in printed
+    assert "times as fast in the pairs of turns; median" in printed
     assert max(map(len, printed.split("\n"))) <= 100
     assert picture.read_bytes().startswith(b"\x89PNG")
     result = json.loads(kept.read_text())

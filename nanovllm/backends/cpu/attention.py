@@ -110,8 +110,7 @@ class NumbaAttention(PlainAttention):
     # ---- once per step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
-        most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-        numba.set_num_threads(min(torch.get_num_threads(), most))
+        follow_torch()
         starts = batch.query_start_loc.numpy().astype(np.int64)
         contexts = batch.context_lens.numpy().astype(np.int64)
         tables, queries = batch.block_tables.numpy(), np.diff(starts)
@@ -224,6 +223,7 @@ class NumbaAttention(PlainAttention):
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
     ) -> Tensor:
         """In place: returns qkv as [T, H + 2K, D]; the first H heads are q, the others k and v."""
+        follow_torch()  # whose number may have changed since the last layer
         slot_mapping = batch.attention.slot_mapping
         weights = (0, 0) if norms is None else [weight.data_ptr() for weight in norms]
         tensors = (qkv.data_ptr(), *weights, *(table.data_ptr() for table in rope))
@@ -265,6 +265,12 @@ class NumbaAttention(PlainAttention):
         attended, logs = flash_attention(queries.flatten(1, 2)[None], *kv)
         out[tokens] = attended[0].unflatten(1, split).transpose(0, 1).flatten(1, 2)
         lse[prefix.tokens] = logs[0].unflatten(1, split).transpose(0, 1).flatten(1).numpy()
+
+
+def follow_torch() -> None:
+    """Give Numba as many threads as torch has."""
+    most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    numba.set_num_threads(min(torch.get_num_threads(), most))
 
 
 def balanced(sizes: Any, parts: int) -> Any:

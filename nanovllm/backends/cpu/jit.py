@@ -33,7 +33,22 @@ MAX_AGE = 7 * 24 * 3600
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
-def guard() -> AbstractContextManager[object]:
+class Guard:
+    """Held while kernels run: `lock`. Afterwards Numba has as many threads as before."""
+
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self.lock = lock
+
+    def __enter__(self) -> None:
+        self.lock.__enter__()
+        self.threads = get_num_threads()
+
+    def __exit__(self, *error: Any) -> None:
+        numba.set_num_threads(self.threads)
+        self.lock.__exit__(*error)
+
+
+def guard() -> Guard:
     """Return what must be held while kernels run: LOCK if two threads may not call them at once.
 
     Numba has such a layer of threads, "workqueue", where it finds neither OpenMP nor TBB.
@@ -42,7 +57,7 @@ def guard() -> AbstractContextManager[object]:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(get_num_threads).result()
     layer = numba.threading_layer()  # type: ignore[attr-defined]
-    return LOCK if layer == "workqueue" else nullcontext()
+    return Guard(LOCK if layer == "workqueue" else nullcontext())
 
 
 def digest() -> str:

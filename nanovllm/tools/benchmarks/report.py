@@ -28,16 +28,22 @@ def table(result: dict[str, Any]) -> str:
         f"{'':13}{'output tokens/s':^32}{'in + out':>9}{'speed-up':^26}{'other processes':>19}",
         f"{'median':>23}{'range':^22}{'tokens/s':>9}{'of nanovllm':^26}{'took CPU time':>19}",
     ]
+    pairs = []
     for engine in engines:
         rates = rates_of(engine)
         total = median(rates) * (1 + engine["input_tokens"] / engine["output_tokens"])
         factors = [a / b for a, b in zip(ours, rates, strict=True)]
         factor = f"{median(factors):9.2f}x {span(factors, '.2f'):^15}" if rates != ours else ""
+        if engine["engine"] != "nanovllm":
+            ratios = f"{', '.join(f'{f:.2f}' for f in factors)} times as fast in the pairs of turns"
+            spread = f"; median {median(factors):.2f} ({min(factors):.2f} to {max(factors):.2f})"
+            pairs.append(entry(f"beside {engine['name']}", ratios + spread))
         loads = [run["other_load"] for run in engine["runs"]]
         load = describe_load(None if None in loads else max(loads))
         figures = f"{median(rates):10,.1f}{span(rates, ',.1f'):^22}{total:9,.0f}"
         lines.append(f"{engine['name']:13}{figures}{factor:26}{load:>19}")
     lines += [entry(engine["name"], engine["note"]) for engine in engines if engine["note"]]
+    lines += pairs
     lines += [entry(name, f"failed: {error}") for name, error in result["failed"].items()] + [""]
 
     run, peak, cost, parts = (result[n] for n in ("run", "peak", "cost", "seconds_by_component"))

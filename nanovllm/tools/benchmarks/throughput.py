@@ -1,13 +1,13 @@
 """Throughput: nanovllm and its baselines take turns on one workload.
 
 prepare     the checkpoint, the requests and their costs, checked before anything long runs
-take_turns  a process for each engine and turn: load, one run unmeasured, one run measured
+take_turns  a process for each engine: load, one run unmeasured, one run measured in each turn
 throughput  the result, one dict, which --json writes unchanged
 """
 
 import argparse
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -20,19 +20,20 @@ from nanovllm.loading.memory import available_host_memory
 from nanovllm.loading.select_backend import pick_device, pick_dtype
 from nanovllm.models.config import ModelConfig
 from nanovllm.tools.benchmarks import baselines, machine, report, roofline, vllm_peer, workloads
-from nanovllm.tools.benchmarks.turn import COMMAND, Result, run_turn
+from nanovllm.tools.benchmarks.turn import COMMAND, Process, Result
 from nanovllm.tools.benchmarks.workloads import Workload
 
 
 @dataclass
 class Engine:
-    """An engine, and what the process of one turn needs: a command and its input."""
+    """An engine, and what its process needs: a command, its input, variables."""
 
     name: str
     work: Workload
     command: list[str]
     job: Result
     note: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,7 +60,9 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     if setup.writes_weights:
         workloads.write_weights(setup.directory, setup.dtype)
 
-    rows, failed = take_turns(setup.engines, args.repeats, args.busy)
+    # On a GPU each engine takes most of the memory.
+    together = setup.device.type == "cpu"
+    rows, failed = take_turns(setup.engines, args.repeats, args.busy, together)
     engines, ours = list(rows.values()), rows["nanovllm"]["runs"]
     # The run with the median time, the slower one of two.
     run = sorted(ours, key=lambda run: run["seconds"])[len(ours) // 2]
@@ -73,35 +76,56 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
 
 
 def take_turns(
-    engines: list[Engine], repeats: int, busy: bool
+    engines: list[Engine], repeats: int, busy: bool, together: bool
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Run the engines alternately. Returns a row for each with its runs, and what failed and why."""
+    """Run the engines alternately. Returns a row for each with its runs, and what failed and why.
+
+    Engines that are loaded together stay loaded; otherwise each is loaded again for each turn.
+    """
     rows: dict[str, Result] = {}
     failed: dict[str, str] = {}
+    loaded: dict[str, Process] = {}
     loads = [False, True] if busy else [False]
-    order = [(i, engine, load) for i in range(repeats) for engine in engines for load in loads]
-    for i, engine, load in (bar := tqdm(order, desc="Turns", unit="turn")):
-        if engine.name in failed:
-            continue
-        name = f"{engine.name}+busy" if load else engine.name
-        bar.set_postfix_str(name)
-        job = engine.job | {"profile": i == repeats - 1 and not load}
-        before = machine.cpu_seconds()
-        try:
-            with machine.busy_process() if load else nullcontext():
-                run = run_turn(engine.command, job)
-        except RuntimeError as error:
-            if engine.name == "nanovllm":
-                raise
-            failed[engine.name] = str(error)
-            rows = {n: row for n, row in rows.items() if row["engine"] != engine.name}
-            continue
-        output = sum(engine.work.outputs)
-        run["other_load"] = machine.other_load(before)
-        run["output_tokens_per_second"] = output / run["seconds"]
-        row = {"name": name, "engine": engine.name, "note": engine.note, "output_tokens": output}
-        row |= {"input_tokens": sum(map(len, engine.work.prompts)), "runs": []}
-        rows.setdefault(name, row)["runs"].append(run)
+    turns = [(i, engine, load) for i in range(repeats) for engine in engines for load in loads]
+    order: list[tuple[int | None, Engine, bool]] = [
+        *((None, engine, False) for engine in engines if together),
+        *turns,
+    ]
+    try:
+        for i, engine, load in (bar := tqdm(order, desc="Turns", unit="turn")):
+            if engine.name in failed:
+                continue
+            name = f"{engine.name}+busy" if load else engine.name
+            bar.set_postfix_str(f"{name}, loading" if i is None else name)
+            try:
+                process = loaded.get(engine.name) or Process(
+                    engine.command, engine.job, engine.variables
+                )
+                loaded[engine.name] = process
+                if i is None:
+                    continue
+                before = machine.cpu_seconds()
+                with machine.busy_process() if load else nullcontext():
+                    run = process.turn(profile=i == repeats - 1 and not load)
+            except RuntimeError as error:
+                if engine.name == "nanovllm":
+                    raise
+                failed[engine.name] = str(error)
+                rows = {n: row for n, row in rows.items() if row["engine"] != engine.name}
+                continue
+            output = sum(engine.work.outputs)
+            run |= process.loaded
+            run["other_load"] = machine.other_load(before)
+            run["output_tokens_per_second"] = output / run["seconds"]
+            row = {"name": name, "engine": engine.name, "note": engine.note}
+            row |= {"output_tokens": output, "runs": []}
+            row |= {"input_tokens": sum(map(len, engine.work.prompts))}
+            rows.setdefault(name, row)["runs"].append(run)
+            if not together:
+                loaded.pop(engine.name).end()
+    finally:
+        for process in loaded.values():
+            process.end()
     return rows, failed
 
 
@@ -132,15 +156,17 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
     cost = roofline.costs(work, sizes, weight_size, config.max_num_seqs, kv_size)
     cuda = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if cuda else available_host_memory()
-    # The remaining tenth is for the KV cache and the activations.
-    if cost["weight_bytes"] > 0.9 * free:
-        raise ValueError(
-            f"{model} takes {cost['weight_bytes'] / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are "
-            "free; use a smaller --shape (qwen3-0.6b)"
-        )
-
     others = ["hf", "hf-batch"] if model == EMBEDDED else []
     others = others if args.baseline is None else list(dict.fromkeys(args.baseline))
+    # On a CPU all engines are loaded at the same time.
+    takes = cost["weight_bytes"] * (1 if cuda else 1 + len(others))
+    # The remaining tenth is for the KV cache and the activations.
+    if takes > 0.9 * free:
+        raise ValueError(
+            f"{model} takes {takes / 2**30:.1f} GiB{' in all engines' * (not cuda and bool(others))}; "
+            f"{free / 2**30:.1f} GiB are free; use a smaller --shape (qwen3-0.6b)"
+        )
+
     common = {"directory": str(directory), "device": str(device), "dtype": str(dtype)[6:]}
     own = {"skip_tokenizer_init": True, **options, "device": str(device), "dtype": str(dtype)[6:]}
     if shape and not others:
@@ -153,7 +179,12 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
             given |= {"max_num_seqs": config.max_num_seqs, "enforce_eager": name == "vllm-eager"}
             version = baselines.vllm_version(args.peer_python)
             peer = [args.peer_python, str(vllm_peer.__file__)]
-            engines.append(Engine(name, work, peer, baselines.vllm_job(given, work), version))
+            variables: dict[str, str] = {}
+            if device.type == "cpu":
+                variables, preloaded = baselines.vllm_libraries(args.peer_python)
+                version += f"; {preloaded}"
+            peer_job = baselines.vllm_job(given, work)
+            engines.append(Engine(name, work, peer, peer_job, version, variables))
         else:
             part, note = baselines.hf_part(name, work, args.sample, args.batch_size)
             job = {**common, "engine": name, "work": asdict(part), "batch_size": args.batch_size}

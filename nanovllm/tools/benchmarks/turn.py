@@ -1,23 +1,28 @@
-"""One turn of one engine, in a process of its own: load, run the workload once unmeasured, measure.
+"""An engine in a process of its own, and one run of a workload in it.
 
-What ran before in a process affects a figure: memory that another engine keeps, threads that spin,
-code that is compiled in the first run. `run_turn` therefore starts a process for each turn. Reads a
-JSON object from stdin and writes one to the file that argv[1] names. For vLLM the process runs
-vllm_peer.py, in an environment without nanovllm.
+What else runs in a process affects a figure: memory that another engine keeps, threads that spin,
+code that is compiled in the first run. `Process` therefore starts a process for each engine, which
+loads the engine, runs the workload once, and then once for each turn. It reads JSON from stdin, a
+line for the job and one for each turn, and writes a line for each to the file that argv[1] names.
+For vLLM the process runs vllm_peer.py, in an environment without nanovllm.
 
 The engine has no hooks for measurements; only `run_engine` and `profile_run` use its internals.
 """
 
 import cProfile
-import importlib.util
+import importlib
 import json
+import os
+import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from statistics import mean
@@ -39,46 +44,90 @@ Result = dict[str, Any]
 COMMAND = python("from nanovllm.tools.benchmarks.turn import main; main()")
 
 
-def run_turn(command: list[str], job: Result) -> Result:
-    """Run a turn in a new process. Raises RuntimeError with what it printed last."""
-    with tempfile.NamedTemporaryFile("r") as answer:
-        given, command = json.dumps(job), [*command, answer.name]
-        done = subprocess.run(command, input=given, capture_output=True, text=True)
-        if done.returncode:
-            tail = "\n".join(done.stderr.splitlines()[-12:])
-            raise RuntimeError(f"it ended with status {done.returncode}:\n{tail}")
-        return dict(json.load(answer))
+class Process:
+    """A loaded and warm engine. `loaded` is what it reports about its start."""
+
+    def __init__(
+        self, command: list[str], job: Result, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """`variables` are added to the environment."""
+        read, write = os.pipe()
+        self.answers = os.fdopen(read)
+        self.directory = tempfile.TemporaryDirectory(prefix="nanovllm-bench-")
+        self.printed = Path(self.directory.name) / "printed"  # for an error
+        with self.printed.open("w") as printed:
+            self.process = subprocess.Popen(
+                [*command, f"/dev/fd/{write}"],
+                stdin=subprocess.PIPE,
+                stdout=printed,
+                stderr=printed,
+                pass_fds=[write],
+                text=True,
+                env={**os.environ, **(variables or {})},
+            )
+        os.close(write)
+        self.loaded = self.ask(job)
+
+    def turn(self, profile: bool = False) -> Result:
+        """Run the workload."""
+        return self.ask({"profile": profile})
+
+    def ask(self, question: Result) -> Result:
+        """Raises RuntimeError with what the process printed last if it has ended."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(question) + "\n")
+            self.process.stdin.flush()
+        # Not until the end of the file, which processes that the engine started keep open.
+        while not select.select([self.answers], [], [], 1)[0]:
+            if self.process.poll() is not None:
+                break
+        else:
+            if answer := self.answers.readline():
+                return dict(json.loads(answer))
+        status = self.process.wait()
+        tail = "\n".join(self.printed.read_text().splitlines()[-12:])
+        raise RuntimeError(f"it ended with status {status}:\n{tail}")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.answers.close()
+        self.directory.cleanup()
 
 
 def main() -> None:
-    Path(sys.argv[1]).write_text(json.dumps(run(json.load(sys.stdin))))
+    with open(sys.argv[1], "w", buffering=1) as answers:
+        loaded, measured = load(json.loads(sys.stdin.readline()))
+        print(json.dumps(loaded), file=answers)
+        for line in sys.stdin:
+            print(json.dumps(measured(**json.loads(line))), file=answers)
 
 
-def run(job: Result) -> Result:
-    """Load one of the engines, and run its workload twice; return the second result."""
+def load(job: Result) -> tuple[Result, Callable[..., Result]]:
+    """Load one of the engines and run its workload once.
+
+    Returns what that took, and a function that runs the workload again.
+    """
     work, dtype = Workload(**job["work"]), getattr(torch, job["dtype"])
-    if job["engine"] == "nanovllm":
-        return nanovllm_turn(job, work, dtype)
-    model = baselines.load_hf_model(Path(job["directory"]), dtype, torch.device(job["device"]))
-    return warm(lambda: baselines.run_hf(job["engine"], model, work, job["batch_size"]))
-
-
-def warm(measured: Callable[[], Result]) -> Result:
-    measured()
-    return measured()
-
-
-def nanovllm_turn(job: Result, work: Workload, dtype: torch.dtype) -> Result:
-    if job["device"] == "cpu" and importlib.util.find_spec("numba"):
+    if job["engine"] == "nanovllm" and job["device"] == "cpu" and find_spec("numba"):
         # Otherwise the first run of a small model would use plain torch.
         importlib.import_module("nanovllm.backends.cpu.compile").compile_now(dtype)
     start = time.perf_counter()
-    llm = LLM(job["directory"], **job["options"])
+    if job["engine"] == "nanovllm":
+        llm = LLM(job["directory"], **job["options"])
+
+        def measured(profile: bool) -> Result:
+            answer = run_engine(llm, work)
+            return answer | ({"seconds_by_component": profile_run(llm, work)} if profile else {})
+    else:
+        model = baselines.load_hf_model(Path(job["directory"]), dtype, torch.device(job["device"]))
+
+        def measured(profile: bool) -> Result:
+            return baselines.run_hf(job["engine"], model, work, job["batch_size"])
+
     load_seconds = time.perf_counter() - start
-    answer = warm(lambda: run_engine(llm, work)) | {"load_seconds": load_seconds}
-    if job["profile"]:
-        answer["seconds_by_component"] = profile_run(llm, work)
-    return answer
+    return {"load_seconds": load_seconds, "first_seconds": measured(False)["seconds"]}, measured
 
 
 def run_engine(llm: LLM, work: Workload) -> Result:

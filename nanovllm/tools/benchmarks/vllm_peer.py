@@ -1,23 +1,25 @@
-"""Run one workload in vLLM, in an environment with vLLM and without nanovllm.
+"""Run a workload in vLLM, in an environment with vLLM and without nanovllm.
 
-Reads JSON from stdin (options of vLLM's LLM, sampling settings, rounds) and writes JSON to the file
-that argv[1] names. The measured time does not include loading, or the warm-up: one whole run.
+Speaks the protocol of turn.py: reads JSON from stdin, a line with the job (options of vLLM's LLM,
+sampling settings, rounds) and one for each turn, and writes a line for each to the file that
+argv[1] names. The measured time does not include loading, or the warm-up: one whole run.
 """
 
 import json
 import os
 import sys
 import time
-from pathlib import Path
 
 
 def main() -> None:
     import vllm
 
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
+    start = time.perf_counter()
     llm = vllm.LLM(**job["options"])
-    answer = {}
-    for _ in range(2):  # the first one is the warm-up
+    load_seconds = time.perf_counter() - start
+
+    def run() -> float:
         llm.reset_prefix_cache()
         lengths: list[int] = []
         expected: list[int] = []
@@ -28,10 +30,15 @@ def main() -> None:
             outs = llm.generate(items, params, use_tqdm=False)
             lengths += [len(out.outputs[0].token_ids) for out in outs]
             expected += outputs
-        answer = {"seconds": time.perf_counter() - start}
+        seconds = time.perf_counter() - start
         if lengths != expected:
             raise RuntimeError(f"vLLM generated {lengths} tokens instead of {expected}")
-    Path(sys.argv[1]).write_text(json.dumps(answer))
+        return seconds
+
+    with open(sys.argv[1], "w", buffering=1) as answers:
+        print(json.dumps({"load_seconds": load_seconds, "first_seconds": run()}), file=answers)
+        for _ in sys.stdin:
+            print(json.dumps({"seconds": run()}), file=answers)
 
 
 if __name__ == "__main__":

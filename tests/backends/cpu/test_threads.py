@@ -1,7 +1,5 @@
 """The threads of a step on a CPU: as many as other processes leave, unless the user chose."""
 
-import itertools
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,14 +10,41 @@ from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cpu import threads
-from nanovllm.backends.cpu.threads import ThreadLimit, busy_ticks, quota
+from nanovllm.backends.cpu.threads import Look, ThreadLimit, idle_ticks, quota, waited_seconds
 
 STAT = """cpu  300 0 60 900 40 0 0 0 0 0
 cpu0 100 2 30 400 20 1 2 3 0 0
 cpu1 200 0 30 500 20 0 0 0 0 0
 cpu10 7 0 0 0 0 0 0 0 0 0
 intr 12345
+procs_running 3
 """
+# What two cores do in a second, recorded on an AMD EPYC beside so many processes in an endless loop:
+# (threads, neighbours) -> (idle time of the cores, time used by this process, its threads' waiting)
+RECORDED = {
+    (2, "none"): (0.00, 1.99, 0.01),
+    (1, "none"): (0.98, 1.00, 0.00),
+    (2, "one"): (0.00, 1.21, 0.78),
+    (1, "one"): (0.00, 0.91, 0.09),
+    (2, "two"): (0.00, 0.95, 1.04),
+    (1, "two"): (0.00, 0.63, 0.37),
+    (2, "one of another session"): (0.00, 0.97, 1.03),
+    (1, "one of another session"): (0.00, 0.95, 0.04),
+    (2, "one, nice 10"): (0.00, 1.80, 0.18),
+    (1, "one, nice 10"): (0.00, 0.99, 0.01),
+    (2, "two, nice 10"): (0.00, 1.73, 0.27),
+    (1, "two, nice 10"): (0.00, 0.98, 0.01),
+    (2, "one, nice 19"): (0.00, 1.91, 0.09),
+    (1, "one, nice 19"): (0.00, 1.00, 0.00),
+    (2, "two, nice 19"): (0.00, 1.88, 0.11),
+    (1, "two, nice 19"): (0.00, 0.99, 0.01),
+}
+NEIGHBOURS = sorted({who for _, who in RECORDED} - {"none"})
+
+
+def best(who: str) -> int:
+    """The number of threads with which the recorded call was faster."""
+    return 2 if who == "none" or "nice" in who else 1
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +55,12 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_busy_ticks_of_the_cores_of_this_process() -> None:
-    assert busy_ticks(STAT, [0, 1]) == 138 + 230
-    assert busy_ticks(STAT, [1]) == 230
+def test_clocks_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert idle_ticks(STAT, [0, 1]) == 420 + 520
+    assert idle_ticks(STAT, [1]) == 520
+    assert waited_seconds() >= 0
+    monkeypatch.setattr(Path, "read_text", lambda self: STAT)
+    assert threads.ready_threads() == 3
 
 
 @pytest.mark.parametrize(
@@ -43,44 +71,153 @@ def test_quota_of_a_container(text: str, cores: int, monkeypatch: pytest.MonkeyP
     assert quota(8) == cores
 
 
-def limit(monkeypatch: pytest.MonkeyPatch, cores: int, *looks: tuple[float, float, float]):
-    """A ThreadLimit on so many cores, which looks once a call and finds these."""
-    torch.set_num_threads(cores)
-    monkeypatch.setattr(threads, "INTERVAL", 0.0)
-    monkeypatch.setattr(threads, "quota", lambda _: cores)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    found = iter(looks)
-    monkeypatch.setattr(ThreadLimit, "look", lambda self: next(found))
-    return ThreadLimit()
+class Cores:
+    """Two cores, and neighbours that come and go. Clocks advance as they did when recorded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, visible: bool = True) -> None:
+        self.who, self.clocks = "none", Look(100, 0, 0, 0)
+        torch.set_num_threads(2)
+        monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+        monkeypatch.setattr(threads.os, "cpu_count", lambda: 2 if visible else 64)
+        monkeypatch.setattr(threads, "quota", lambda cores: cores)
+        monkeypatch.setattr(threads, "ready_threads", self.ready_threads)
+        monkeypatch.setattr(threads.time, "monotonic", self.monotonic)
+        monkeypatch.setattr(ThreadLimit, "look", lambda limited: self.clocks)
+
+    def ready_threads(self) -> int:
+        return 1 + sum(self.who.startswith(word) for word in ("one", "two", "two"))
+
+    def monotonic(self) -> float:
+        self.spend(0.001)
+        return self.clocks.time
+
+    def spend(self, seconds: float) -> None:
+        rates = (1.0, *RECORDED[torch.get_num_threads(), self.who])
+        self.clocks = Look(
+            *(clock + seconds * rate for clock, rate in zip(self.clocks, rates, strict=True))
+        )
+
+    def pause(self, seconds: float) -> None:
+        idle = seconds * (3 - self.ready_threads())
+        self.clocks = Look(self.clocks[0] + seconds, self.clocks[1] + idle, *self.clocks[2:])
+
+    def steps(self, limited: ThreadLimit, seconds: float) -> list[int]:
+        """Run steps of 60 ms for so long. Returns the threads of each."""
+        end, used = self.clocks.time + seconds, []
+        while self.clocks.time < end:
+            with limited():
+                used.append(torch.get_num_threads())
+                self.spend(0.06)
+        return used
 
 
-def used(limited: ThreadLimit) -> int:
+@pytest.mark.parametrize("who", NEIGHBOURS)
+def test_neighbours_before_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call does not know them: neither of the call before, nor of the pause."""
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    cores.who = who
+    assert cores.steps(limited, 5)[-1] == best(who)
+    cores.pause(10)
+    cores.who = "none"
+    cores.pause(3)
+    assert set(cores.steps(limited, 5)) == {2}
+
+
+@pytest.mark.parametrize("who", NEIGHBOURS)
+def test_neighbours_during_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    assert set(cores.steps(limited, 1)) == {2}
+    cores.who = who
+    assert set(cores.steps(limited, 5)[3:]) == {best(who)}
+    cores.who = "none"
+    assert set(cores.steps(limited, 5)[5:]) == {2}, "from 0.3 s on"
+
+
+@pytest.mark.parametrize("who", NEIGHBOURS)
+def test_a_call_begins_beside_neighbours(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that takes less time than the first look."""
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    cores.who = who
+    for _ in range(3):
+        cores.pause(1)
+        assert cores.steps(limited, 0.05) == [best(who)]
+
+
+@pytest.mark.parametrize("who", NEIGHBOURS)
+def test_a_container_sees_no_others(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = Cores(monkeypatch, visible=False)
+    limited = ThreadLimit()
+    cores.who = who
+    assert set(cores.steps(limited, 5)[3:]) == {best(who)}
+    cores.who = "none"
+    cores.pause(3)
+    assert set(cores.steps(limited, 5)) == {2}
+
+
+def test_a_limit_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the cores are never idle, so that only a trial shows that a thread gets a core."""
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    cores.who = "one"
+    assert cores.steps(limited, 5)[-1] == 1
+    cores.who = "one, nice 19"
+    used = cores.steps(limited, 10)
+    assert used[0] == 1
+    assert set(used[-50:]) == {2}
+
+
+def test_a_long_step_changes_between_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    limited.adjust()  # no step runs
+    used = []
     with limited():
-        return torch.get_num_threads()
+        for cores.who in ["none"] * 20 + ["one"] * 20 + ["none"] * 20:
+            limited.adjust()
+            used.append(torch.get_num_threads())
+            cores.spend(0.06)
+    assert (set(used[:20]), set(used[23:40]), set(used[43:])) == ({2}, {1}, {2})
+    assert torch.get_num_threads() == 2
 
 
-def test_threads_follow_the_load_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    # (time, busy seconds of 4 cores, seconds of this process)
-    looks = [(0, 0, 0), (1, 4, 4), (2, 8, 7), (3, 12, 7.5), (4, 16, 7.5), (5, 17.3, 8.5)]
-    limited = limit(monkeypatch, 4, *looks)
-    assert [used(limited) for _ in looks[1:]] == [4, 3, 1, 1, 4]
-    assert torch.get_num_threads() == 4
+def test_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of threads from 16 on, by what was waited and what is free."""
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr(threads, "quota", lambda cores: cores)
+    torch.set_num_threads(16)
+    limited = ThreadLimit()
+    for past, number in (
+        (Look(1, 0, 15.9, 0.05), 16),  # the sixteenth thread still gains
+        (Look(1, 0, 15.4, 0.5), 15),
+        (Look(1, 0, 13, 2.1), 13),
+        (Look(1, 0.4, 12.6, 0), 13),
+        (Look(1, 8, 7, 0), 15),  # only a part of the work is parallel
+        (Look(2, 6, 26, 0), 16),
+    ):
+        limited.judge(past)
+        assert limited.limit == number
 
 
 def test_a_number_that_the_user_chose_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [(i, 4 * i, 0) for i in range(9)]  # all cores belong to others
-    limited = limit(monkeypatch, 4, *looks)
-    assert used(limited) == 1
-    torch.set_num_threads(3)
-    assert used(limited) == 3
-    torch.set_num_threads(4)
-    assert used(limited) == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert used(limit(monkeypatch, 4, *looks)) == 4
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    cores.who = "one"
+    assert cores.steps(limited, 1)[-1] == 1
+    torch.set_num_threads(1)
+    assert cores.steps(limited, 1)[-1] == 1
+    torch.set_num_threads(2)
+    assert cores.steps(limited, 1)[-1] == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert set(cores.steps(ThreadLimit(), 1)) == {2}
 
 
 def test_the_setting_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited = limit(monkeypatch, 2, *[(i, 2 * i, 0) for i in range(5)])
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    cores.who = "one"
     with pytest.raises(RuntimeError, match="lost"), limited():
         assert torch.get_num_threads() == 1
         raise RuntimeError("lost")
@@ -89,7 +226,9 @@ def test_the_setting_is_restored_after_an_error(monkeypatch: pytest.MonkeyPatch)
 
 def test_other_threads_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that uses torch for the first time during a step, and after it."""
-    limited = limit(monkeypatch, 2, *[(i, 2 * i, 0) for i in range(5)])
+    cores = Cores(monkeypatch)
+    limited = ThreadLimit()
+    cores.who = "one"
     seen: list[int] = []
 
     def look() -> None:
@@ -110,20 +249,28 @@ def test_other_threads_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layer by layer, in torch and in Numba, whose teams are as before when the steps have ended."""
+    numba = pytest.importorskip("numba")
+    if numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("Numba has one core")
     make_checkpoint(tmp_path)
     torch.set_num_threads(2)
-    llm = random_llm(tmp_path)
-    seen: list[int] = []
-    runner = llm.engine.runner
-    looks = itertools.count()
-    runner.limits = limit(monkeypatch, 2, *[(i, 2 * next(looks), 0) for i in range(99)])
-    forward = runner.model.forward
+    numba.set_num_threads(2)
+
+    def adjust(self: ThreadLimit) -> None:
+        self.limit = 3 - self.limit
+        self.set_num_threads(self.limit)
+
+    monkeypatch.setattr(ThreadLimit, "adjust", adjust)
+    llm = random_llm(tmp_path, attention_backend="numba")
+    attention, seen = llm.engine.runner.attention, []
+    attend = attention.attend
 
     def watched(*args: object) -> torch.Tensor:
-        seen.append(torch.get_num_threads())
-        return forward(*args)
+        seen.append((torch.get_num_threads(), numba.get_num_threads()))
+        return attend(*args)
 
-    runner.model.forward = watched
+    monkeypatch.setattr(attention, "attend", watched)
     llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
-    assert seen == [1] * 4
-    assert torch.get_num_threads() == 2
+    assert set(seen) == {(1, 1), (2, 2)}
+    assert torch.get_num_threads() == numba.get_num_threads() == 2
