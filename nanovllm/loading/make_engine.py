@@ -97,7 +97,7 @@ def load_engine(
         fitted = f", which limits max_model_len to {length:,} of the model's {max_model_len:,}"
     cache = runner.attention.cache
     in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
-    weights = weight_bytes(runner.model.config, runner.backend, runner.dtype)
+    weights = weight_bytes(runner.model.config, runner.backend)
     each = "" if ranks is None else f", each of {ranks.size} ranks"
     logger.info(
         f"{directory.name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "

@@ -1,12 +1,11 @@
-"""Makes a ModelRunner: device, model, rows, KV cache, then captured graphs or compiled layers.
+"""Makes a ModelRunner: device, model, rows, KV cache, then captured graphs or fused layers.
 
 The KV cache comes after everything else, because it takes the memory that is left.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +18,10 @@ from nanovllm.features.host_tier.pool import HostPool, PinnedPool, make_host_tie
 from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import weight_files
-from nanovllm.loading.select_backend import device_guard, pick_backend, pick_device, pick_dtype
+from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.backend import Attention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
-from nanovllm.models.int8 import quantized
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
@@ -48,12 +46,13 @@ def make_runner(
     device, block_size = pick_device(config.device), config.kvcache_block_size
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
     remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
-    with device_guard(device), memory.explain_out_of_memory(remedy):
+    guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with guard, memory.explain_out_of_memory(remedy):
         before = memory.Snapshot.of(device, config.tensor_parallel_size)
         backend = pick_backend(config.attention_backend, device, dtype, model_config.num_weights)
         if config.quantization is not None:
-            backend = quantized(backend, device, dtype)
-        weight_bytes = memory.weight_bytes(model_config, backend, dtype)
+            backend = backend.quantized()
+        weight_bytes = memory.weight_bytes(model_config, backend)
         memory.check_weights(directory.name, weight_bytes, dtype, before)
         cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
         block_bytes = model_config.block_bytes(block_size, cache_dtype.itemsize)
@@ -63,25 +62,23 @@ def make_runner(
         most = memory.most_blocks(config, block_bytes, weight_bytes, before)
         most = most if ranks is None else ranks.smallest(most)
         max_model_len = memory.fitted_length(config, max_model_len, most)
-        # torch's defaults for dtype and device would apply to other threads too.
-        backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
         model = Qwen3(model_config, max_model_len, backend)
         load_model(config, model, whole, directory, ranks)
         max_blocks = -(-max_model_len // block_size)
         rows = Rows(config.max_num_seqs, max_blocks, block_size, whole.vocab_size, device)
         # What can be captured is built from the mirror, so that eager steps compute the same.
-        mirror = None if backend.capture_decode is None else Mirror(rows)
-        limits = ThreadLimit() if device.type == "cpu" else partial(device_guard, device)
-        runner = ModelRunner(model, backend, rows, mirror, limits)
+        mirror = Mirror(rows) if backend.captures else None
+        thread_limit = ThreadLimit() if device.type == "cpu" else nullcontext
+        runner = ModelRunner(model, backend, rows, mirror, thread_limit)
         scales = None
         if cache_dtype == FP8:
             files = [] if config.load_format == "dummy" else weight_files(directory)
             scales = read_fp8_scales(files, model_config.num_layers)
         make_cache(runner, config, max_model_len, block_bytes, scales, before, host_blocks, ranks)
         runner.max_model_len = memory.fitted_length(config, max_model_len, runner.num_blocks)
-        if ranks is None:  # compiled layers have no all-reduce
-            runner.compiled_model = backend.compile_layers(model, runner.attention) or model
-        if backend.capture_decode is not None and not config.enforce_eager:
+        if ranks is None:  # fused layers have no all-reduce
+            runner.fused_model = backend.fuse_layers(model, runner.attention) or model
+        if backend.captures and not config.enforce_eager:
             shape = config.max_num_seqs, model_config.hidden_size
             hidden = torch.empty(shape, dtype=dtype, device=device)
             with (
@@ -111,7 +108,7 @@ def load_model(
     else:
         load_weights(parts, weight_files(directory))
     for module in model.linears():  # one after the other, to save memory
-        model.backend.pack(module)
+        model.backend.after_load(module)
     if ranks is not None:
         ranks.connect(model, whole.vocab_size)
 
@@ -130,8 +127,9 @@ def make_cache(
     block_size, model_config = config.kvcache_block_size, runner.model.config
 
     def make_attention(num_blocks: int) -> Attention:
-        arguments = model_config, num_blocks, block_size, runner.dtype, runner.device, scales
-        attention: Attention = runner.backend.attention(*arguments)
+        attention: Attention = runner.backend.attention(
+            model_config, num_blocks, block_size, scales
+        )
         return attention
 
     def profile(plan: StepPlan) -> None:

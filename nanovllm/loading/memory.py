@@ -4,7 +4,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -42,11 +41,11 @@ class Snapshot:
         return cls(device, free, free)
 
 
-def weight_bytes(config: ModelConfig, backend: Backend, dtype: torch.dtype) -> int:
+def weight_bytes(config: ModelConfig, backend: Backend) -> int:
     """The size of the weights as `backend` stores them before it packs any."""
-    empty = partial(torch.empty, dtype=dtype, device="meta")  # without memory
-    linears = sum(backend.make_weight(empty, *shape).nbytes for shape in config.linears)
-    return linears + config.num_other_weights * dtype.itemsize
+    on_meta = type(backend)(torch.device("meta"), backend.dtype)  # without memory
+    linears: int = sum(on_meta.make_weight(*shape).nbytes for shape in config.linears)
+    return linears + config.num_other_weights * backend.dtype.itemsize
 
 
 def check_weights(name: str, size: int, dtype: torch.dtype, before: Snapshot) -> None:

@@ -4,19 +4,18 @@
     a GPU                                gpu.backend   ("triton"), from compute capability 7.5
     a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is installed and, for
                                          a small model, its kernels are compiled
-    anything else                        models.backend.PLAIN ("sdpa")
+    anything else                        models.backend     ("sdpa")
 
 The folders gpu/ and cpu/ are imported here, by name, when they are selected.
 """
 
 import importlib
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 from nanovllm.api.log import logger
-from nanovllm.models.backend import PLAIN, Backend
+from nanovllm.models.backend import Backend
 
 FOLDERS = {"triton": "gpu", "numba": "cpu"}
 # A model with fewer weights answers in plain torch before the CPU's kernels would be compiled.
@@ -32,13 +31,13 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
             logger.warning("float16 on a CPU runs in plain torch, which is slower")
             name = "sdpa"
     if name == "sdpa":
-        return PLAIN
+        return Backend(device, dtype)
     try:
         module = importlib.import_module(f"nanovllm.backends.{FOLDERS[name]}.backend")
     except ImportError as error:
         if wanted == "auto":
             logger.warning(f"attention runs in plain torch, which is slower: {error}")
-            return PLAIN
+            return Backend(device, dtype)
         raise ValueError(
             f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
             "is missing, or use attention_backend='sdpa'"
@@ -46,14 +45,14 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
     may_be_plain = wanted == "auto" and name == "numba" and num_weights < SMALL_MODEL
     if may_be_plain and not module.is_ready(dtype):
         # It stays so for the whole process, so that its tokens do not change midway.
-        return PLAIN
+        return Backend(device, dtype)
     try:
         backend: Backend = module.make_backend(device, dtype)
     except ValueError as error:
         if wanted != "auto":
             raise
         logger.warning(f"attention runs in plain torch, which is slower: {error}")
-        return PLAIN
+        return Backend(device, dtype)
     return backend
 
 
@@ -88,8 +87,3 @@ def cpu_has_fast_bf16() -> bool:
     except OSError:
         return False
     return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-def device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current device of this thread, because Triton launches on it."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -51,7 +51,7 @@ class Linear:
         """parts: the name of each projection in a checkpoint -> its number of outputs."""
         outputs = sum(parts.values())
         self.parts, self.backend = parts, backend
-        self.weight = backend.make_weight(backend.empty, outputs, inputs)  # [O, I]
+        self.weight = backend.make_weight(outputs, inputs)  # [O, I]
         self.bias = backend.empty(outputs) if bias else None
         # Joins the results of several ranks; see features/tensor_parallel/ranks.py.
         self.join: Callable[[Tensor], Tensor] | None = None

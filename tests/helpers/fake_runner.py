@@ -11,7 +11,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.loading import make_engine as loading
-from nanovllm.models.backend import PLAIN
+from nanovllm.models.backend import Backend
 from nanovllm.plan import HostTier, StepOutput
 from nanovllm.tools.oracle.oracle import ALPHABET, OracleRunner
 
@@ -27,7 +27,7 @@ class FakeRunner:
 
     num_blocks, is_async, device, dtype = 40, False, torch.device("cpu"), torch.float32
     host_tier: HostTier | None = None
-    attention, backend = SimpleNamespace(cache=torch.empty(0)), PLAIN
+    attention, backend = SimpleNamespace(cache=torch.empty(0)), Backend(device, dtype)
 
     def __init__(
         self, _: object, config: object, __: object, max_model_len: int, ranks: None

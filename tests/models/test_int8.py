@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.loading.memory import weight_bytes
-from nanovllm.models.backend import PLAIN
+from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.int8 import (
     Int8Weight,
     dynamic,
     integer_product,
     quantize,
-    quantized,
     weight_only,
 )
 from nanovllm.tools.benchmarks import workloads
@@ -223,10 +222,10 @@ def test_what_an_engine_stores(tmp_path: Path, tie: bool) -> None:
     layers = [linear.weight.nbytes for linear in runner.model.linears()]
     others = [weight.nbytes for weight in stored.values() if isinstance(weight, torch.Tensor)]
     size = sum(layers) + sum(others)
-    assert size == weight_bytes(runner.model.config, runner.backend, runner.dtype)
-    plain = weight_bytes(runner.model.config, PLAIN, runner.dtype)
+    assert size == weight_bytes(runner.model.config, runner.backend)
+    plain = weight_bytes(runner.model.config, Backend(CPU, runner.dtype))
     assert plain == 2 * sum(tensor.numel() for tensor in checkpoint.values())
-    assert runner.compiled_model is runner.model
+    assert runner.fused_model is runner.model
 
 
 def test_sizes_of_known_shapes(tmp_path: Path) -> None:
@@ -234,8 +233,8 @@ def test_sizes_of_known_shapes(tmp_path: Path) -> None:
     sizes = {"qwen3-0.6b": (1.192, 0.598), "qwen3-8b": (16.381, 8.819)}
     for shape, wanted in sizes.items():
         config = ModelConfig.from_file(workloads.write_shape(shape, tmp_path) / "config.json")
-        backends = PLAIN, quantized(PLAIN, CPU, torch.bfloat16)
-        found = [weight_bytes(config, backend, torch.bfloat16) / 1e9 for backend in backends]
+        backends = [Backend(CPU, torch.bfloat16), Backend(CPU, torch.bfloat16).quantized()]
+        found = [weight_bytes(config, backend) / 1e9 for backend in backends]
         assert found == pytest.approx(wanted, abs=2e-3)
 
 

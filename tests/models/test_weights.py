@@ -164,11 +164,9 @@ def test_cache_size_options(tmp_path: Path) -> None:
 
 MEMORY = """
 import math, torch
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.backend import PLAIN
+from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import load_weights
 from nanovllm.loading.checkpoint import weight_files
@@ -180,7 +178,7 @@ path, dtype = Path("{path}"), torch.{dtype}
 torch.ones(8, 8) @ torch.ones(8, 8)
 config = ModelConfig.from_file(path / "config.json")
 before = private()
-model = Qwen3(config, 512, replace(PLAIN, empty=partial(torch.empty, dtype=dtype)))
+model = Qwen3(config, 512, Backend(torch.device("cpu"), dtype))
 load_weights(model.checkpoint_parts(), weight_files(path))
 size = sum(dtype.itemsize * math.prod(p.shape) for p in model.checkpoint_parts())
 assert size > 100e6, size

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.api.config import EMBEDDED
-from nanovllm.models.backend import PLAIN
+from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import Part, random_weights
@@ -137,8 +137,7 @@ def write_shape(name: str, parent: Path) -> Path:
 def write_weights(directory: Path, dtype: torch.dtype) -> None:
     """Write the random weights beside config.json, for engines that cannot make them themselves."""
     config = ModelConfig.from_file(directory / "config.json")
-    with torch.device("meta"):
-        parts = list(Qwen3(config, 16, PLAIN).checkpoint_parts())
+    parts = list(Qwen3(config, 16, Backend(torch.device("meta"), dtype)).checkpoint_parts())
     weights = {part.name: torch.empty(part.shape, dtype=dtype) for part in parts}
     stored = [Part.whole(name, weight) for name, weight in weights.items()]
     random_weights(stored, 0, torch.device("cpu"))

@@ -116,7 +116,7 @@ def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.Monkey
     seen: list[int] = []
     runner = llm.engine.runner
     looks = itertools.count()
-    runner.limits = limit(monkeypatch, 2, *[(i, 2 * next(looks), 0) for i in range(99)])
+    runner.thread_limit = limit(monkeypatch, 2, *[(i, 2 * next(looks), 0) for i in range(99)])
     forward = runner.model.forward
 
     def watched(*args: object) -> torch.Tensor:
