@@ -32,6 +32,7 @@ from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_ra
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, shape_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.layers import Linear, silu_and_mul
+from nanovllm.models.qwen3 import Qwen3
 
 PROMPTS = [f"What is 12 + {i}?\n" for i in range(4)]
 OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64)
@@ -76,7 +77,7 @@ def run_rank() -> dict[str, Any]:
     has = (
         c.num_heads,
         c.num_kv_heads,
-        f"{c.num_weights * 4 / 2**20:.1f}",
+        f"{Qwen3.on_meta(c).num_weights * 4 / 2**20:.1f}",
         a_step,
         sum(calls[-a_step:]),
     )

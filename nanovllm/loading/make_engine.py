@@ -21,7 +21,6 @@ from nanovllm.loading.checkpoint import (
     weight_files,
 )
 from nanovllm.loading.make_runner import make_runner
-from nanovllm.loading.memory import weight_bytes
 from nanovllm.models.config import ModelConfig, read_json
 from nanovllm.models.weights import HEAD, tensor_names
 
@@ -97,7 +96,7 @@ def load_engine(
         fitted = f", which limits max_model_len to {length:,} of the model's {max_model_len:,}"
     cache = runner.attention.cache
     in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
-    weights = weight_bytes(runner.model.config, runner.backend)
+    weights = runner.weight_bytes
     each = "" if ranks is None else f", each of {ranks.size} ranks"
     logger.info(
         f"{directory.name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "

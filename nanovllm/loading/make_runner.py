@@ -49,10 +49,11 @@ def make_runner(
     guard = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with guard, memory.explain_out_of_memory(remedy):
         before = memory.Snapshot.of(device, config.tensor_parallel_size)
-        backend = pick_backend(config.attention_backend, device, dtype, model_config.num_weights)
+        num_weights = Qwen3.on_meta(model_config).num_weights
+        backend = pick_backend(config.attention_backend, device, dtype, num_weights)
         if config.quantization is not None:
             backend = backend.quantized()
-        weight_bytes = memory.weight_bytes(model_config, backend)
+        weight_bytes = Qwen3.on_meta(model_config, backend).weight_bytes
         memory.check_weights(directory.name, weight_bytes, dtype, before)
         cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
         block_bytes = model_config.block_bytes(block_size, cache_dtype.itemsize)
@@ -70,6 +71,7 @@ def make_runner(
         mirror = Mirror(rows) if backend.captures else None
         thread_limit = ThreadLimit() if device.type == "cpu" else nullcontext
         runner = ModelRunner(model, backend, rows, mirror, thread_limit)
+        runner.weight_bytes = weight_bytes
         scales = None
         if cache_dtype == FP8:
             files = [] if config.load_format == "dummy" else weight_files(directory)

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 
 from nanovllm.api.config import EngineConfig
-from nanovllm.models.backend import Backend
-from nanovllm.models.config import ModelConfig
 from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepPlan, Yield
 
 # How torch reports a failed allocation on a CPU, where the error has no type of its own.
@@ -39,13 +37,6 @@ class Snapshot:
             return cls(device, *torch.cuda.mem_get_info(device))
         free = available_host_memory() // ranks
         return cls(device, free, free)
-
-
-def weight_bytes(config: ModelConfig, backend: Backend) -> int:
-    """The size of the weights as `backend` stores them before it packs any."""
-    on_meta = type(backend)(torch.device("meta"), backend.dtype)  # without memory
-    linears: int = sum(on_meta.make_weight(*shape).nbytes for shape in config.linears)
-    return linears + config.num_other_weights * backend.dtype.itemsize
 
 
 def check_weights(name: str, size: int, dtype: torch.dtype, before: Snapshot) -> None:

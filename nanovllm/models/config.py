@@ -134,28 +134,6 @@ class ModelConfig:
         """The bytes of a KV block, keys and values of all layers, with `itemsize` bytes a number."""
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
 
-    @property
-    def linears(self) -> list[tuple[int, int]]:
-        """(outputs, inputs) of every linear layer, the head last."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden)]
-        return self.num_layers * [*layer, (hidden, inner)] + [(self.vocab_size, hidden)]
-
-    @property
-    def num_other_weights(self) -> int:
-        """The number of norm weights, biases, and weights of an embedding table that is not tied."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.attention_bias * (queries + 2 * keys) + self.output_bias * self.hidden_size
-        layer += 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        table = 0 if self.tie_word_embeddings else self.vocab_size
-        return self.num_layers * layer + (table + 1) * self.hidden_size
-
-    @property
-    def num_weights(self) -> int:
-        """The number of weights, a tied head counted once."""
-        return sum(outputs * inputs for outputs, inputs in self.linears) + self.num_other_weights
-
 
 # Properties that follow from the architecture's name and may be absent in config.json.
 ARCHITECTURES: dict[str, dict[str, Any]] = {

@@ -11,8 +11,12 @@ Shapes: T tokens of the step, R rows that sample a token, E hidden size, H query
 D head size, F feed-forward size, V vocabulary.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from nanovllm.models.backend import Attention, Backend
@@ -122,6 +126,26 @@ class Qwen3:
         self.rotary = RotaryEmbedding(
             config.head_dim, max_model_len, config.rope_theta, config.rope_factor, self.norm
         )
+
+    @classmethod
+    def on_meta(cls, config: ModelConfig, backend: Backend | None = None) -> Qwen3:
+        """Return a model without memory, whose sizes are the sizes of the weights as stored."""
+        kind, dtype = (
+            (Backend, torch.bfloat16) if backend is None else (type(backend), backend.dtype)
+        )
+        return cls(config, 1, kind(torch.device("meta"), dtype))
+
+    @property
+    def num_weights(self) -> int:
+        """The number of weights, a tied head counted once."""
+        return sum(math.prod(part.shape) for part in self.checkpoint_parts())
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of the weights as the backend stores them before `after_load`."""
+        linears = [linear.weight for linear in self.linears()]
+        num_others = self.num_weights - sum(math.prod(weight.shape) for weight in linears)
+        return sum(weight.nbytes for weight in linears) + num_others * self.norm.itemsize
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         """The hidden states of the step's tokens, after the last norm: [T, E]."""

@@ -25,6 +25,7 @@ from nanovllm.runner.rows import Rows
 class ModelRunner:
     attention: Attention  # set by loading/make_runner.py, once the size of its KV cache is known
     num_blocks: int  # for requests; the null block is not counted
+    weight_bytes: int  # as they are stored before `Backend.after_load`
     max_model_len: int  # the longest request
     host_pool: HostPool | None = None
     host_tier: HostTier | None = None

@@ -25,7 +25,8 @@ CONFIG = {
 class FakeRunner:
     """Stands in ModelRunner's place and notes what is done, (what, which step), in order."""
 
-    num_blocks, is_async, device, dtype = 40, False, torch.device("cpu"), torch.float32
+    num_blocks, weight_bytes = 40, 0
+    is_async, device, dtype = False, torch.device("cpu"), torch.float32
     host_tier: HostTier | None = None
     attention, backend = SimpleNamespace(cache=torch.empty(0)), Backend(device, dtype)
 

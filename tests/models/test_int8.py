@@ -13,7 +13,6 @@ from checkpoints import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.loading.memory import weight_bytes
 from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.int8 import (
@@ -23,6 +22,7 @@ from nanovllm.models.int8 import (
     quantize,
     weight_only,
 )
+from nanovllm.models.qwen3 import Qwen3
 from nanovllm.tools.benchmarks import workloads
 from nanovllm.tools.training import data
 
@@ -222,8 +222,8 @@ def test_what_an_engine_stores(tmp_path: Path, tie: bool) -> None:
     layers = [linear.weight.nbytes for linear in runner.model.linears()]
     others = [weight.nbytes for weight in stored.values() if isinstance(weight, torch.Tensor)]
     size = sum(layers) + sum(others)
-    assert size == weight_bytes(runner.model.config, runner.backend)
-    plain = weight_bytes(runner.model.config, Backend(CPU, runner.dtype))
+    assert size == Qwen3.on_meta(runner.model.config, runner.backend).weight_bytes
+    plain = Qwen3.on_meta(runner.model.config).weight_bytes
     assert plain == 2 * sum(tensor.numel() for tensor in checkpoint.values())
     assert runner.fused_model is runner.model
 
@@ -234,7 +234,7 @@ def test_sizes_of_known_shapes(tmp_path: Path) -> None:
     for shape, wanted in sizes.items():
         config = ModelConfig.from_file(workloads.write_shape(shape, tmp_path) / "config.json")
         backends = [Backend(CPU, torch.bfloat16), Backend(CPU, torch.bfloat16).quantized()]
-        found = [weight_bytes(config, backend) / 1e9 for backend in backends]
+        found = [Qwen3.on_meta(config, backend).weight_bytes / 1e9 for backend in backends]
         assert found == pytest.approx(wanted, abs=2e-3)
 
 
