@@ -31,8 +31,8 @@ from nanovllm.api.config import EngineConfig
 from nanovllm.api.vllm_names import VLLM_OPTIONS
 from nanovllm.loading import make_runner as start
 from nanovllm.loading import memory
-from nanovllm.loading.checkpoint import find_checkpoint, generation_defaults, weight_files
-from nanovllm.models.config import FIELDS, ModelConfig
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.models.config import FIELDS
 
 NAN, INF = float("nan"), float("inf")
 
@@ -506,7 +506,7 @@ def test_wrong_values_in_config(path: Path, tmp_path: Path, field: str) -> None:
             changes = {"rope_parameters": {"rope_type": "linear", "factor": 2} | changes}
         edited(path, tmp_path, **changes)
         with pytest.raises(ValueError, match=rf"config\.json: {field} must be"):
-            ModelConfig.from_file(tmp_path / "config.json")
+            _ = Checkpoint(tmp_path).model_config
 
 
 @pytest.mark.parametrize("field", [*GENERATION, "eos_token_id"])
@@ -518,17 +518,17 @@ def test_wrong_values_in_generation_config(path: Path, tmp_path: Path, field: st
         text = json.dumps({"do_sample": True, field: wrong})
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"generation_config\.json: {field} must be"):
-            generation_defaults(tmp_path)
+            Checkpoint(tmp_path).generation_defaults()
     edited(path, tmp_path, eos_token_id="a")
     (tmp_path / "generation_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"/config\.json: eos_token_id must be"):
-        generation_defaults(tmp_path)
+        Checkpoint(tmp_path).generation_defaults()
 
 
 def test_stored_dtype_that_the_engine_does_not_run_in(path: Path, tmp_path: Path) -> None:
     for stored, dtype in (("float64", None), ("torch.bfloat16", "bfloat16")):
         edited(path, tmp_path, dtype=stored)
-        assert ModelConfig.from_file(tmp_path / "config.json").dtype == dtype
+        assert Checkpoint(tmp_path).model_config.dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -555,7 +555,7 @@ def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
     )
     (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ValueError, match=r"index\.json needs a 'weight_map'"):
-        weight_files(tmp_path / "model")
+        Checkpoint(tmp_path / "model").weight_files()
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
@@ -758,12 +758,12 @@ def test_generation_config_is_checked_also_if_it_is_greedy(
         text = json.dumps({"do_sample": do_sample, field: wrong, "eos_token_id": 0})
         (tmp_path / "generation_config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"generation_config\.json: {field} must be"):
-            generation_defaults(tmp_path)
+            Checkpoint(tmp_path).generation_defaults()
     fields = {"do_sample": do_sample, "temperature": 0.7, "top_k": None, "min_new_tokens": 0}
     text = json.dumps(fields | {"eos_token_id": 0})
     (tmp_path / "generation_config.json").write_text(text)
     temperature = 0.7 if do_sample else 0.0
-    _, got = generation_defaults(tmp_path)
+    _, got = Checkpoint(tmp_path).generation_defaults()
     assert got == SamplingParams(temperature=temperature)
 
 

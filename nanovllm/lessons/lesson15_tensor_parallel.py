@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.tensor_parallel.ranks import Ranks
-from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
+from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, shape_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.layers import Linear, silu_and_mul
@@ -128,8 +128,8 @@ def run() -> list[Question]:
         weights.""")
     show_source(
         link(config_of_rank, "num_heads=heads // size"),
-        link(parts_of_rank, "BY_COLUMNS"),
-        link(Linear.__call__, "self.join"),
+        link(tensors_of_rank, "BY_COLUMNS"),
+        link(Linear.__call__, "self.reduce"),
         link(Ranks.connect, "self.all_reduce"),
     )
     return [

@@ -14,15 +14,9 @@ from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features.embeddings.sentence_transformers import read_pooling_settings
-from nanovllm.loading.checkpoint import (
-    config_file,
-    find_checkpoint,
-    generation_defaults,
-    weight_files,
-)
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
-from nanovllm.models.config import ModelConfig, read_json
-from nanovllm.models.weights import HEAD, tensor_names
+from nanovllm.models.config import read_json
 
 if TYPE_CHECKING:
     from nanovllm.features.tensor_parallel.ranks import Ranks
@@ -35,35 +29,39 @@ TOKENIZER_LOCK = threading.Lock()
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
     if config.tensor_parallel_size == 1:
-        return load_engine(config, *find_files(config))
+        checkpoint, tokenizer_dir = find_files(config)
+        with checkpoint:
+            return load_engine(config, checkpoint, tokenizer_dir)
     # Not imported, nor is torch.distributed used, by an engine on one device.
     from nanovllm.features.tensor_parallel.ranks import AgreeingRunner, Ranks
 
     ranks = Ranks(config)
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # which downloads them
-            files = find_files(config)
-        engine = load_engine(config, *files, ranks)
+            checkpoint, tokenizer_dir = find_files(config)
+        with checkpoint:
+            engine = load_engine(config, checkpoint, tokenizer_dir, ranks)
     engine.runner = AgreeingRunner(engine.runner, ranks)
     # Also when the interpreter exits: a thread of Gloo may otherwise end the process with SIGABRT.
     weakref.finalize(engine, ranks.leave)
     return engine
 
 
-def find_files(config: EngineConfig) -> tuple[Path, Path]:
-    """Return the directories of the checkpoint and of the tokenizer."""
+def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
+    """Return the checkpoint and the directory of the tokenizer."""
     has_weights = config.load_format != "dummy"
-    directory = home = find_checkpoint(config.model, config.revision, weights=has_weights)
+    directory = find_checkpoint(config.model, config.revision, weights=has_weights)
+    tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
-        home = find_checkpoint(config.tokenizer, weights=False)
-    return directory, home
+        tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
+    return Checkpoint(directory, has_weights), tokenizer_dir
 
 
 def load_engine(
-    config: EngineConfig, directory: Path, home: Path, ranks: Ranks | None = None
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: Ranks | None = None
 ) -> LLMEngine:
-    """Load the checkpoint in `directory` and the tokenizer in `home`, and build the engine."""
-    model_config = ModelConfig.from_file(config_file(directory))
+    """Load the checkpoint and the tokenizer in `tokenizer_dir`, and build the engine."""
+    model_config, directory = checkpoint.model_config, checkpoint.directory
     longest, window = model_config.max_position_embeddings, model_config.sliding_window
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
@@ -79,18 +77,13 @@ def load_engine(
     tokenizer = None
     if not config.skip_tokenizer_init:
         with TOKENIZER_LOCK:
-            tokenizer = load_tokenizer(home)
-    eos_token_ids, default_params = generation_defaults(directory)
+            tokenizer = load_tokenizer(tokenizer_dir)
+    eos_token_ids, default_params = checkpoint.generation_defaults()
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
-    has_head = model_config.tie_word_embeddings or (
-        HEAD in tensor_names(weight_files(directory))
-        if config.load_format != "dummy"
-        else model_config.architecture.endswith("ForCausalLM")
-    )
-    if not has_head:  # a head that is tied takes no memory; it is never used
+    if not checkpoint.has_head:  # a head that is tied takes no memory; it is never used
         model_config = replace(model_config, tie_word_embeddings=True)
-    runner = make_runner(config, model_config, directory, max_model_len, ranks=ranks)
+    runner = make_runner(config, model_config, checkpoint, max_model_len, ranks=ranks)
     num_tokens, fitted = runner.num_blocks * config.kvcache_block_size, ""
     if (length := runner.max_model_len) < max_model_len:
         fitted = f", which limits max_model_len to {length:,} of the model's {max_model_len:,}"
@@ -112,7 +105,7 @@ def load_engine(
         default_params,
         config.seed,
         read_pooling_settings(directory, model_config.hidden_size),
-        has_head,
+        checkpoint.has_head,
     )
     return LLMEngine(config, runner, inputs)
 

@@ -6,7 +6,6 @@ The KV cache comes after everything else, because it takes the memory that is le
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +14,15 @@ from nanovllm.api.config import EngineConfig
 from nanovllm.backends.cpu.openmp import check_openmp
 from nanovllm.backends.cpu.threads import ThreadLimit
 from nanovllm.features.host_tier.pool import HostPool, PinnedPool, make_host_tier
-from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
+from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.loading import memory
-from nanovllm.loading.checkpoint import weight_files
+from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.backend import Attention
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
+from nanovllm.models.fp8 import FP8, Scales
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import load_weights, random_weights
+from nanovllm.models.weights import random_weights
 from nanovllm.plan import StepPlan
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.model_runner import ModelRunner
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
 def make_runner(
     config: EngineConfig,
     whole: ModelConfig,
-    directory: Path,
+    checkpoint: Checkpoint,
     max_model_len: int,
     ranks: Ranks | None = None,
 ) -> ModelRunner:
-    """`whole` is the model in `directory`, of which each of the ranks has a part."""
+    """`whole` is the model in `checkpoint`, of which each of the ranks has a part."""
     check_openmp()
     model_config = whole if ranks is None else config_of_rank(whole, ranks.size)
     device, block_size = pick_device(config.device), config.kvcache_block_size
@@ -54,7 +53,7 @@ def make_runner(
         if config.quantization is not None:
             backend = backend.quantized()
         weight_bytes = Qwen3.on_meta(model_config, backend).weight_bytes
-        memory.check_weights(directory.name, weight_bytes, dtype, before)
+        memory.check_weights(checkpoint.directory.name, weight_bytes, dtype, before)
         cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
         block_bytes = model_config.block_bytes(block_size, cache_dtype.itemsize)
         memory.check_cache(config, block_bytes, before)
@@ -64,7 +63,7 @@ def make_runner(
         most = most if ranks is None else ranks.smallest(most)
         max_model_len = memory.fitted_length(config, max_model_len, most)
         model = Qwen3(model_config, max_model_len, backend)
-        load_model(config, model, whole, directory, ranks)
+        load_model(config, model, whole, checkpoint, ranks)
         max_blocks = -(-max_model_len // block_size)
         rows = Rows(config.max_num_seqs, max_blocks, block_size, whole.vocab_size, device)
         # What can be captured is built from the mirror, so that eager steps compute the same.
@@ -72,10 +71,7 @@ def make_runner(
         thread_limit = ThreadLimit() if device.type == "cpu" else nullcontext
         runner = ModelRunner(model, backend, rows, mirror, thread_limit)
         runner.weight_bytes = weight_bytes
-        scales = None
-        if cache_dtype == FP8:
-            files = [] if config.load_format == "dummy" else weight_files(directory)
-            scales = read_fp8_scales(files, model_config.num_layers)
+        scales = checkpoint.fp8_scales(model_config.num_layers) if cache_dtype == FP8 else None
         make_cache(runner, config, max_model_len, block_bytes, scales, before, host_blocks, ranks)
         runner.max_model_len = memory.fitted_length(config, max_model_len, runner.num_blocks)
         if ranks is None:  # fused layers have no all-reduce
@@ -99,16 +95,20 @@ def make_runner(
 
 
 def load_model(
-    config: EngineConfig, model: Qwen3, whole: ModelConfig, directory: Path, ranks: Ranks | None
+    config: EngineConfig,
+    model: Qwen3,
+    whole: ModelConfig,
+    checkpoint: Checkpoint,
+    ranks: Ranks | None,
 ) -> None:
     """Load the weights of `model`, which is the part of a rank if there are ranks."""
-    parts = model.checkpoint_parts()
+    tensors = model.checkpoint_tensors()
     if ranks is not None:
-        parts = parts_of_rank(parts, whole, ranks.rank, ranks.size)
-    if config.load_format == "dummy":
-        random_weights(parts, config.seed, model.norm.device)
+        tensors = tensors_of_rank(tensors, whole, ranks.rank, ranks.size)
+    if checkpoint.has_weights:
+        checkpoint.load_weights(tensors)
     else:
-        load_weights(parts, weight_files(directory))
+        random_weights(tensors, config.seed, model.norm.device)
     for module in model.linears():  # one after the other, to save memory
         model.backend.after_load(module)
     if ranks is not None:

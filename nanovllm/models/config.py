@@ -73,9 +73,12 @@ class ModelConfig:
     dtype: str | None  # the stored dtype of the weights, if config.json names it
 
     @classmethod
-    def from_file(cls, path: Path) -> ModelConfig:
-        """Read config.json. Raises ValueError for missing or unsupported fields."""
-        raw = check_fields(read_json(path), path)
+    def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
+        """Make it from the fields of config.json, which is at `path`.
+
+        Raises ValueError for missing or unsupported fields.
+        """
+        raw = check_fields(raw, path)
         architectures = raw.get("architectures") or []
         known = [name for name in ARCHITECTURES if name in architectures]
         if not known:

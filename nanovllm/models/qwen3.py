@@ -23,7 +23,7 @@ from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding, rms_norm, rotate
-from nanovllm.models.weights import Part
+from nanovllm.models.weights import CheckpointTensor
 
 
 class SelfAttention:
@@ -53,11 +53,11 @@ class SelfAttention:
             attention.store(self.layer, k, v, batch)
         return self.o_proj(attention.attend(self.layer, q, batch))
 
-    def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
-        yield from self.qkv_proj.checkpoint_parts(prefix)
-        yield from self.o_proj.checkpoint_parts(prefix)
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        yield from self.qkv_proj.checkpoint_tensors(prefix)
+        yield from self.o_proj.checkpoint_tensors(prefix)
         for name, norm in zip(("q_norm", "k_norm"), self.norms or (), strict=False):
-            yield Part.whole(f"{prefix}{name}.weight", norm)
+            yield CheckpointTensor.whole(f"{prefix}{name}.weight", norm)
 
 
 class MLP:
@@ -83,13 +83,13 @@ class DecoderLayer:
         attn, mlp = self.self_attn, self.mlp
         return attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj
 
-    def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
-        yield from self.self_attn.checkpoint_parts(prefix + "self_attn.")
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        yield from self.self_attn.checkpoint_tensors(prefix + "self_attn.")
         for module in (self.mlp.gate_up_proj, self.mlp.down_proj):
-            yield from module.checkpoint_parts(prefix + "mlp.")
-        yield Part.whole(prefix + "input_layernorm.weight", self.input_layernorm)
+            yield from module.checkpoint_tensors(prefix + "mlp.")
+        yield CheckpointTensor.whole(prefix + "input_layernorm.weight", self.input_layernorm)
         name = prefix + "post_attention_layernorm.weight"
-        yield Part.whole(name, self.post_attention_layernorm)
+        yield CheckpointTensor.whole(name, self.post_attention_layernorm)
 
     def __call__(
         self,
@@ -138,7 +138,7 @@ class Qwen3:
     @property
     def num_weights(self) -> int:
         """The number of weights, a tied head counted once."""
-        return sum(math.prod(part.shape) for part in self.checkpoint_parts())
+        return sum(math.prod(tensor.shape) for tensor in self.checkpoint_tensors())
 
     @property
     def weight_bytes(self) -> int:
@@ -165,11 +165,11 @@ class Qwen3:
             yield from layer.linears()
         yield self.lm_head
 
-    def checkpoint_parts(self) -> Iterator[Part]:
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """The tensors of a checkpoint, and where each of them goes."""
-        yield Part.whole("model.embed_tokens.weight", self.embed_tokens)
+        yield CheckpointTensor.whole("model.embed_tokens.weight", self.embed_tokens)
         for i, layer in enumerate(self.layers):
-            yield from layer.checkpoint_parts(f"model.layers.{i}.")
-        yield Part.whole("model.norm.weight", self.norm)
+            yield from layer.checkpoint_tensors(f"model.layers.{i}.")
+        yield CheckpointTensor.whole("model.norm.weight", self.norm)
         if not self.config.tie_word_embeddings:
-            yield from self.lm_head.checkpoint_parts("")
+            yield from self.lm_head.checkpoint_tensors("")

@@ -20,7 +20,7 @@ from checkpoints import make_checkpoint, random_llm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.beam_search import BeamSearchParams
-from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
+from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -381,14 +381,14 @@ def test_slices_make_the_whole(size: int) -> None:
                    attention_bias=True)  # fmt: skip
     backend = Backend(torch.device("cpu"), torch.float32)
     sources = {
-        part.name: torch.rand(part.shape) for part in Qwen3(whole, 8, backend).checkpoint_parts()
+        part.name: torch.rand(part.shape) for part in Qwen3(whole, 8, backend).checkpoint_tensors()
     }
     counts: dict[str, torch.Tensor] = {name: torch.zeros(x.shape) for name, x in sources.items()}
     stored = defaultdict(list)
     for rank in range(size):
         model = Qwen3(config_of_rank(whole, size), 8, backend)
-        places = {part.name: part.store.__self__ for part in model.checkpoint_parts()}
-        for part in parts_of_rank(model.checkpoint_parts(), whole, rank, size):
+        places = {part.name: part.store.__self__ for part in model.checkpoint_tensors()}
+        for part in tensors_of_rank(model.checkpoint_tensors(), whole, rank, size):
             assert part.shape == sources[part.name].shape
             part.store(sources[part.name][part.wanted])
             counts[part.name][part.wanted] += 1
@@ -410,9 +410,9 @@ def test_dummy_weights_are_those_of_one_rank() -> None:
     backend = Backend(torch.device("cpu"), torch.float32)
     models = [Qwen3(config_of_rank(whole, size), 8, backend) for size in (1, 2, 2)]
     for rank, model in zip((0, 0, 1), models, strict=True):
-        parts = model.checkpoint_parts()
+        parts = model.checkpoint_tensors()
         if model is not models[0]:
-            parts = parts_of_rank(parts, whole, rank, 2)
+            parts = tensors_of_rank(parts, whole, rank, 2)
         random_weights(parts, 3, torch.device("cpu"))
     one, *two = (model.layers[1].mlp for model in models)
     gates = [mlp.gate_up_proj.weight for mlp in two]

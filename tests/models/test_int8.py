@@ -13,8 +13,8 @@ from checkpoints import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.backend import Backend
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.int8 import (
     Int8Weight,
     dynamic,
@@ -232,7 +232,7 @@ def test_sizes_of_known_shapes(tmp_path: Path) -> None:
     """GB in bfloat16 and int8. The table of a head that is not tied stays in bfloat16."""
     sizes = {"qwen3-0.6b": (1.192, 0.598), "qwen3-8b": (16.381, 8.819)}
     for shape, wanted in sizes.items():
-        config = ModelConfig.from_file(workloads.write_shape(shape, tmp_path) / "config.json")
+        config = Checkpoint(workloads.write_shape(shape, tmp_path)).model_config
         backends = [Backend(CPU, torch.bfloat16), Backend(CPU, torch.bfloat16).quantized()]
         found = [Qwen3.on_meta(config, backend).weight_bytes / 1e9 for backend in backends]
         assert found == pytest.approx(wanted, abs=2e-3)

@@ -13,7 +13,7 @@ and plan the same steps, because the scheduler has no clock and a random number 
     head        V / N rows                                                    all-gather of [R, V]
 
 The model of a rank is thus a Qwen3 with fewer heads, a smaller feed-forward and a smaller vocabulary,
-which loads slices of the checkpoint (features/tensor_parallel/shards.py) and whose results are joined here. All ranks
+which loads slices of the checkpoint (features/tensor_parallel/shards.py) and whose results are combined here. All ranks
 have the same logits, and sample the same tokens from them.
 
 Ranks that are about to run different steps would wait for each other or mix their results. Before a
@@ -106,7 +106,7 @@ class Ranks:
             )
 
     def connect(self, model: Qwen3, vocab_size: int) -> None:
-        """Join the results of the ranks' models, once their weights are loaded.
+        """Combine the results of the ranks' models, once their weights are loaded.
 
         vocab_size: that of the whole model. The head of the last rank may have rows beyond it.
         """
@@ -115,8 +115,9 @@ class Ranks:
             return self.all_gather(logits)[:, :vocab_size].contiguous()
 
         for layer in model.layers:
-            layer.self_attn.o_proj.join = layer.mlp.down_proj.join = self.all_reduce
-        model.lm_head.join = gather_logits
+            layer.self_attn.o_proj.reduce = self.all_reduce
+            layer.mlp.down_proj.reduce = self.all_reduce
+        model.lm_head.reduce = gather_logits
         model.embed_tokens = ShardedTable(model.embed_tokens, self)
 
     @contextmanager

@@ -109,7 +109,7 @@ MEMORY = """
 import math
 from pathlib import Path
 import torch
-from nanovllm.models.config import ModelConfig
+from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.backends.cpu import linear
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
@@ -124,10 +124,10 @@ def packed(weight):
     peak = max(peak, private())
     return tiles
 
-config = ModelConfig.from_file(Path("{path}") / "config.json")
+config = Checkpoint(Path("{path}")).model_config
 model = Qwen3(config, 512, Backend(torch.device("cpu"), torch.bfloat16))
 size = 0
-for part in model.checkpoint_parts():
+for part in model.checkpoint_tensors():
     part.store(torch.zeros(part.shape))
     size += 2 * math.prod(part.shape)
 del part

@@ -22,10 +22,10 @@ from nanovllm.api.config import EngineConfig
 from nanovllm.backends.gpu import graphs as gpu_graphs
 from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
 from nanovllm.loading import memory
+from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.backend import Backend
-from nanovllm.models.config import ModelConfig
 
 
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
@@ -190,9 +190,9 @@ def test_an_engine_with_graphs_is_freed_at_once(
         return DecodeGraphs(decode, hidden, lambda: capture)
 
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kvcache_blocks=4)
-    model_config = ModelConfig.from_file(path / "config.json")
+    checkpoint = Checkpoint(path)
     capture_with(monkeypatch, record)
-    runner = make_runner(config, model_config, path, 32)
+    runner = make_runner(config, checkpoint.model_config, checkpoint, 32)
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -244,9 +244,9 @@ def test_profile_steps_are_the_largest_that_can_occur(
         max_model_len=32,
         num_kvcache_blocks=4,
     )
-    model_config = ModelConfig.from_file(path / "config.json")
+    checkpoint = Checkpoint(path)
     capture_with(monkeypatch, stand_in)
-    runner = make_runner(config, model_config, path, 32)
+    runner = make_runner(config, checkpoint.model_config, checkpoint, 32)
     runner.graphs, seen = None, []
     forward = runner.model.forward
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
