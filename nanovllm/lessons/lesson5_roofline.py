@@ -29,6 +29,7 @@ from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.single_rank import SingleRank
 from nanovllm.tools.benchmarks import roofline
 from nanovllm.tools.benchmarks.workloads import Workload
 
@@ -53,7 +54,7 @@ def random_runner(config: ModelConfig, quantization: str | None = None) -> Model
     options |= dict(max_num_seqs=max(ROWS), num_kvcache_blocks=max(ROWS) * CONTEXT // BLOCK)
     engine = EngineConfig(device="cpu", **options)
     checkpoint = Checkpoint(find_checkpoint(EMBEDDED), has_weights=False)
-    return start.make_runner(engine, config, checkpoint, PROMPT)
+    return start.make_runner(engine, config, checkpoint, PROMPT, SingleRank())
 
 
 def time_decode(runner: ModelRunner, rows: int) -> float:

@@ -6,20 +6,16 @@ import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nanovllm.api.config import EngineConfig
-from nanovllm.api.log import logger
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.features.embeddings.sentence_transformers import read_pooling_settings
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
+from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.config import read_json
-
-if TYPE_CHECKING:
-    from nanovllm.features.tensor_parallel.ranks import Ranks
+from nanovllm.runner.single_rank import SingleRank
 
 # Held while a tokenizer is loaded: transformers imports its modules when they are first used, and an
 # import that another thread has begun fails there with ImportError.
@@ -28,20 +24,16 @@ TOKENIZER_LOCK = threading.Lock()
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
-    if config.tensor_parallel_size == 1:
-        checkpoint, tokenizer_dir = find_files(config)
-        with checkpoint:
-            return load_engine(config, checkpoint, tokenizer_dir)
-    # Not imported, nor is torch.distributed used, by an engine on one device.
-    from nanovllm.features.tensor_parallel.ranks import AgreeingRunner, Ranks
-
-    ranks = Ranks(config)
+    ranks = SingleRank()
+    if config.tensor_parallel_size > 1:  # torch.distributed is not used by an engine on one device
+        ranks = load_optional("features.tensor_parallel.ranks", "tensor_parallel_size").Ranks(
+            config
+        )
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # which downloads them
             checkpoint, tokenizer_dir = find_files(config)
         with checkpoint:
             engine = load_engine(config, checkpoint, tokenizer_dir, ranks)
-    engine.runner = AgreeingRunner(engine.runner, ranks)
     # Also when the interpreter exits: a thread of Gloo may otherwise end the process with SIGABRT.
     weakref.finalize(engine, ranks.leave)
     return engine
@@ -58,22 +50,14 @@ def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
 
 
 def load_engine(
-    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: Ranks | None = None
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: SingleRank
 ) -> LLMEngine:
     """Load the checkpoint and the tokenizer in `tokenizer_dir`, and build the engine."""
-    model_config, directory = checkpoint.model_config, checkpoint.directory
-    longest, window = model_config.max_position_embeddings, model_config.sliding_window
-    max_model_len = config.max_model_len or longest
-    if max_model_len > longest:
-        raise ValueError(
-            f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "
-            f"at most {longest}"
-        )
-    if window is not None and max_model_len > window:
-        raise ValueError(
-            f"{directory.name} attends over a sliding window of {window} tokens, which is not "
-            f"supported; set max_model_len={window} or less to run it within one window"
-        )
+    tiers = None
+    if config.swap_space:
+        tiers = load_optional("features.host_tier.blocks", "swap_space")
+    model_config = checkpoint.model_config
+    max_model_len = longest_request(config, checkpoint)
     tokenizer = None
     if not config.skip_tokenizer_init:
         with TOKENIZER_LOCK:
@@ -83,31 +67,43 @@ def load_engine(
         eos_token_ids |= {tokenizer.eos_token_id}
     if not checkpoint.has_head:  # a head that is tied takes no memory; it is never used
         model_config = replace(model_config, tie_word_embeddings=True)
-    runner = make_runner(config, model_config, checkpoint, max_model_len, ranks=ranks)
-    num_tokens, fitted = runner.num_blocks * config.kvcache_block_size, ""
-    if (length := runner.max_model_len) < max_model_len:
-        fitted = f", which limits max_model_len to {length:,} of the model's {max_model_len:,}"
-    cache = runner.attention.cache
-    in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
-    weights = runner.weight_bytes
-    each = "" if ranks is None else f", each of {ranks.size} ranks"
-    logger.info(
-        f"{directory.name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
-        f"weights of {weights / 2**20:,.0f} MiB, "
-        f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
-        f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
-    )
+    runner = make_runner(config, model_config, checkpoint, max_model_len, ranks)
     inputs = InputProcessor(
         tokenizer,
         model_config.vocab_size,
-        length,
+        runner.max_model_len,
         eos_token_ids,
         default_params,
         config.seed,
-        read_pooling_settings(directory, model_config.hidden_size),
-        checkpoint.has_head,
+        has_head=checkpoint.has_head,
     )
-    return LLMEngine(config, runner, inputs)
+    embeddings = find_optional("features.embeddings.sentence_transformers")
+    if embeddings is not None:
+        directory, size = checkpoint.directory, model_config.hidden_size
+        inputs.pooling = embeddings.read_pooling_settings(directory, size)
+    blocks = None
+    if tiers is not None:
+        sizes = runner.num_blocks, config.kvcache_block_size, runner.host_pool.num_blocks
+        blocks = tiers.TieredBlockManager(*sizes)
+    return LLMEngine(config, ranks.agreeing(runner), inputs, blocks)
+
+
+def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Return the tokens of the longest request that the model and the option max_model_len allow."""
+    model_config = checkpoint.model_config
+    longest, window = model_config.max_position_embeddings, model_config.sliding_window
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the {longest} positions of the model; use "
+            f"at most {longest}"
+        )
+    if window is not None and max_model_len > window:
+        raise ValueError(
+            f"{checkpoint.directory.name} attends over a sliding window of {window} tokens, which "
+            f"is not supported; set max_model_len={window} or less to run it within one window"
+        )
+    return max_model_len
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

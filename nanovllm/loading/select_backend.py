@@ -9,12 +9,12 @@
 The folders gpu/ and cpu/ are imported here, by name, when they are selected.
 """
 
-import importlib
 from pathlib import Path
 
 import torch
 
 from nanovllm.api.log import logger
+from nanovllm.loading.optional import load_optional
 from nanovllm.models.backend import Backend
 
 FOLDERS = {"triton": "gpu", "numba": "cpu"}
@@ -32,28 +32,25 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
             name = "sdpa"
     if name == "sdpa":
         return Backend(device, dtype)
+    may_be_plain = wanted == "auto" and name == "numba" and num_weights < SMALL_MODEL
     try:
-        module = importlib.import_module(f"nanovllm.backends.{FOLDERS[name]}.backend")
-    except ImportError as error:
+        path = f"backends.{FOLDERS[name]}.backend"
+        module = load_optional(path, f"attention_backend={name!r}")
+        if may_be_plain and not module.is_ready(dtype):
+            # It stays so for the whole process, so that its tokens do not change midway.
+            return Backend(device, dtype)
+        backend: Backend = module.make_backend(device, dtype)
+        return backend
+    except (ImportError, ValueError) as error:
         if wanted == "auto":
             logger.warning(f"attention runs in plain torch, which is slower: {error}")
             return Backend(device, dtype)
+        if isinstance(error, ValueError):
+            raise
         raise ValueError(
             f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
             "is missing, or use attention_backend='sdpa'"
         ) from error
-    may_be_plain = wanted == "auto" and name == "numba" and num_weights < SMALL_MODEL
-    if may_be_plain and not module.is_ready(dtype):
-        # It stays so for the whole process, so that its tokens do not change midway.
-        return Backend(device, dtype)
-    try:
-        backend: Backend = module.make_backend(device, dtype)
-    except ValueError as error:
-        if wanted != "auto":
-            raise
-        logger.warning(f"attention runs in plain torch, which is slower: {error}")
-        return Backend(device, dtype)
-    return backend
 
 
 def pick_device(name: str) -> torch.device:

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.features.host_tier.pool import HostPool
 from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.batch import SamplingBatch, to_device
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.plan import Chunk, HostTier, StepOutput, StepPlan, Yield
+from nanovllm.plan import Chunk, StepOutput, StepPlan, Yield
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
@@ -25,10 +24,8 @@ from nanovllm.runner.rows import Rows
 class ModelRunner:
     attention: Attention  # set by loading/make_runner.py, once the size of its KV cache is known
     num_blocks: int  # for requests; the null block is not counted
-    weight_bytes: int  # as they are stored before `Backend.after_load`
     max_model_len: int  # the longest request
-    host_pool: HostPool | None = None
-    host_tier: HostTier | None = None
+    host_pool: Any = None  # a HostPool of features/host_tier, if there are blocks in host memory
 
     def __init__(
         self,

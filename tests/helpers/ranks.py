@@ -333,8 +333,8 @@ def groups_at_exit(path: str, destroyed: bool) -> tuple[int, int]:
 
 def fewest_blocks(path: str) -> int:
     """Each rank finds room for another number."""
-    found = memory.num_kv_blocks
-    memory.num_kv_blocks = lambda *args: found(*args) - 10 * rank()  # type: ignore[assignment]
+    found = memory.Room.num_kv_blocks
+    memory.Room.num_kv_blocks = lambda *args: found(*args) - 10 * rank()  # type: ignore[method-assign]
     llm = make(path, num_kvcache_blocks=None, kv_cache_memory_bytes=10**6)
     return llm.engine.runner.num_blocks
 

@@ -24,7 +24,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -36,15 +36,19 @@ from torch import Tensor
 
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import logger
+from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.weights import CheckpointTensor
 from nanovllm.plan import Runner, StepOutput, StepPlan
+from nanovllm.runner.single_rank import SingleRank
 
 # A rank that does nothing for so long ends the others. One that fails or is killed does so at once.
 TIMEOUT = timedelta(minutes=5)
 DOWNLOAD_TIMEOUT = timedelta(days=1)  # of the ranks that wait while rank 0 downloads
 
 
-class Ranks:
+class Ranks(SingleRank):
     """The connections of this process to the others: one to agree on, one between the devices."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -85,6 +89,17 @@ class Ranks:
         found = torch.tensor(number, device="cpu")
         self._call(dist.all_reduce, found, dist.ReduceOp.MIN, group=self.host)
         return int(found)
+
+    def config_of_rank(self, full_config: ModelConfig) -> ModelConfig:
+        return config_of_rank(full_config, self.size)
+
+    def tensors_of_rank(
+        self, tensors: Iterable[CheckpointTensor], full_config: ModelConfig
+    ) -> Iterable[CheckpointTensor]:
+        return tensors_of_rank(tensors, full_config, self.rank, self.size)
+
+    def agreeing(self, runner: Runner) -> Runner:
+        return AgreeingRunner(runner, self)
 
     def agree(self, what: str, text: str) -> None:
         """Raise RuntimeError on every rank if they have different texts."""
@@ -189,7 +204,7 @@ class AgreeingRunner:
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self.runner, self.ranks = runner, ranks
-        self.num_blocks, self.host_tier = runner.num_blocks, runner.host_tier
+        self.num_blocks = runner.num_blocks
         self.is_async = runner.is_async
         self.last = ""  # what the last step yielded
 

@@ -26,6 +26,7 @@ from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.backend import Backend
+from nanovllm.runner.single_rank import SingleRank
 
 
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
@@ -192,7 +193,7 @@ def test_an_engine_with_graphs_is_freed_at_once(
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kvcache_blocks=4)
     checkpoint = Checkpoint(path)
     capture_with(monkeypatch, record)
-    runner = make_runner(config, checkpoint.model_config, checkpoint, 32)
+    runner = make_runner(config, checkpoint.model_config, checkpoint, 32, SingleRank())
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -246,7 +247,7 @@ def test_profile_steps_are_the_largest_that_can_occur(
     )
     checkpoint = Checkpoint(path)
     capture_with(monkeypatch, stand_in)
-    runner = make_runner(config, checkpoint.model_config, checkpoint, 32)
+    runner = make_runner(config, checkpoint.model_config, checkpoint, 32, SingleRank())
     runner.graphs, seen = None, []
     forward = runner.model.forward
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
