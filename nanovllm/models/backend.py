@@ -51,6 +51,7 @@ class Attention(Protocol):
 class Backend:
     """Plain torch on any device. loading/select_backend.py selects a backend."""
 
+    attention_class: type[PlainAttention] = PlainAttention
     fused_attention = False  # whether attention has `norm_rope_store`, and not `store`
     captures = False  # whether `capture_decode` may be called
 
@@ -106,7 +107,8 @@ class Backend:
 
         With the scales of each layer the cache is in fp8.
         """
-        return PlainAttention(config, num_blocks, block_size, self.dtype, self.device, fp8_scales)
+        place = self.dtype, self.device
+        return self.attention_class(config, num_blocks, block_size, *place, fp8_scales)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """logits [R, V] -> token ids [R] int64."""

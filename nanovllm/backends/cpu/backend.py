@@ -7,15 +7,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanovllm.backends.cpu import int8, jit, kernels, layers, linear, sampler
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import is_ready
 from nanovllm.models.backend import Backend
-from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Linear
 
 __all__ = ["is_ready", "make_backend"]
@@ -34,39 +30,19 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
 class CpuBackend(Backend):
     """Kernels that Numba compiles, and products with packed weights."""
 
+    attention_class = NumbaAttention
     fused_attention = True
+    linear = staticmethod(linear.linear)
+    add_rms_norm = staticmethod(kernels.add_rms_norm)
+    silu_and_mul = staticmethod(kernels.silu_and_mul)
+    sample = staticmethod(sampler.sample)
+    token_logprobs = staticmethod(sampler.token_logprobs)
 
     def quantized(self) -> Backend:
         return CpuInt8Backend(self.device, self.dtype)
 
     def after_load(self, module: Linear) -> None:
         linear.pack(module)
-
-    def linear(self, x: Tensor, module: Linear) -> Tensor:
-        return linear.linear(x, module)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return kernels.add_rms_norm(x, residual, weight, eps)
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        return kernels.silu_and_mul(x)
-
-    def attention(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        fp8_scales: list[Scales] | None = None,
-    ) -> NumbaAttention:
-        return NumbaAttention(config, num_blocks, block_size, self.dtype, self.device, fp8_scales)
-
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return sampler.sample(logits, batch)
-
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-        return sampler.token_logprobs(logits, tokens, k)
 
     def fuse_layers(self, model: Any, attention: Any) -> layers.FusedLayers | None:
         return layers.fuse_layers(model, attention)
@@ -82,14 +58,13 @@ class CpuBackend(Backend):
 class CpuInt8Backend(CpuBackend):
     """The same with the weights of linear layers in int8."""
 
+    linear = staticmethod(int8.linear)
+
     def make_weight(self, outputs: int, inputs: int) -> int8.PackedWeight:
         return int8.PackedWeight.empty(self.empty, outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
         """Nothing: weights are packed when they are stored."""
-
-    def linear(self, x: Tensor, module: Linear) -> Tensor:
-        return int8.linear(x, module)
 
     def fuse_layers(self, model: Any, attention: Any) -> None:
         """Return None, because fused layers read bfloat16."""

@@ -12,9 +12,6 @@ from nanovllm.backends.gpu.attention import TritonAttention, check_capability
 from nanovllm.backends.gpu.graphs import DecodeGraphs, cuda_capture
 from nanovllm.backends.gpu.kernels import int8, pointwise, sampling
 from nanovllm.models.backend import Backend
-from nanovllm.models.batch import SamplingBatch
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.fp8 import Scales
 from nanovllm.models.int8 import Int8Weight
 from nanovllm.models.layers import Linear
 
@@ -37,7 +34,11 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
 class GpuBackend(Backend):
     """Triton kernels, and decode steps as CUDA graphs."""
 
+    attention_class = TritonAttention
     fused_attention = True
+    add_rms_norm = staticmethod(pointwise.add_rms_norm)
+    silu_and_mul = staticmethod(pointwise.silu_and_mul)
+    sample = staticmethod(sampling.sample)
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
@@ -45,26 +46,6 @@ class GpuBackend(Backend):
 
     def quantized(self) -> Backend:
         return GpuInt8Backend(self.device, self.dtype)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return pointwise.add_rms_norm(x, residual, weight, eps)
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        return pointwise.silu_and_mul(x)
-
-    def attention(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        fp8_scales: list[Scales] | None = None,
-    ) -> TritonAttention:
-        return TritonAttention(config, num_blocks, block_size, self.dtype, self.device, fp8_scales)
-
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return sampling.sample(logits, batch)
 
     def capture_decode(
         self, decode: Callable[[Tensor], tuple[Tensor, Tensor]], hidden: Tensor
@@ -75,11 +56,10 @@ class GpuBackend(Backend):
 class GpuInt8Backend(GpuBackend):
     """The same with the weights of linear layers in int8."""
 
+    linear = staticmethod(int8.linear)
+
     def make_weight(self, outputs: int, inputs: int) -> Int8Weight:
         return Int8Weight.empty(self.empty, outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
         int8.compile_for(module)
-
-    def linear(self, x: Tensor, module: Linear) -> Tensor:
-        return int8.linear(x, module)

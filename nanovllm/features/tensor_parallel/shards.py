@@ -19,12 +19,16 @@ BY_ROWS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens",
 BY_COLUMNS = {"o_proj", "down_proj"}
 
 
-def config_of_rank(whole: ModelConfig, size: int) -> ModelConfig:
+def config_of_rank(full_config: ModelConfig, size: int) -> ModelConfig:
     """The sizes of the model of one of `size` ranks. Raises ValueError if heads cannot be divided.
 
     If there are fewer KV heads than ranks, several ranks have the same one.
     """
-    heads, kv_heads, inner = whole.num_heads, whole.num_kv_heads, whole.intermediate_size
+    heads, kv_heads, inner = (
+        full_config.num_heads,
+        full_config.num_kv_heads,
+        full_config.intermediate_size,
+    )
 
     def divides(size: int) -> bool:
         return not (heads % size or inner % size or (kv_heads % size and size % kv_heads))
@@ -37,27 +41,29 @@ def config_of_rank(whole: ModelConfig, size: int) -> ModelConfig:
             f"be a multiple of them; use one of {fitting}"
         )
     return replace(
-        whole,
+        full_config,
         num_heads=heads // size,
         num_kv_heads=-(-kv_heads // size),
         intermediate_size=inner // size,
-        vocab_size=-(-whole.vocab_size // size),
+        vocab_size=-(-full_config.vocab_size // size),
     )
 
 
 def tensors_of_rank(
-    tensors: Iterable[CheckpointTensor], whole: ModelConfig, rank: int, size: int
+    tensors: Iterable[CheckpointTensor], full_config: ModelConfig, rank: int, size: int
 ) -> Iterator[CheckpointTensor]:
-    """The tensors of a rank's model with the shapes of the `whole` checkpoint and the slices of it."""
+    """The tensors of a rank's model, with the shapes in the checkpoint and the slices of them."""
     for tensor in tensors:
         module, kind = tensor.name.split(".")[-2:]
         if module in BY_ROWS:
             rows, index = tensor.shape[0] * size, rank
             if module in ("k_proj", "v_proj"):
-                copies = max(1, size // whole.num_kv_heads)  # ranks that have the same KV head
+                copies = max(
+                    1, size // full_config.num_kv_heads
+                )  # ranks that have the same KV head
                 rows, index = rows // copies, rank // copies
             elif module in ("embed_tokens", "lm_head"):
-                rows = whole.vocab_size  # the last rank may have fewer
+                rows = full_config.vocab_size  # the last rank may have fewer
             yield _some_rows(tensor, rows, index)
         elif module in BY_COLUMNS and kind == "weight":
             outputs, inputs = tensor.shape
