@@ -26,9 +26,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
-from nanovllm import LLM, SamplingParams, Trace, loading
+from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.features.beam_search import BeamSearchParams
-from nanovllm.loading import memory
+from nanovllm.loading import make_engine, memory
 
 with suppress(ImportError):  # without Numba
     import nanovllm.backends.cpu.backend  # noqa: F401
@@ -194,7 +194,7 @@ def other_tokens(path: str) -> tuple[str, list[list[int]]]:
         changed = lambda logits, batch: sample(logits.roll(1, dims=1), batch)  # noqa: E731
         vars(backend)["sample"] = changed
     failed = outcome(lambda: llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False))
-    del vars(backend)["sample"]
+    vars(backend).pop("sample", None)
     return failed, tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False))
 
 
@@ -305,13 +305,13 @@ def a_long_download(path: str) -> tuple[list[list[int]], float]:
     from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 
     tensor_parallel.TIMEOUT = timedelta(seconds=3)
-    find = loading.find_files
+    find = make_engine.find_files
 
     def slow(config: Any) -> Any:
         time.sleep(4 * (rank() == 0))
         return find(config)
 
-    loading.find_files, start = slow, time.monotonic()
+    make_engine.find_files, start = slow, time.monotonic()
     llm = make(path)
     seconds = time.monotonic() - start
     return tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False)), seconds
