@@ -50,7 +50,8 @@ def find_checkpoint(
         path = Path(__file__).with_name(EMBEDDED)
         if not path.is_dir():
             raise ValueError(
-                f"{path} is not a directory; pip install the package, do not import it from a zip file"
+                f"{path} is not a directory; pip install the package, do not import it from a zip "
+                "file"
             )
     # Unlike Path's methods, these are false also where a directory above may not be entered.
     if os.path.isdir(path):
@@ -181,7 +182,7 @@ class Checkpoint:
 
     @cached_property
     def files(self) -> dict[Path, Any]:
-        """The safetensors files, open: they are memory-mapped, and a tensor is read when it is used."""
+        """The open safetensors files. They are memory-mapped: a tensor is read when it is used."""
         if not self.has_weights:
             return {}
         return {path: self._open(path) for path in self.weight_files()}
@@ -193,7 +194,7 @@ class Checkpoint:
             raise unreadable(path, "a readable safetensors file", error) from None
 
     def weight_files(self) -> list[Path]:
-        """Return the safetensors files, from the index if any. Raises ValueError if there are none."""
+        """Return the safetensors files, from the index if any; ValueError if there are none."""
         directory = self.directory
         index = directory / "model.safetensors.index.json"
         if index.is_file():
@@ -201,8 +202,8 @@ class Checkpoint:
             names = list(weight_map.values()) if isinstance(weight_map, dict) else []
             if not names or not all(isinstance(n, str) and n == os.path.basename(n) for n in names):
                 raise ValueError(
-                    f"{index} needs a 'weight_map' from the names of tensors to those of files beside "
-                    f"it, not {weight_map!r:.200}"
+                    f"{index} needs a 'weight_map' from the names of tensors to those of files "
+                    f"beside it, not {weight_map!r:.200}"
                 )
             names = sorted(set(names))
             missing = [name for name in names if not (directory / name).is_file()]
@@ -216,10 +217,11 @@ class Checkpoint:
         pickles = [p.name for pattern in PICKLES for p in sorted(directory.glob(pattern))]
         if pickles:
             raise ValueError(
-                f"{directory} holds only pickle weights ({', '.join(pickles[:3])}), which can run code "
-                "when loaded; convert them to safetensors (transformers: model.save_pretrained)"
+                f"{directory} holds only pickle weights ({', '.join(pickles[:3])}), which can run "
+                "code when loaded; convert them to safetensors (transformers: "
+                "model.save_pretrained)"
             )
         raise ValueError(
-            f"{directory} has no *.safetensors weights (load_format='dummy' needs config.json only and "
-            "makes random weights)"
+            f"{directory} has no *.safetensors weights (load_format='dummy' needs config.json only "
+            "and makes random weights)"
         )

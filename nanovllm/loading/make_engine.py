@@ -17,8 +17,8 @@ from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.config import read_json
 from nanovllm.runner.single_rank import SingleRank
 
-# Held while a tokenizer is loaded: transformers imports its modules when they are first used, and an
-# import that another thread has begun fails there with ImportError.
+# Held while a tokenizer is loaded: transformers imports its modules when they are first used, and
+# an import that another thread has begun fails there with ImportError.
 TOKENIZER_LOCK = threading.Lock()
 
 
@@ -26,9 +26,8 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
     ranks = SingleRank()
     if config.tensor_parallel_size > 1:  # torch.distributed is not used by an engine on one device
-        ranks = load_optional("features.tensor_parallel.ranks", "tensor_parallel_size").Ranks(
-            config
-        )
+        module = load_optional("features.tensor_parallel.ranks", "tensor_parallel_size")
+        ranks = module.Ranks(config)
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # which downloads them
             checkpoint, tokenizer_dir = find_files(config)
@@ -89,7 +88,7 @@ def load_engine(
 
 
 def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Return the tokens of the longest request that the model and the option max_model_len allow."""
+    """Return the length of the longest request that model and option max_model_len allow."""
     model_config = checkpoint.model_config
     longest, window = model_config.max_position_embeddings, model_config.sliding_window
     max_model_len = config.max_model_len or longest

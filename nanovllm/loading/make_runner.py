@@ -1,7 +1,8 @@
 """Makes a ModelRunner, in stages: memory, model, rows, KV cache, then captured or fused steps.
 
-The order matters. The free memory is measured before the weights are loaded. The KV cache comes after
-everything that a step needs, because it takes the memory that is left. What is captured reads it.
+The order matters. The free memory is measured before the weights are loaded. The KV cache comes
+after everything that a step needs, because it takes the memory that is left. What is captured
+reads it.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def make_cache(
     scales: list[Scales] | None,
     ranks: SingleRank,
 ) -> None:
-    """Give the runner host blocks, if any, and a KV cache as large as the options say or as fits."""
+    """Give the runner a KV cache as large as the options say or as fits, and host blocks."""
 
     def make_attention(num_blocks: int) -> Attention:
         block_size = room.config.kvcache_block_size

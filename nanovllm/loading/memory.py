@@ -78,7 +78,8 @@ class Room:
     def num_host_blocks(self) -> int:
         """The number of blocks in host memory, by the option swap_space.
 
-        Raises ValueError if host memory does not hold them. On a CPU weights and KV cache take from it.
+        Raises ValueError if host memory does not hold them. On a CPU it also holds the weights and
+        the KV cache.
         """
         config = self.config
         if not config.swap_space:

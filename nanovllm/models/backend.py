@@ -121,15 +121,16 @@ class Backend:
     # ---- steps ----
 
     def fuse_layers(self, model: Any, attention: Any) -> Any:
-        """Return an object that computes the model's `forward` and `logits` in fewer calls, or None."""
+        """Return an object with the model's `forward` and `logits` in fewer calls, or None."""
         return None
 
     def capture_decode(
         self, decode: Callable[[Tensor], tuple[Tensor, Tensor]], hidden: Tensor
     ) -> Any:
-        """Capture a decode step, which takes rows [S] and returns hidden states [S, E] and tokens [S].
+        """Capture a decode step. See backends/gpu/graphs.py.
 
-        `hidden` [N, E] is memory for the hidden states of N rows. See backends/gpu/graphs.py.
+        `decode` takes rows [S] and returns hidden states [S, E] and tokens [S]. `hidden` [N, E] is
+        memory for the hidden states of N rows.
         """
         raise NotImplementedError
 

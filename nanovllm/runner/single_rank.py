@@ -22,7 +22,7 @@ class SingleRank:
     def tensors_of_rank(
         self, tensors: Iterable[CheckpointTensor], full_config: ModelConfig
     ) -> Iterable[CheckpointTensor]:
-        """Return the tensors of this rank's model with the slices of the checkpoint that they hold."""
+        """Return the tensors of this rank's model, with the slices of the checkpoint in them."""
         return tensors
 
     def connect(self, model: Qwen3, vocab_size: int) -> None:
