@@ -192,7 +192,7 @@ def launch_int8(dtype: torch.dtype, every: bool) -> None:
         weight = Int8Weight.empty(empty, outputs, inputs)
         for bias in (None, empty(outputs)):
             if every or (bias is None) == (outputs == 70):
-                int8.pack(SimpleNamespace(weight=weight, bias=bias))
+                int8.compile_for(SimpleNamespace(weight=weight, bias=bias))
 
 
 def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]]:

@@ -98,20 +98,10 @@ class Runner(Protocol):
     """What the engine needs from a runner. ModelRunner and the tests' fake runner implement it."""
 
     num_blocks: int  # KV blocks for requests; the null block is not counted
-    host_tier: HostTier | None  # None: there is none
     is_async: bool  # whether the device works while the host plans the next step
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch one step. Returns a function that waits for the device and returns the output."""
-
-
-class HostTier(NamedTuple):
-    """Blocks in host memory, to which blocks of the device are saved when they are evicted."""
-
-    num_blocks: int
-    least_load: (
-        int  # fewer blocks are computed again and not loaded; see features/host_tier/pool.py
-    )
 
 
 # The sampler's filters in the order in which they apply, each with the value that turns it off.

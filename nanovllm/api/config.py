@@ -46,8 +46,6 @@ class EngineConfig:
     num_kvcache_blocks: Positive | None = None  # for requests; the null block is additional
     # GiB of host memory to which evicted KV blocks are saved.
     swap_space: Annotated[float, 0, math.inf] = 0
-    # Fewer blocks are computed again and not loaded from there. None: measured at the start.
-    swap_min_blocks: Positive | None = None
     enable_prefix_caching: bool = True
     enforce_eager: bool = False  # no CUDA graphs
     # Plan and launch a step before the tokens of the previous step are read. None: on a GPU only,
@@ -100,11 +98,6 @@ class EngineConfig:
             raise ValueError(
                 f"swap_space={self.swap_space} needs the prefix cache, which finds the blocks again; "
                 "set swap_space=0 or enable_prefix_caching=True"
-            )
-        if self.swap_min_blocks is not None and not self.swap_space:
-            raise ValueError(
-                f"swap_min_blocks={self.swap_min_blocks} needs swap_space, the GiB of host memory "
-                "from which blocks are loaded; set both or neither"
             )
         if (size := self.tensor_parallel_size) > 1:
             if ":" in self.device:

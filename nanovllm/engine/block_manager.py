@@ -259,6 +259,10 @@ class BlockManager:
         """The evictable block that `_take_block` evicts next: the least recently used one."""
         return next(iter(self.evictable))
 
+    def stats(self) -> dict[str, int]:
+        """More counters for `LLMEngine.stats`; features/host_tier/blocks.py has some."""
+        return {}
+
     def _take_block(self) -> int:
         """Return a block for one owner. If none is free, a cached one is evicted first."""
         if not self.free:

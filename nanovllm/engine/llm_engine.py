@@ -23,16 +23,21 @@ from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor
 from nanovllm.engine.request import Call, Request
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.features.host_tier.blocks import TieredBlockManager
 from nanovllm.plan import Runner
 
 
 class LLMEngine(EngineCore):
-    def __init__(self, config: EngineConfig, runner: Runner, inputs: InputProcessor) -> None:
-        size = runner.num_blocks, config.kvcache_block_size
-        blocks = BlockManager(*size, config.enable_prefix_caching)
-        if runner.host_tier is not None:
-            blocks = TieredBlockManager(*size, runner.host_tier)
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        inputs: InputProcessor,
+        blocks: BlockManager | None = None,
+    ) -> None:
+        """`blocks` manages the blocks of `runner`; None: a BlockManager."""
+        if blocks is None:
+            size = runner.num_blocks, config.kvcache_block_size
+            blocks = BlockManager(*size, config.enable_prefix_caching)
         scheduler = Scheduler(
             blocks, config.max_num_seqs, config.max_num_batched_tokens, config.scheduling_policy
         )
@@ -211,4 +216,4 @@ class LLMEngine(EngineCore):
                 "recomputed_tokens": scheduler.recomputed_tokens,
                 "prompt_tokens": self.outputs.num_prompt_tokens,
                 "output_tokens": self.outputs.num_output_tokens,
-            } | (blocks.stats() if isinstance(blocks, TieredBlockManager) else {})
+            } | blocks.stats()

@@ -15,7 +15,7 @@ from nanovllm.api.config import EMBEDDED
 from nanovllm.api.outputs import RequestOutput
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep
-from nanovllm.loading.checkpoint import config_file, find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
 from nanovllm.runner.model_runner import ModelRunner
@@ -68,7 +68,7 @@ def runner_of(llm: LLM) -> ModelRunner:
 
 
 def embedded_config() -> ModelConfig:
-    return ModelConfig.from_file(config_file(find_checkpoint(EMBEDDED)))
+    return Checkpoint(find_checkpoint(EMBEDDED)).model_config
 
 
 def shape_of(name: str, **sizes: int) -> ModelConfig:

@@ -26,7 +26,7 @@ from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
-from nanovllm.plan import HostTier, StepOutput, StepPlan
+from nanovllm.plan import StepOutput, StepPlan
 
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
 
@@ -38,7 +38,6 @@ class Device:
     """
 
     num_blocks, is_async = 64, True
-    host_tier: HostTier | None = None
 
     def __init__(self) -> None:
         self.queue = ThreadPoolExecutor(1)  # one step at a time, in the order of the launches

@@ -28,10 +28,11 @@ from torch import Tensor
 
 from nanovllm.api.child import python
 from nanovllm.features.tensor_parallel.ranks import Ranks
-from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
+from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, shape_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.layers import Linear, silu_and_mul
+from nanovllm.models.qwen3 import Qwen3
 
 PROMPTS = [f"What is 12 + {i}?\n" for i in range(4)]
 OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64)
@@ -77,7 +78,7 @@ def run_rank() -> dict[str, Any]:
     has = (
         c.num_heads,
         c.num_kv_heads,
-        f"{c.num_weights * 4 / 2**20:.1f}",
+        f"{Qwen3.on_meta(c).num_weights * 4 / 2**20:.1f}",
         a_step,
         sum(calls[-a_step:]),
     )
@@ -128,8 +129,8 @@ def run() -> list[Question]:
         weights.""")
     show_source(
         link(config_of_rank, "num_heads=heads // size"),
-        link(parts_of_rank, "BY_COLUMNS"),
-        link(Linear.__call__, "self.join"),
+        link(tensors_of_rank, "BY_COLUMNS"),
+        link(Linear.__call__, "self.reduce"),
         link(Ranks.connect, "self.all_reduce"),
     )
     return [

@@ -73,7 +73,7 @@ def show_timeline(name: str, lines: list[str]) -> None:
 def run() -> list[Question]:
     llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
     runner = runner_of(llm)
-    weights = runner.model.config.num_weights * runner.dtype.itemsize / 2**20
+    weights = runner.model.num_weights * runner.dtype.itemsize / 2**20
     say(f"""A decode step reads {weights:.0f} MiB of weights and makes the same calls to torch's operators
         for the linear layers, whether it computes 1 row or {ROWS}. Only attention works on each row
         separately. Lesson 5 measures what more rows cost.""")

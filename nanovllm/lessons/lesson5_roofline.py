@@ -25,10 +25,11 @@ from nanovllm.lessons.ladder import has_numba
 from nanovllm.lessons.lesson import decode_plan, embedded_config, prompt_plan, shape_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.loading import make_runner as start
-from nanovllm.loading.checkpoint import find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.single_rank import SingleRank
 from nanovllm.tools.benchmarks import roofline
 from nanovllm.tools.benchmarks.workloads import Workload
 
@@ -52,7 +53,8 @@ def random_runner(config: ModelConfig, quantization: str | None = None) -> Model
     options: Any = dict(dtype="bfloat16", load_format="dummy", quantization=quantization)
     options |= dict(max_num_seqs=max(ROWS), num_kvcache_blocks=max(ROWS) * CONTEXT // BLOCK)
     engine = EngineConfig(device="cpu", **options)
-    return start.make_runner(engine, config, find_checkpoint(EMBEDDED), PROMPT)
+    checkpoint = Checkpoint(find_checkpoint(EMBEDDED), has_weights=False)
+    return start.make_runner(engine, config, checkpoint, PROMPT, SingleRank())
 
 
 def time_decode(runner: ModelRunner, rows: int) -> float:

@@ -1,6 +1,6 @@
-"""Finds a checkpoint: the embedded one, a local directory, or one on the Hugging Face hub.
+"""Checkpoint: the files of a model. It is embedded, a local directory, or on the Hugging Face hub.
 
-It may write to the hub's cache (HF_HOME).
+Finding one may write to the hub's cache (HF_HOME).
 """
 
 from __future__ import annotations
@@ -8,13 +8,26 @@ from __future__ import annotations
 import math
 import os
 import stat
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
 
 from nanovllm.api.checks import scalar_fields
 from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
-from nanovllm.models.config import check_field, check_fields, read_json
+from nanovllm.models.config import ModelConfig, check_field, check_fields, read_json, unreadable
+from nanovllm.models.fp8 import Scales, read_fp8_scales
+from nanovllm.models.weights import HEAD, CheckpointTensor, load_weights
 from nanovllm.plan import FILTERS
+
+# Names in generation_config.json -> names in SamplingParams.
+SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
+    name: name for name in ("temperature", *FILTERS, "repetition_penalty")
+}
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickles, no code
@@ -38,7 +51,8 @@ def find_checkpoint(
         path = Path(__file__).with_name(EMBEDDED)
         if not path.is_dir():
             raise ValueError(
-                f"{path} is not a directory; pip install the package, do not import it from a zip file"
+                f"{path} is not a directory; pip install the package, do not import it from a zip "
+                "file"
             )
     # Unlike Path's methods, these are false also where a directory above may not be entered.
     if os.path.isdir(path):
@@ -90,79 +104,130 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         ) from error
 
 
-def config_file(directory: Path) -> Path:
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{directory} has no config.json; it is not a model in Hugging Face layout"
-        )
-    return path
+class Checkpoint:
+    """A model in Hugging Face layout. Each file is opened once, when it is first needed.
 
-
-def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files, from the index if any. Raises ValueError if there are none."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-        if not names or not all(isinstance(n, str) and n == os.path.basename(n) for n in names):
-            raise ValueError(
-                f"{index} needs a 'weight_map' from the names of tensors to those of files beside "
-                f"it, not {weight_map!r:.200}"
-            )
-        names = sorted(set(names))
-        # Path.is_file would raise OSError for a name that is too long.
-        missing = [name for name in names if not os.path.isfile(directory / name)]
-        if missing:
-            raise ValueError(f"{index} names missing files: {', '.join(missing):.200}")
-        return [directory / name for name in names]
-    single = directory / "model.safetensors"
-    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-    if files:
-        return files
-    pickles = [p.name for pattern in PICKLES for p in sorted(directory.glob(pattern))]
-    if pickles:
-        raise ValueError(
-            f"{directory} holds only pickle weights ({', '.join(pickles[:3])}), which can run code "
-            "when loaded; convert them to safetensors (transformers: model.save_pretrained)"
-        )
-    raise ValueError(
-        f"{directory} has no *.safetensors weights (load_format='dummy' needs config.json only and "
-        "makes random weights)"
-    )
-
-
-# Names in generation_config.json -> names in SamplingParams.
-SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
-    name: name for name in ("temperature", *FILTERS, "repetition_penalty")
-}
-
-
-def generation_defaults(directory: Path) -> tuple[frozenset[int], SamplingParams]:
-    """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
-
-    Without this file they are those of config.json and SamplingParams().
+    It is a context manager, which closes the weights.
     """
-    path = directory / "generation_config.json"
-    has_file = path.is_file()
-    raw = check_fields(read_json(path), path) if has_file else {}
-    eos, source = raw.get("eos_token_id"), path
-    if eos is None:
-        source = directory / "config.json"
-        eos = read_json(source).get("eos_token_id")
-    listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    eos_ids = [check_field(source, "eos_token_id", x, int, (0, math.inf)) for x in listed]
-    declared = scalar_fields(SamplingParams)
-    fields = {
-        ours: check_field(path, theirs, raw[theirs], *declared[ours][:2])
-        for theirs, ours in SAMPLING_FIELDS.items()
-        if theirs in raw
-    }
-    try:
-        sampling = SamplingParams(**fields)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    # transformers' default is greedy, so a file that does not mention sampling is greedy.
-    if has_file and not raw.get("do_sample"):
-        sampling.temperature = 0.0
-    return frozenset(eos_ids), sampling
+
+    def __init__(self, directory: Path, has_weights: bool = True) -> None:
+        """has_weights: whether they are read; load_format="dummy" does not need any."""
+        self.directory, self.has_weights = directory, has_weights
+        self.config_path = directory / "config.json"
+        self._open_files = ExitStack()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open_files.close()
+
+    # ---- configuration ----
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The fields of config.json."""
+        if not self.config_path.is_file():
+            raise ValueError(
+                f"{self.directory} has no config.json; it is not a model in Hugging Face layout"
+            )
+        raw: dict[str, Any] = read_json(self.config_path)
+        return raw
+
+    @cached_property
+    def model_config(self) -> ModelConfig:
+        return ModelConfig.from_json(self.config, self.config_path)
+
+    def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
+        """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
+
+        Without this file they come from config.json and SamplingParams().
+        """
+        path = self.directory / "generation_config.json"
+        has_file = path.is_file()
+        raw = check_fields(read_json(path), path) if has_file else {}
+        eos, source = raw.get("eos_token_id"), path
+        if eos is None:
+            eos, source = self.config.get("eos_token_id"), self.config_path
+        listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        eos_ids = [check_field(source, "eos_token_id", x, int, (0, math.inf)) for x in listed]
+        declared = scalar_fields(SamplingParams)
+        fields = {
+            ours: check_field(path, theirs, raw[theirs], *declared[ours][:2])
+            for theirs, ours in SAMPLING_FIELDS.items()
+            if theirs in raw
+        }
+        try:
+            sampling = SamplingParams(**fields)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
+        # transformers' default is greedy, so a file that does not mention sampling is greedy.
+        if has_file and not raw.get("do_sample"):
+            sampling.temperature = 0.0
+        return frozenset(eos_ids), sampling
+
+    # ---- weights ----
+
+    @cached_property
+    def has_head(self) -> bool:
+        """Whether it has a head, which may be the embedding table."""
+        if self.model_config.tie_word_embeddings:
+            return True
+        if not self.has_weights:
+            return self.model_config.architecture.endswith("ForCausalLM")
+        return any(HEAD in file.keys() for file in self.files.values())  # noqa: SIM118
+
+    def fp8_scales(self, num_layers: int) -> list[Scales]:
+        """Return the scales of each layer for a KV cache in fp8."""
+        return read_fp8_scales(self.files, num_layers)
+
+    def load_weights(self, tensors: Iterable[CheckpointTensor]) -> None:
+        """Store all tensors, or raise ValueError before any is stored if they do not fit."""
+        load_weights(tensors, self.files)
+
+    @cached_property
+    def files(self) -> dict[Path, Any]:
+        """The open safetensors files. They are memory-mapped: a tensor is read when it is used."""
+        if not self.has_weights:
+            return {}
+        return {path: self._open(path) for path in self.weight_files()}
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return self._open_files.enter_context(safe_open(path, framework="pt"))
+        except Exception as error:  # safetensors' own error types are not public
+            raise unreadable(path, "a readable safetensors file", error) from None
+
+    def weight_files(self) -> list[Path]:
+        """Return the safetensors files, from the index if any; ValueError if there are none."""
+        directory = self.directory
+        index = directory / "model.safetensors.index.json"
+        if index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+            if not names or not all(isinstance(n, str) and n == os.path.basename(n) for n in names):
+                raise ValueError(
+                    f"{index} needs a 'weight_map' from the names of tensors to those of files "
+                    f"beside it, not {weight_map!r:.200}"
+                )
+            names = sorted(set(names))
+            # Path.is_file would raise OSError for a name that is too long.
+            missing = [name for name in names if not os.path.isfile(directory / name)]
+            if missing:
+                raise ValueError(f"{index} names missing files: {', '.join(missing):.200}")
+            return [directory / name for name in names]
+        single = directory / "model.safetensors"
+        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+        if files:
+            return files
+        pickles = [p.name for pattern in PICKLES for p in sorted(directory.glob(pattern))]
+        if pickles:
+            raise ValueError(
+                f"{directory} holds only pickle weights ({', '.join(pickles[:3])}), which can run "
+                "code when loaded; convert them to safetensors (transformers: "
+                "model.save_pretrained)"
+            )
+        raise ValueError(
+            f"{directory} has no *.safetensors weights (load_format='dummy' needs config.json only "
+            "and makes random weights)"
+        )

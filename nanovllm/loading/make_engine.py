@@ -6,65 +6,98 @@ import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import logger
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.features.embeddings.sentence_transformers import read_pooling_settings
-from nanovllm.loading.checkpoint import (
-    config_file,
-    find_checkpoint,
-    generation_defaults,
-    weight_files,
-)
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
-from nanovllm.loading.memory import weight_bytes
-from nanovllm.models.config import ModelConfig, read_json
-from nanovllm.models.weights import HEAD, tensor_names
+from nanovllm.loading.optional import find_optional, load_optional
+from nanovllm.models.config import read_json
+from nanovllm.runner.single_rank import SingleRank
 
-if TYPE_CHECKING:
-    from nanovllm.features.tensor_parallel.ranks import Ranks
-
-# Held while a tokenizer is loaded: transformers imports its modules when they are first used, and an
-# import that another thread has begun fails there with ImportError.
+# Held while a tokenizer is loaded: transformers imports its modules when they are first used, and
+# an import that another thread has begun fails there with ImportError.
 TOKENIZER_LOCK = threading.Lock()
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
-    if config.tensor_parallel_size == 1:
-        return load_engine(config, *find_files(config))
-    # Not imported, nor is torch.distributed used, by an engine on one device.
-    from nanovllm.features.tensor_parallel.ranks import AgreeingRunner, Ranks
-
-    ranks = Ranks(config)
+    ranks = SingleRank()
+    if config.tensor_parallel_size > 1:  # torch.distributed is not used by an engine on one device
+        module = load_optional("features.tensor_parallel.ranks", "tensor_parallel_size")
+        ranks = module.Ranks(config)
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # which downloads them
-            files = find_files(config)
-        engine = load_engine(config, *files, ranks)
-    engine.runner = AgreeingRunner(engine.runner, ranks)
+            checkpoint, tokenizer_dir = find_files(config)
+        with checkpoint:
+            engine = load_engine(config, checkpoint, tokenizer_dir, ranks)
     # Also when the interpreter exits: a thread of Gloo may otherwise end the process with SIGABRT.
     weakref.finalize(engine, ranks.leave)
     return engine
 
 
-def find_files(config: EngineConfig) -> tuple[Path, Path]:
-    """Return the directories of the checkpoint and of the tokenizer."""
+def find_files(config: EngineConfig) -> tuple[Checkpoint, Path]:
+    """Return the checkpoint and the directory of the tokenizer."""
     has_weights = config.load_format != "dummy"
-    directory = home = find_checkpoint(config.model, config.revision, weights=has_weights)
+    directory = find_checkpoint(config.model, config.revision, weights=has_weights)
+    tokenizer_dir = directory
     if config.tokenizer is not None and not config.skip_tokenizer_init:
-        home = find_checkpoint(config.tokenizer, weights=False)
-    return directory, home
+        tokenizer_dir = find_checkpoint(config.tokenizer, weights=False)
+    return Checkpoint(directory, has_weights), tokenizer_dir
 
 
 def load_engine(
-    config: EngineConfig, directory: Path, home: Path, ranks: Ranks | None = None
+    config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: SingleRank
 ) -> LLMEngine:
-    """Load the checkpoint in `directory` and the tokenizer in `home`, and build the engine."""
-    model_config = ModelConfig.from_file(config_file(directory))
+    """Load the checkpoint and the tokenizer in `tokenizer_dir`, and build the engine."""
+    tiers = None
+    if config.swap_space:
+        tiers = load_optional("features.host_tier.blocks", "swap_space")
+    model_config = checkpoint.model_config
+    max_model_len = longest_request(config, checkpoint)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        with TOKENIZER_LOCK:
+            tokenizer = load_tokenizer(tokenizer_dir)
+    eos_token_ids, default_params = checkpoint.generation_defaults()
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos_token_ids |= {tokenizer.eos_token_id}
+    if beyond := {token for token in eos_token_ids if token >= model_config.vocab_size}:
+        logger.warning(
+            f"the end-of-sequence tokens {sorted(beyond)} are outside the vocabulary of "
+            f"{model_config.vocab_size}, and end no output"
+        )
+        eos_token_ids -= beyond
+    if not checkpoint.has_head:  # a head that is tied takes no memory; it is never used
+        model_config = replace(model_config, tie_word_embeddings=True)
+    runner = make_runner(config, model_config, checkpoint, max_model_len, ranks)
+    inputs = InputProcessor(
+        tokenizer,
+        model_config.vocab_size,
+        runner.max_model_len,
+        eos_token_ids,
+        default_params,
+        config.seed,
+        has_head=checkpoint.has_head,
+        max_logprobs=config.max_logprobs,
+    )
+    embeddings = find_optional("features.embeddings.sentence_transformers")
+    if embeddings is not None:
+        directory, size = checkpoint.directory, model_config.hidden_size
+        inputs.pooling = embeddings.read_pooling_settings(directory, size)
+    blocks = None
+    if tiers is not None:
+        sizes = runner.num_blocks, config.kvcache_block_size, runner.host_pool.num_blocks
+        blocks = tiers.TieredBlockManager(*sizes)
+    return LLMEngine(config, ranks.agreeing(runner), inputs, blocks)
+
+
+def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Return the length of the longest request that model and option max_model_len allow."""
+    model_config = checkpoint.model_config
     longest, window = model_config.max_position_embeddings, model_config.sliding_window
     max_model_len = config.max_model_len or longest
     if max_model_len > longest:
@@ -74,55 +107,10 @@ def load_engine(
         )
     if window is not None and max_model_len > window:
         raise ValueError(
-            f"{directory.name} attends over a sliding window of {window} tokens, which is not "
-            f"supported; set max_model_len={window} or less to run it within one window"
+            f"{checkpoint.directory.name} attends over a sliding window of {window} tokens, which "
+            f"is not supported; set max_model_len={window} or less to run it within one window"
         )
-    tokenizer = None
-    if not config.skip_tokenizer_init:
-        with TOKENIZER_LOCK:
-            tokenizer = load_tokenizer(home)
-    eos_token_ids, default_params = generation_defaults(directory)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos_token_ids |= {tokenizer.eos_token_id}
-    if beyond := {token for token in eos_token_ids if token >= model_config.vocab_size}:
-        logger.warning(
-            f"the end-of-sequence tokens {sorted(beyond)} are outside the vocabulary of "
-            f"{model_config.vocab_size}, and end no output"
-        )
-        eos_token_ids -= beyond
-    has_head = model_config.tie_word_embeddings or (
-        HEAD in tensor_names(weight_files(directory))
-        if config.load_format != "dummy"
-        else model_config.architecture.endswith("ForCausalLM")
-    )
-    if not has_head:  # a head that is tied takes no memory; it is never used
-        model_config = replace(model_config, tie_word_embeddings=True)
-    runner = make_runner(config, model_config, directory, max_model_len, ranks=ranks)
-    num_tokens, fitted = runner.num_blocks * config.kvcache_block_size, ""
-    if (length := runner.max_model_len) < max_model_len:
-        fitted = f", which limits max_model_len to {length:,} of the model's {max_model_len:,}"
-    cache = runner.attention.cache
-    in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
-    weights = weight_bytes(runner.model.config, runner.backend, runner.dtype)
-    each = "" if ranks is None else f", each of {ranks.size} ranks"
-    logger.info(
-        f"{directory.name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
-        f"weights of {weights / 2**20:,.0f} MiB, "
-        f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
-        f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
-    )
-    inputs = InputProcessor(
-        tokenizer,
-        model_config.vocab_size,
-        length,
-        eos_token_ids,
-        default_params,
-        config.seed,
-        read_pooling_settings(directory, model_config.hidden_size),
-        has_head,
-        config.max_logprobs,
-    )
-    return LLMEngine(config, runner, inputs)
+    return max_model_len
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

@@ -1,140 +1,135 @@
-"""Makes a ModelRunner: device, model, rows, KV cache, then captured graphs or compiled layers.
+"""Makes a ModelRunner, in stages: memory, model, rows, KV cache, then captured or fused steps.
 
-The KV cache comes after everything else, because it takes the memory that is left.
+The order matters. The free memory is measured before the weights are loaded. The KV cache comes
+after everything that a step needs, because it takes the memory that is left. What is captured
+reads it.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
 
 import torch
 
 from nanovllm.api.config import EngineConfig
-from nanovllm.backends.cpu.openmp import check_openmp
-from nanovllm.backends.cpu.threads import ThreadLimit
-from nanovllm.features.host_tier.pool import HostPool, PinnedPool, make_host_tier
-from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
+from nanovllm.api.log import logger
 from nanovllm.loading import memory
-from nanovllm.loading.checkpoint import weight_files
-from nanovllm.loading.select_backend import device_guard, pick_backend, pick_device, pick_dtype
-from nanovllm.models.backend import Attention
+from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.loading.optional import find_optional, load_optional
+from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
+from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
-from nanovllm.models.int8 import quantized
+from nanovllm.models.fp8 import FP8, Scales
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import load_weights, random_weights
+from nanovllm.models.weights import random_weights
 from nanovllm.plan import StepPlan
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
-
-if TYPE_CHECKING:
-    from nanovllm.features.tensor_parallel.ranks import Ranks
+from nanovllm.runner.single_rank import SingleRank
 
 
 def make_runner(
     config: EngineConfig,
-    whole: ModelConfig,
-    directory: Path,
+    full_config: ModelConfig,
+    checkpoint: Checkpoint,
     max_model_len: int,
-    ranks: Ranks | None = None,
+    ranks: SingleRank,
 ) -> ModelRunner:
-    """`whole` is the model in `directory`, of which each of the ranks has a part."""
-    check_openmp()
-    model_config = whole if ranks is None else config_of_rank(whole, ranks.size)
-    device, block_size = pick_device(config.device), config.kvcache_block_size
-    dtype = pick_dtype(config.dtype, device, model_config.dtype)
+    """`full_config` describes the model in `checkpoint`, of which each of the ranks has a part.
+
+    Requests have at most `max_model_len` tokens, or fewer if the memory holds fewer.
+    """
+    if (openmp := find_optional("backends.cpu.openmp")) is not None:
+        openmp.check_openmp()
+    device = pick_device(config.device)
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
-    with device_guard(device), memory.explain_out_of_memory(remedy):
-        before = memory.Snapshot.of(device, config.tensor_parallel_size)
-        backend = pick_backend(config.attention_backend, device, dtype, model_config.num_weights)
-        if config.quantization is not None:
-            backend = quantized(backend, device, dtype)
-        weight_bytes = memory.weight_bytes(model_config, backend, dtype)
-        memory.check_weights(directory.name, weight_bytes, dtype, before)
-        cache_dtype = dtype if config.kv_cache_dtype == "auto" else FP8
-        block_bytes = model_config.block_bytes(block_size, cache_dtype.itemsize)
-        memory.check_cache(config, block_bytes, before)
-        host_blocks = memory.num_host_blocks(config, block_bytes, weight_bytes, before)
+    with on_device, memory.explain_out_of_memory(remedy):
+        before = memory.Snapshot.of(device, ranks.size)
+        model_config = ranks.config_of_rank(full_config)
+        backend = make_backend(config, model_config, device)
+        room = make_room(config, model_config, backend, before)
+        room.check(checkpoint.directory.name, backend.dtype)
         # Rows and rotary tables are not larger than for the longest request that can fit.
-        most = memory.most_blocks(config, block_bytes, weight_bytes, before)
-        most = most if ranks is None else ranks.smallest(most)
-        max_model_len = memory.fitted_length(config, max_model_len, most)
-        # torch's defaults for dtype and device would apply to other threads too.
-        backend = replace(backend, empty=partial(torch.empty, dtype=dtype, device=device))
-        limits: Any = partial(device_guard, device)
-        if device.type == "cpu":
-            limits = ThreadLimit()
-            backend = replace(backend, before_layer=limits.adjust)
-        model = Qwen3(model_config, max_model_len, backend)
-        load_model(config, model, whole, directory, ranks)
-        max_blocks = -(-max_model_len // block_size)
-        rows = Rows(config.max_num_seqs, max_blocks, block_size, whole.vocab_size, device)
-        # What can be captured is built from the mirror, so that eager steps compute the same.
-        mirror = None if backend.capture_decode is None else Mirror(rows)
-        runner = ModelRunner(model, backend, rows, mirror, limits)
-        scales = None
-        if cache_dtype == FP8:
-            files = [] if config.load_format == "dummy" else weight_files(directory)
-            scales = read_fp8_scales(files, model_config.num_layers)
-        make_cache(runner, config, max_model_len, block_bytes, scales, before, host_blocks, ranks)
-        runner.max_model_len = memory.fitted_length(config, max_model_len, runner.num_blocks)
-        if ranks is None:  # compiled layers have no all-reduce
-            runner.compiled_model = backend.compile_layers(model, runner.attention) or model
-        if backend.capture_decode is not None and not config.enforce_eager:
-            shape = config.max_num_seqs, model_config.hidden_size
-            hidden = torch.empty(shape, dtype=dtype, device=device)
-            with (
-                torch.inference_mode(),
-                memory.explain_out_of_memory(
-                    "the remaining memory does not hold the CUDA graphs; lower max_num_seqs, "
-                    "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"
-                ),
-            ):
-                runner.graphs = backend.capture_decode(runner.decode, hidden)
-        if (pool := runner.host_pool) is not None:
-            runner.host_tier = make_host_tier(runner, pool, config, max_model_len, ranks)
-            if runner.host_tier is None:
-                runner.host_pool = None
+        longest = room.fitted_length(max_model_len, ranks.smallest(room.max_blocks))
+        model = Qwen3(model_config, longest, backend)
+        load_model(config, model, full_config, checkpoint, ranks)
+        runner = make_eager_runner(config, model, full_config.vocab_size, longest)
+        is_fp8 = config.kv_cache_dtype != "auto"
+        scales = checkpoint.fp8_scales(model_config.num_layers) if is_fp8 else None
+        make_cache(runner, room, longest, scales, ranks)
+        runner.max_model_len = room.fitted_length(longest, runner.num_blocks)
+        make_fast_steps(config, runner, ranks)
+    log_sizes(runner, room, checkpoint.directory.name, max_model_len, ranks)
     return runner
 
 
+def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Backend:
+    dtype = pick_dtype(config.dtype, device, model_config.dtype)
+    num_weights = Qwen3.on_meta(model_config).num_weights
+    backend = pick_backend(config.attention_backend, device, dtype, num_weights)
+    return backend if config.quantization is None else backend.quantized()
+
+
+def make_room(
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, before: memory.Snapshot
+) -> memory.Room:
+    cache_dtype = backend.dtype if config.kv_cache_dtype == "auto" else FP8
+    weight_bytes = Qwen3.on_meta(model_config, backend).weight_bytes
+    block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
+    return memory.Room(config, before, weight_bytes, block_bytes)
+
+
 def load_model(
-    config: EngineConfig, model: Qwen3, whole: ModelConfig, directory: Path, ranks: Ranks | None
+    config: EngineConfig,
+    model: Qwen3,
+    full_config: ModelConfig,
+    checkpoint: Checkpoint,
+    ranks: SingleRank,
 ) -> None:
-    """Load the weights of `model`, which is the part of a rank if there are ranks."""
-    parts = model.checkpoint_parts()
-    if ranks is not None:
-        parts = parts_of_rank(parts, whole, ranks.rank, ranks.size)
-    if config.load_format == "dummy":
-        random_weights(parts, config.seed, model.norm.device)
+    """Load the weights of `model`, which is the part of a rank."""
+    tensors = ranks.tensors_of_rank(model.checkpoint_tensors(), full_config)
+    if checkpoint.has_weights:
+        checkpoint.load_weights(tensors)
     else:
-        load_weights(parts, weight_files(directory))
-    for module in model.linears():  # one after the other, to save memory
-        model.backend.pack(module)
-    if ranks is not None:
-        ranks.connect(model, whole.vocab_size)
+        random_weights(tensors, config.seed, model.norm.device)
+    for linear in model.linears():  # one after the other, to save memory
+        model.backend.after_load(linear)
+    ranks.connect(model, full_config.vocab_size)
+
+
+def make_eager_runner(
+    config: EngineConfig, model: Qwen3, vocab_size: int, max_model_len: int
+) -> ModelRunner:
+    """Return a runner with rows for requests. Its KV cache and fast steps follow."""
+    block_size, device = config.kvcache_block_size, model.backend.device
+    max_blocks = -(-max_model_len // block_size)
+    rows = Rows(config.max_num_seqs, max_blocks, block_size, vocab_size, device)
+    # What can be captured is built from the mirror, so that eager steps compute the same.
+    mirror = Mirror(rows) if model.backend.captures else None
+    thread_limit = nullcontext
+    threads = find_optional("backends.cpu.threads") if device.type == "cpu" else None
+    if threads is not None:
+        thread_limit = threads.ThreadLimit()
+        model.backend.before_layer = thread_limit.adjust
+    return ModelRunner(model, model.backend, rows, mirror, thread_limit)
 
 
 def make_cache(
     runner: ModelRunner,
-    config: EngineConfig,
+    room: memory.Room,
     max_model_len: int,
-    block_bytes: int,
     scales: list[Scales] | None,
-    before: memory.Snapshot,
-    host_blocks: int,
-    ranks: Ranks | None,
+    ranks: SingleRank,
 ) -> None:
-    """Set the runner's KV cache, as large as `config` says or as fits beside the largest steps."""
-    block_size, model_config = config.kvcache_block_size, runner.model.config
+    """Give the runner a KV cache as large as the options say or as fits, and host blocks."""
 
     def make_attention(num_blocks: int) -> Attention:
-        arguments = model_config, num_blocks, block_size, runner.dtype, runner.device, scales
-        attention: Attention = runner.backend.attention(*arguments)
+        block_size = room.config.kvcache_block_size
+        attention: Attention = runner.backend.attention(
+            runner.model.config, num_blocks, block_size, scales
+        )
         return attention
 
     def profile(plan: StepPlan) -> None:
@@ -144,18 +139,54 @@ def make_cache(
         runner.attention.copy_blocks([(0, 0)])
         runner.run(plan)
 
-    if host_blocks:  # its buffers on a GPU come first, because the cache takes what remains
-        block = make_attention(1).cache[:, :, 0]
-        make_pool = PinnedPool if block.device.type == "cuda" else HostPool
+    if room.num_host_blocks:  # buffers on a GPU come first, because the cache takes what remains
+        pools = load_optional("features.host_tier.pool", "swap_space")
         with memory.explain_out_of_memory(
-            f"swap_space={config.swap_space} takes more host memory than there is; lower it"
+            f"swap_space={room.config.swap_space} takes more host memory than there is; lower it"
         ):
-            runner.host_pool = make_pool(host_blocks, block)
-    num = memory.num_kv_blocks(config, max_model_len, block_bytes, before, profile)
-    if ranks is not None:
-        num = ranks.smallest(num)
+            runner.host_pool = pools.make_pool(room.num_host_blocks, make_attention(1).cache)
+    num = ranks.smallest(room.num_kv_blocks(max_model_len, profile))
     with memory.explain_out_of_memory(
-        f"a KV cache of {num} blocks takes {(num + 1) * block_bytes:,} bytes, more than the memory "
-        "holds; lower num_kvcache_blocks or kv_cache_memory_bytes"
+        f"a KV cache of {num} blocks takes {(num + 1) * room.block_bytes:,} bytes, more than the "
+        "memory holds; lower num_kvcache_blocks or kv_cache_memory_bytes"
     ):
-        runner.attention, runner.num_blocks = make_attention(num + 1), num
+        runner.attention = make_attention(num + 1)
+    runner.num_blocks = num
+
+
+def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank) -> None:
+    """Let a decode take few calls: fuse its layers on a CPU, capture it on a GPU."""
+    backend, model = runner.backend, runner.model
+    if ranks.size == 1:  # fused layers have no all-reduce
+        runner.fused_model = backend.fuse_layers(model, runner.attention) or model
+    if backend.captures and not config.enforce_eager:
+        hidden = backend.empty(config.max_num_seqs, model.config.hidden_size)
+        remedy = (
+            "the remaining memory does not hold the CUDA graphs; lower max_num_seqs, "
+            "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"
+        )
+        with torch.inference_mode(), memory.explain_out_of_memory(remedy):
+            runner.graphs = backend.capture_decode(runner.decode, hidden)
+
+
+def log_sizes(
+    runner: ModelRunner, room: memory.Room, name: str, max_model_len: int, ranks: SingleRank
+) -> None:
+    config, cache = room.config, runner.attention.cache
+    each = "" if ranks.size == 1 else f", each of {ranks.size} ranks"
+    num_tokens = runner.num_blocks * config.kvcache_block_size
+    in_fp8 = f" in {config.kv_cache_dtype}" if cache.dtype != runner.dtype else ""
+    fitted = ""
+    if runner.max_model_len < max_model_len:
+        length = f"{runner.max_model_len:,} of the model's {max_model_len:,}"
+        fitted = f", which limits max_model_len to {length}"
+    logger.info(
+        f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
+        f"weights of {room.weight_bytes / 2**20:,.0f} MiB, "
+        f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
+        f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
+    )
+    if runner.host_pool is not None:
+        logger.info(
+            f"host memory holds {room.num_host_blocks:,} KV blocks ({config.swap_space:g} GiB)"
+        )

@@ -4,14 +4,12 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from nanovllm.api.config import EngineConfig
-from nanovllm.models.backend import Backend
-from nanovllm.models.config import ModelConfig
 from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepPlan, Yield
 
 # How torch reports a failed allocation on a CPU, where the error has no type of its own.
@@ -42,136 +40,138 @@ class Snapshot:
         return cls(device, free, free)
 
 
-def weight_bytes(config: ModelConfig, backend: Backend, dtype: torch.dtype) -> int:
-    """The size of the weights as `backend` stores them before it packs any."""
-    empty = partial(torch.empty, dtype=dtype, device="meta")  # without memory
-    linears: int = sum(backend.make_weight(empty, *shape).nbytes for shape in config.linears)
-    return linears + config.num_other_weights * dtype.itemsize
+@dataclass(frozen=True)
+class Room:
+    """The memory that weights and KV blocks may take, known before any is allocated."""
 
+    config: EngineConfig
+    before: Snapshot  # taken before the weights are loaded
+    weight_bytes: int
+    block_bytes: int
 
-def check_weights(name: str, size: int, dtype: torch.dtype, before: Snapshot) -> None:
-    """Raise ValueError if the weights of the model `name` do not fit the free memory."""
-    if size > before.free:
-        raise ValueError(
-            f"the weights of {name} take {size / 2**30:,.2f} GiB in {str(dtype)[6:]}, and "
-            f"{before.free / 2**30:,.2f} GiB of memory are free on {before.device}; use a smaller "
-            "model, end other programs, or set dtype='bfloat16', which takes half of float32, or "
-            "quantization='int8', which takes half of that"
-        )
-
-
-def check_cache(config: EngineConfig, block_bytes: int, before: Snapshot) -> None:
-    """Raise ValueError if the options ask for a KV cache that does not fit the free memory."""
-    size = config.kv_cache_memory_bytes or 0
-    if config.num_kvcache_blocks is not None:
-        size = (config.num_kvcache_blocks + 1) * block_bytes
-    if size > before.free:
-        raise ValueError(
-            f"a KV cache of {size:,} bytes does not fit the {before.free:,} that are free on "
-            f"{before.device}; lower num_kvcache_blocks, kvcache_block_size or kv_cache_memory_bytes"
-        )
-
-
-def num_host_blocks(
-    config: EngineConfig, block_bytes: int, weight_bytes: int, before: Snapshot
-) -> int:
-    """Return the number of blocks of the option swap_space.
-
-    Raises ValueError if host memory does not hold them. On a CPU weights and KV cache take from it.
-    """
-    if not config.swap_space:
-        return 0
-    size = int(config.swap_space * 2**30)
-    free, beside = available_host_memory() // config.tensor_parallel_size, ""
-    if before.device.type == "cpu":
-        cache = config.kv_cache_memory_bytes or 2 * block_bytes
-        if config.num_kvcache_blocks is not None:
-            cache = (config.num_kvcache_blocks + 1) * block_bytes
-        free, beside = before.free - weight_bytes - cache, " beside weights and KV cache"
-    if size > free:
-        raise ValueError(
-            f"swap_space={config.swap_space} takes {size:,} bytes of host memory, and {free:,} are "
-            f"free{beside}; lower it, or end other programs"
-        )
-    if size < block_bytes:
-        raise ValueError(
-            f"swap_space={config.swap_space} has no room for one block: a block of "
-            f"{config.kvcache_block_size} tokens takes {block_bytes:,} bytes; raise it to "
-            f"{block_bytes / 2**30:.2g} or more, or set it to 0"
-        )
-    return size // block_bytes
-
-
-def most_blocks(config: EngineConfig, block_bytes: int, weight_bytes: int, before: Snapshot) -> int:
-    """An upper bound of `num_kv_blocks`, which is known before anything is allocated."""
-    room = before.free - weight_bytes
-    if before.device.type == "cpu":
-        room = min(room, CPU_CACHE_BYTES // config.tensor_parallel_size)
-    return max(1, room // block_bytes)
-
-
-def num_kv_blocks(
-    config: EngineConfig,
-    max_model_len: int,
-    block_bytes: int,
-    before: Snapshot,
-    run: Callable[[StepPlan], None],
-) -> int:
-    """Return the number of blocks for requests.
-
-    `before` was taken before the weights were loaded. On a GPU the largest steps are run to measure
-    scratch memory. All of it is reserved, because graphs use a pool of their own. Raises ValueError
-    if there is no room for the shortest request or, on a GPU, for one of the option max_model_len.
-    """
-    scratch = 0
-    if before.device.type == "cuda":
-        scratch = sum(_scratch_bytes(run, plan) for plan in largest_plans(config, max_model_len))
-    if config.num_kvcache_blocks is not None:
-        return config.num_kvcache_blocks
-    if config.kv_cache_memory_bytes is not None:
-        num = config.kv_cache_memory_bytes // block_bytes - 1
+    @cached_property
+    def requested_blocks(self) -> int | None:
+        """The KV blocks for requests that an option asks for. None: as many as fit."""
+        if self.config.num_kvcache_blocks is not None:
+            return self.config.num_kvcache_blocks
+        size = self.config.kv_cache_memory_bytes
+        if size is None:
+            return None
+        num = size // self.block_bytes - 1
         if num < 1:
             raise ValueError(
-                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes:,} has no room for one "
-                f"block: a block of {config.kvcache_block_size} tokens takes {block_bytes:,} bytes "
-                "and so does the null block; raise it, or lower kvcache_block_size"
+                f"kv_cache_memory_bytes={size:,} has no room for one block: a block of "
+                f"{self.config.kvcache_block_size} tokens takes {self.block_bytes:,} bytes and so "
+                "does the null block; raise it, or lower kvcache_block_size"
             )
         return num
-    per_sequence = -(-max_model_len // config.kvcache_block_size)
-    # A prompt and an output have at least one token each.
-    least = -(-2 // config.kvcache_block_size)
-    what = "one block and the null block need" if least == 1 else "a request of 2 tokens needs"
-    if before.device.type == "cuda":
-        room, where = _cuda_room(config, before, scratch)
-        if config.max_model_len is not None:
-            least, what = per_sequence, f"one request of max_model_len={max_model_len} needs"
-        remedy = (
-            "Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, or "
-            "raise gpu_memory_utilization"
-        )
-    else:
-        # The other half is for activations and for other processes. The swap space of all ranks is
-        # not written yet, and so still counted as free.
-        swap = int(config.swap_space * 2**30) * config.tensor_parallel_size
-        room = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
-        room //= config.tensor_parallel_size
-        where = f"{room / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
-        remedy = "Lower kvcache_block_size, or end other programs"
-    num = min(room // block_bytes - 1, per_sequence * config.max_num_seqs)
-    if num < least:
-        raise ValueError(
-            f"too little memory for the KV cache: it may take {where}; {what} "
-            f"{(least + 1) * block_bytes / 2**20:,.0f} MiB. {remedy}"
-        )
-    return num
 
+    @cached_property
+    def max_blocks(self) -> int:
+        """An upper bound of `num_kv_blocks`."""
+        size = self.before.free - self.weight_bytes
+        if self.before.device.type == "cpu":
+            size = min(size, CPU_CACHE_BYTES // self.config.tensor_parallel_size)
+        return max(1, size // self.block_bytes)
 
-def fitted_length(config: EngineConfig, max_model_len: int, num_blocks: int) -> int:
-    """max_model_len, or what the cache holds, if the memory limits it and the user sets neither."""
-    options = config.max_model_len, config.num_kvcache_blocks, config.kv_cache_memory_bytes
-    if any(option is not None for option in options):
-        return max_model_len
-    return min(max_model_len, num_blocks * config.kvcache_block_size)
+    @cached_property
+    def num_host_blocks(self) -> int:
+        """The number of blocks in host memory, by the option swap_space.
+
+        Raises ValueError if host memory does not hold them. On a CPU it also holds the weights and
+        the KV cache.
+        """
+        config = self.config
+        if not config.swap_space:
+            return 0
+        size = int(config.swap_space * 2**30)
+        free = available_host_memory() // config.tensor_parallel_size
+        where = ""
+        if self.before.device.type == "cpu":
+            cache = ((self.requested_blocks or 1) + 1) * self.block_bytes
+            free = self.before.free - self.weight_bytes - cache
+            where = " beside weights and KV cache"
+        if size > free:
+            raise ValueError(
+                f"swap_space={config.swap_space} takes {size:,} bytes of host memory, and {free:,} "
+                f"are free{where}; lower it, or end other programs"
+            )
+        if size < self.block_bytes:
+            raise ValueError(
+                f"swap_space={config.swap_space} has no room for one block: a block of "
+                f"{config.kvcache_block_size} tokens takes {self.block_bytes:,} bytes; raise it to "
+                f"{self.block_bytes / 2**30:.2g} or more, or set it to 0"
+            )
+        return size // self.block_bytes
+
+    def check(self, name: str, dtype: torch.dtype) -> None:
+        """Raise ValueError if the model `name`, or what the options ask for, does not fit."""
+        before = self.before
+        if self.weight_bytes > before.free:
+            raise ValueError(
+                f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in "
+                f"{str(dtype)[6:]}, and {before.free / 2**30:,.2f} GiB of memory are free on "
+                f"{before.device}; use a smaller model, end other programs, or set "
+                "dtype='bfloat16', which takes half of float32, or quantization='int8', which "
+                "takes half of that"
+            )
+        size = ((self.requested_blocks or 0) + 1) * self.block_bytes
+        if self.requested_blocks is not None and size > before.free:
+            raise ValueError(
+                f"a KV cache of {size:,} bytes does not fit the {before.free:,} that are free on "
+                f"{before.device}; lower num_kvcache_blocks, kvcache_block_size or "
+                "kv_cache_memory_bytes"
+            )
+        _ = self.num_host_blocks
+
+    def fitted_length(self, max_model_len: int, num_blocks: int) -> int:
+        """max_model_len, or what the blocks hold, if the memory limits it and no option is set."""
+        if self.config.max_model_len is not None or self.requested_blocks is not None:
+            return max_model_len
+        return min(max_model_len, num_blocks * self.config.kvcache_block_size)
+
+    def num_kv_blocks(self, max_model_len: int, run: Callable[[StepPlan], None]) -> int:
+        """Return the number of blocks for requests, once the weights are loaded.
+
+        On a GPU the largest steps are run to measure scratch memory. All of it is reserved, because
+        graphs use a pool of their own. Raises ValueError if there is no room for the shortest
+        request or, on a GPU, for one of the option max_model_len.
+        """
+        config, before, block_bytes = self.config, self.before, self.block_bytes
+        scratch = 0
+        if before.device.type == "cuda":
+            plans = largest_plans(config, max_model_len)
+            scratch = sum(_scratch_bytes(run, plan) for plan in plans)
+        if self.requested_blocks is not None:
+            return self.requested_blocks
+        per_sequence = -(-max_model_len // config.kvcache_block_size)
+        # A prompt and an output have at least one token each.
+        needed = -(-2 // config.kvcache_block_size)
+        what = "one block and the null block need" if needed == 1 else "a request of 2 tokens needs"
+        if before.device.type == "cuda":
+            size, where = _cuda_room(config, before, scratch)
+            if config.max_model_len is not None:
+                needed = per_sequence
+                what = f"one request of max_model_len={max_model_len} needs"
+            remedy = (
+                "Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, "
+                "or raise gpu_memory_utilization"
+            )
+        else:
+            # The other half is for activations and for other processes. The swap space of all ranks
+            # is not written yet, and so still counted as free.
+            swap = int(config.swap_space * 2**30) * config.tensor_parallel_size
+            size = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
+            size //= config.tensor_parallel_size
+            where = f"{size / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
+            remedy = "Lower kvcache_block_size, or end other programs"
+        num = min(size // block_bytes - 1, per_sequence * config.max_num_seqs)
+        if num < needed:
+            raise ValueError(
+                f"too little memory for the KV cache: it may take {where}; {what} "
+                f"{(needed + 1) * block_bytes / 2**20:,.0f} MiB. {remedy}"
+            )
+        return num
 
 
 def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:

@@ -4,19 +4,18 @@
     a GPU                                gpu.backend   ("triton"), from compute capability 7.5
     a CPU, float32 or bfloat16           cpu.backend   ("numba"), if Numba is installed and, for
                                          a small model, its kernels are compiled
-    anything else                        models.backend.PLAIN ("sdpa")
+    anything else                        models.backend     ("sdpa")
 
 The folders gpu/ and cpu/ are imported here, by name, when they are selected.
 """
 
-import importlib
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 
 from nanovllm.api.log import logger
-from nanovllm.models.backend import PLAIN, Backend
+from nanovllm.loading.optional import load_optional
+from nanovllm.models.backend import Backend
 
 FOLDERS = {"triton": "gpu", "numba": "cpu"}
 # A model with fewer weights answers in plain torch before the CPU's kernels would be compiled.
@@ -32,29 +31,26 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
             logger.warning("float16 on a CPU runs in plain torch, which is slower")
             name = "sdpa"
     if name == "sdpa":
-        return PLAIN
+        return Backend(device, dtype)
+    may_be_plain = wanted == "auto" and name == "numba" and num_weights < SMALL_MODEL
     try:
-        module = importlib.import_module(f"nanovllm.backends.{FOLDERS[name]}.backend")
-    except ImportError as error:
+        path = f"backends.{FOLDERS[name]}.backend"
+        module = load_optional(path, f"attention_backend={name!r}")
+        if may_be_plain and not module.is_ready(dtype):
+            # It stays so for the whole process, so that its tokens do not change midway.
+            return Backend(device, dtype)
+        backend: Backend = module.make_backend(device, dtype)
+        return backend
+    except (ImportError, ValueError) as error:
         if wanted == "auto":
             logger.warning(f"attention runs in plain torch, which is slower: {error}")
-            return PLAIN
+            return Backend(device, dtype)
+        if isinstance(error, ValueError):
+            raise
         raise ValueError(
             f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
             "is missing, or use attention_backend='sdpa'"
         ) from error
-    may_be_plain = wanted == "auto" and name == "numba" and num_weights < SMALL_MODEL
-    if may_be_plain and not module.is_ready(dtype):
-        # It stays so for the whole process, so that its tokens do not change midway.
-        return PLAIN
-    try:
-        backend: Backend = module.make_backend(device, dtype)
-    except ValueError as error:
-        if wanted != "auto":
-            raise
-        logger.warning(f"attention runs in plain torch, which is slower: {error}")
-        return PLAIN
-    return backend
 
 
 def pick_device(name: str) -> torch.device:
@@ -88,8 +84,3 @@ def cpu_has_fast_bf16() -> bool:
     except OSError:
         return False
     return any(f" {flag}" in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-def device_guard(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current device of this thread, because Triton launches on it."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,24 +1,24 @@
-"""Backend: everything that a device brings, in one value.
+"""Backend: the parts of a model that a device may replace by kernels.
 
-The model is written in plain torch. A backend replaces named parts of it by kernels. `PLAIN`
-replaces nothing, runs on every device, and is the reference that the tests compare the others with.
+`Backend` itself is plain torch. It runs on every device, and the tests compare all others with it.
+backends/gpu/backend.py and backends/cpu/backend.py extend it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from nanovllm.models import layers, logit_rules, sampler
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
-from nanovllm.models.layers import Linear, Norms, Rope, add_rms_norm, linear, silu_and_mul
-from nanovllm.models.logit_rules import token_logprobs
-from nanovllm.models.sampler import sample
+from nanovllm.models.layers import Linear, Norms, Rope
 
 
 class Attention(Protocol):
@@ -48,46 +48,94 @@ class Attention(Protocol):
         """
 
 
-@dataclass(frozen=True)
 class Backend:
-    """Everything that a device brings. loading/select_backend.py selects one."""
+    """Plain torch on any device. loading/select_backend.py selects a backend."""
 
-    # (shape) -> an uninitialized weight. The runner sets its dtype and device.
-    empty: Callable[..., Tensor] = torch.empty
-    # (empty, outputs, inputs) -> the weight of a Linear: a tensor, or an object that is loaded and
-    # looked up like one.
-    make_weight: Callable[[Callable[..., Tensor], int, int], Any] = lambda empty, *shape: empty(
-        *shape
-    )
-    # (x [T, I], Linear) -> [T, O]
-    linear: Callable[[Tensor, Linear], Tensor] = linear
-    # Changes how a Linear is stored, once it is loaded.
-    pack: Callable[[Linear], None] = lambda module: None
-    # The fields that replace the plain ones of models/int8.py, if weights are in int8.
-    int8: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    # See models/layers.py. Both may overwrite their arguments.
-    add_rms_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = (
-        add_rms_norm
-    )
-    silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
-    # (model config, number of blocks with the null block, block size, dtype, device, scales of an
-    # fp8 cache or None) -> Attention
-    attention: Callable[
-        [ModelConfig, int, int, torch.dtype, torch.device, list[Scales] | None], Any
-    ] = PlainAttention
-    fused_attention: bool = False  # whether attention has `norm_rope_store`, and not `store`
-    # logits [R, V] -> token ids [R] int64
-    sample: Callable[[Tensor, SamplingBatch], Tensor] = sample
-    # See models/logit_rules.py.
-    token_logprobs: Callable[[Tensor, Tensor, int], Tensor] = token_logprobs
-    # (model, attention) -> an object with the model's `forward` and `logits`, or None.
-    compile_layers: Callable[[Any, Any], Any] = lambda model, attention: None
-    # (a decode step, memory for the hidden states [N, E] of N rows) -> the step, captured. The step
-    # takes rows [S] and returns hidden states [S, E] and tokens [S]; see gpu/graphs.py.
-    capture_decode: Callable[[Callable[[Tensor], tuple[Tensor, Tensor]], Tensor], Any] | None = None
-    guard: Callable[[], AbstractContextManager[object]] = nullcontext  # held while a step runs
-    # Called before each layer of a step, unless all layers are one call. The runner sets it.
-    before_layer: Callable[[], None] = lambda: None
+    attention_class: type[PlainAttention] = PlainAttention
+    fused_attention = False  # whether attention has `norm_rope_store`, and not `store`
+    captures = False  # whether `capture_decode` may be called
 
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """`dtype` is the dtype of the model."""
+        self.device, self.dtype = device, dtype
+        self.before_layer: Callable[[], None] = lambda: None  # called before each layer of a step
 
-PLAIN = Backend()
+    def quantized(self) -> Backend:
+        """Return a backend for the same device with the weights of linear layers in int8."""
+        from nanovllm.models.int8 import Int8Backend
+
+        return Int8Backend(self.device, self.dtype)
+
+    # ---- weights ----
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return an uninitialized weight."""
+        # torch's defaults for dtype and device would apply to other threads too.
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def make_weight(self, outputs: int, inputs: int) -> Any:
+        """Return the weight of a Linear: a tensor [O, I], or an object that is loaded, split and
+        looked up like one."""
+        return self.empty(outputs, inputs)
+
+    def after_load(self, module: Linear) -> None:
+        """Change how a Linear is stored, or prepare its kernels, once its weight is loaded."""
+
+    # ---- layers, as in models/layers.py; x and the residual may be overwritten ----
+
+    def linear(self, x: Tensor, module: Linear) -> Tensor:
+        """x [T, I] -> [T, O]."""
+        return layers.linear(x, module)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return layers.add_rms_norm(x, residual, weight, eps)
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        return layers.silu_and_mul(x)
+
+    # ---- attention and sampling ----
+
+    def attention(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        fp8_scales: list[Scales] | None = None,
+    ) -> Any:
+        """Return an Attention with a KV cache of `num_blocks` blocks, the null block included.
+
+        With the scales of each layer the cache is in fp8.
+        """
+        place = self.dtype, self.device
+        return self.attention_class(config, num_blocks, block_size, *place, fp8_scales)
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """logits [R, V] -> token ids [R] int64."""
+        return sampler.sample(logits, batch)
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+        """As models.logit_rules.token_logprobs."""
+        return logit_rules.token_logprobs(logits, tokens, k)
+
+    # ---- steps ----
+
+    def fuse_layers(self, model: Any, attention: Any) -> Any:
+        """Return an object with the model's `forward` and `logits` in fewer calls, or None."""
+        return None
+
+    def capture_decode(
+        self, decode: Callable[[Tensor], tuple[Tensor, Tensor]], hidden: Tensor
+    ) -> Any:
+        """Capture a decode step. See backends/gpu/graphs.py.
+
+        `decode` takes rows [S] and returns hidden states [S, E] and tokens [S]. `hidden` [N, E] is
+        memory for the hidden states of N rows.
+        """
+        raise NotImplementedError
+
+    def step_context(self) -> AbstractContextManager[object]:
+        """Return what is held while a step runs."""
+        # Triton launches on the current device of a thread.
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

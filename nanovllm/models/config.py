@@ -73,9 +73,12 @@ class ModelConfig:
     dtype: str | None  # the stored dtype of the weights, if config.json names it
 
     @classmethod
-    def from_file(cls, path: Path) -> ModelConfig:
-        """Read config.json. Raises ValueError for missing or unsupported fields."""
-        raw = check_fields(read_json(path), path)
+    def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
+        """Make it from the fields of config.json, which is at `path`.
+
+        Raises ValueError for missing or unsupported fields.
+        """
+        raw = check_fields(raw, path)
         architectures = raw.get("architectures") or []
         known = [name for name in ARCHITECTURES if name in architectures]
         if not known:
@@ -133,28 +136,6 @@ class ModelConfig:
     def block_bytes(self, block_size: int, itemsize: int) -> int:
         """The bytes of a KV block, keys and values of all layers, with `itemsize` bytes a number."""
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
-
-    @property
-    def linears(self) -> list[tuple[int, int]]:
-        """(outputs, inputs) of every linear layer, the head last."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden)]
-        return self.num_layers * [*layer, (hidden, inner)] + [(self.vocab_size, hidden)]
-
-    @property
-    def num_other_weights(self) -> int:
-        """The number of norm weights, biases, and weights of an embedding table that is not tied."""
-        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = self.attention_bias * (queries + 2 * keys) + self.output_bias * self.hidden_size
-        layer += 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        table = 0 if self.tie_word_embeddings else self.vocab_size
-        return self.num_layers * layer + (table + 1) * self.hidden_size
-
-    @property
-    def num_weights(self) -> int:
-        """The number of weights, a tied head counted once."""
-        return sum(outputs * inputs for outputs, inputs in self.linears) + self.num_other_weights
 
 
 # Properties that follow from the architecture's name and may be absent in config.json.

@@ -13,11 +13,11 @@ those of its own step too: a prompt in chunks computes the same as a whole one.
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
@@ -36,24 +36,23 @@ def to_fp8(x: Tensor, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
 
 
-def read_fp8_scales(files: list[Path], num_layers: int) -> list[Scales]:
-    """The scales of each layer from safetensors files; 1 where they have none.
+def read_fp8_scales(files: Mapping[Path, Any], num_layers: int) -> list[Scales]:
+    """Return the scales of each layer from open safetensors files; 1 where they have none.
 
     Raises ValueError for a scale that is not one finite number above 0.
     """
     scales = [{"k": 1.0, "v": 1.0} for _ in range(num_layers)]
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a dict)
-                match = KV_SCALE.fullmatch(name)
-                if match is None or int(match[1]) >= num_layers:
-                    continue
-                tensor = file.get_tensor(name)
-                scale = float(tensor) if tensor.numel() == 1 else math.nan
-                if not 0 < scale < math.inf:
-                    raise ValueError(
-                        f"{path}: {name} must be one finite number above 0, not {tensor.tolist()}; "
-                        "use kv_cache_dtype='auto', which ignores it"
-                    )
-                scales[int(match[1])][match[2]] = scale
+    for path, file in files.items():
+        for name in file.keys():  # noqa: SIM118 (not a dict)
+            match = KV_SCALE.fullmatch(name)
+            if match is None or int(match[1]) >= num_layers:
+                continue
+            tensor = file.get_tensor(name)
+            scale = float(tensor) if tensor.numel() == 1 else math.nan
+            if not 0 < scale < math.inf:
+                raise ValueError(
+                    f"{path}: {name} must be one finite number above 0, not {tensor.tolist()}; "
+                    "use kv_cache_dtype='auto', which ignores it"
+                )
+            scales[int(match[1])][match[2]] = scale
     return [(scale["k"], scale["v"]) for scale in scales]

@@ -17,14 +17,13 @@ outliers. The head is quantized too. If it is tied, the embeddings are read from
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models.backend import PLAIN, Backend
+from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 
 LARGEST = 127
@@ -116,18 +115,21 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
-def quantized(backend: Backend, device: torch.device, dtype: torch.dtype) -> Backend:
-    """`backend` with the weights of linear layers in int8. Raises ValueError if it has no product."""
-    on_cpu = device.type == "cpu"
-    if on_cpu and dtype is torch.float16:
-        raise ValueError(
-            "quantization='int8' on a CPU is for float32 and bfloat16, and dtype is 'float16'; set "
-            "dtype='bfloat16'"
-        )
-    plain: dict[str, Any] = dict(
-        make_weight=Int8Weight.empty,
-        linear=dynamic if on_cpu else weight_only,
-        pack=PLAIN.pack,
-        compile_layers=PLAIN.compile_layers,  # those of cpu/ read bfloat16
-    )
-    return replace(backend, **{**plain, **backend.int8})
+class Int8Backend(Backend):
+    """Plain torch with the weights of linear layers in int8."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises ValueError if the device has no product of int8 for the dtype."""
+        if device.type == "cpu" and dtype is torch.float16:
+            raise ValueError(
+                "quantization='int8' on a CPU is for float32 and bfloat16, and dtype is 'float16'; "
+                "set dtype='bfloat16'"
+            )
+        super().__init__(device, dtype)
+
+    def make_weight(self, outputs: int, inputs: int) -> Int8Weight:
+        return Int8Weight.empty(self.empty, outputs, inputs)
+
+    def linear(self, x: Tensor, module: Linear) -> Tensor:
+        product = dynamic if self.device.type == "cpu" else weight_only
+        return product(x, module)

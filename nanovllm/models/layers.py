@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models.weights import Part
+from nanovllm.models.weights import CheckpointTensor
 
 if TYPE_CHECKING:
     from nanovllm.models.backend import Backend
@@ -46,27 +46,27 @@ class Linear:
     """
 
     def __init__(
-        self, inputs: int, parts: dict[str, int], backend: Backend, bias: bool = False
+        self, inputs: int, projections: dict[str, int], backend: Backend, bias: bool = False
     ) -> None:
-        """parts: the name of each projection in a checkpoint -> its number of outputs."""
-        outputs = sum(parts.values())
-        self.parts, self.backend = parts, backend
-        self.weight = backend.make_weight(backend.empty, outputs, inputs)  # [O, I]
+        """projections: the name of each in a checkpoint -> its number of outputs."""
+        outputs = sum(projections.values())
+        self.projections, self.backend = projections, backend
+        self.weight = backend.make_weight(outputs, inputs)  # [O, I]
         self.bias = backend.empty(outputs) if bias else None
-        # Joins the results of several ranks; see features/tensor_parallel/ranks.py.
-        self.join: Callable[[Tensor], Tensor] | None = None
+        # Combines the results of several ranks; see features/tensor_parallel/ranks.py.
+        self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, I] -> [T, O]."""
         y = self.backend.linear(x, self)
-        return y if self.join is None else self.join(y)
+        return y if self.reduce is None else self.reduce(y)
 
-    def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
-        for kind, whole in (("weight", self.weight), ("bias", self.bias)):
-            if whole is not None:
-                rows = whole.split(list(self.parts.values()))
-                for name, part in zip(self.parts, rows, strict=True):
-                    yield Part.whole(f"{prefix}{name}.{kind}", part)
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        for kind, fused in (("weight", self.weight), ("bias", self.bias)):
+            if fused is not None:
+                views = fused.split(list(self.projections.values()))
+                for name, view in zip(self.projections, views, strict=True):
+                    yield CheckpointTensor.whole(f"{prefix}{name}.{kind}", view)
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:

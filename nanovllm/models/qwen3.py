@@ -11,15 +11,19 @@ Shapes: T tokens of the step, R rows that sample a token, E hidden size, H query
 D head size, F feed-forward size, V vocabulary.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding, rms_norm, rotate
-from nanovllm.models.weights import Part
+from nanovllm.models.weights import CheckpointTensor
 
 
 class SelfAttention:
@@ -49,11 +53,11 @@ class SelfAttention:
             attention.store(self.layer, k, v, batch)
         return self.o_proj(attention.attend(self.layer, q, batch))
 
-    def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
-        yield from self.qkv_proj.checkpoint_parts(prefix)
-        yield from self.o_proj.checkpoint_parts(prefix)
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        yield from self.qkv_proj.checkpoint_tensors(prefix)
+        yield from self.o_proj.checkpoint_tensors(prefix)
         for name, norm in zip(("q_norm", "k_norm"), self.norms or (), strict=False):
-            yield Part.whole(f"{prefix}{name}.weight", norm)
+            yield CheckpointTensor.whole(f"{prefix}{name}.weight", norm)
 
 
 class MLP:
@@ -79,13 +83,13 @@ class DecoderLayer:
         attn, mlp = self.self_attn, self.mlp
         return attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj
 
-    def checkpoint_parts(self, prefix: str) -> Iterator[Part]:
-        yield from self.self_attn.checkpoint_parts(prefix + "self_attn.")
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        yield from self.self_attn.checkpoint_tensors(prefix + "self_attn.")
         for module in (self.mlp.gate_up_proj, self.mlp.down_proj):
-            yield from module.checkpoint_parts(prefix + "mlp.")
-        yield Part.whole(prefix + "input_layernorm.weight", self.input_layernorm)
+            yield from module.checkpoint_tensors(prefix + "mlp.")
+        yield CheckpointTensor.whole(prefix + "input_layernorm.weight", self.input_layernorm)
         name = prefix + "post_attention_layernorm.weight"
-        yield Part.whole(name, self.post_attention_layernorm)
+        yield CheckpointTensor.whole(name, self.post_attention_layernorm)
 
     def __call__(
         self,
@@ -123,6 +127,26 @@ class Qwen3:
             config.head_dim, max_model_len, config.rope_theta, config.rope_factor, self.norm
         )
 
+    @classmethod
+    def on_meta(cls, config: ModelConfig, backend: Backend | None = None) -> Qwen3:
+        """Return a model without memory, whose sizes are the sizes of the weights as stored."""
+        kind, dtype = (
+            (Backend, torch.bfloat16) if backend is None else (type(backend), backend.dtype)
+        )
+        return cls(config, 1, kind(torch.device("meta"), dtype))
+
+    @property
+    def num_weights(self) -> int:
+        """The number of weights, a tied head counted once."""
+        return sum(math.prod(tensor.shape) for tensor in self.checkpoint_tensors())
+
+    @property
+    def weight_bytes(self) -> int:
+        """The size of the weights as the backend stores them before `after_load`."""
+        linears = [linear.weight for linear in self.linears()]
+        num_others = self.num_weights - sum(math.prod(weight.shape) for weight in linears)
+        return sum(weight.nbytes for weight in linears) + num_others * self.norm.itemsize
+
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
         """The hidden states of the step's tokens, after the last norm: [T, E]."""
         x = self.embed_tokens[batch.input_ids]
@@ -142,11 +166,11 @@ class Qwen3:
             yield from layer.linears()
         yield self.lm_head
 
-    def checkpoint_parts(self) -> Iterator[Part]:
+    def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """The tensors of a checkpoint, and where each of them goes."""
-        yield Part.whole("model.embed_tokens.weight", self.embed_tokens)
+        yield CheckpointTensor.whole("model.embed_tokens.weight", self.embed_tokens)
         for i, layer in enumerate(self.layers):
-            yield from layer.checkpoint_parts(f"model.layers.{i}.")
-        yield Part.whole("model.norm.weight", self.norm)
+            yield from layer.checkpoint_tensors(f"model.layers.{i}.")
+        yield CheckpointTensor.whole("model.norm.weight", self.norm)
         if not self.config.tie_word_embeddings:
-            yield from self.lm_head.checkpoint_parts("")
+            yield from self.lm_head.checkpoint_tensors("")

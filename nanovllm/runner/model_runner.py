@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.features.host_tier.pool import HostPool
 from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.batch import SamplingBatch, to_device
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.plan import Chunk, HostTier, StepOutput, StepPlan, Yield
+from nanovllm.plan import Chunk, StepOutput, StepPlan, Yield
 from nanovllm.runner.mirror import Mirror
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
@@ -26,8 +25,7 @@ class ModelRunner:
     attention: Attention  # set by loading/make_runner.py, once the size of its KV cache is known
     num_blocks: int  # for requests; the null block is not counted
     max_model_len: int  # the longest request
-    host_pool: HostPool | None = None
-    host_tier: HostTier | None = None
+    host_pool: Any = None  # a HostPool of features/host_tier, if there are blocks in host memory
 
     def __init__(
         self,
@@ -35,20 +33,20 @@ class ModelRunner:
         backend: Backend,
         rows: Rows,
         mirror: Mirror | None,
-        limits: Callable[[], AbstractContextManager[object]],
+        thread_limit: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """`limits` is entered for each step. If there is a mirror, decodes are built from it."""
+        """`thread_limit` is entered for each step. If there is a mirror, decodes are built from it."""
         self.model, self.backend = model, backend
         self.rows, self.mirror = rows, mirror
         self.device, self.dtype = rows.device, model.embed_tokens.dtype
         self.is_async = self.device.type == "cuda"  # the device works while the host plans
-        self.limits, self.guard = limits, backend.guard()
-        self.compiled_model: Any = model  # or an object that computes the same in fewer calls
+        self.thread_limit = thread_limit
+        self.fused_model: Any = model  # or an object that computes the same in fewer calls
         self.graphs: Any = None  # of decode steps, if they are captured
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
-        with torch.inference_mode(), self.limits(), self.guard:
+        with torch.inference_mode(), self.thread_limit(), self.backend.step_context():
             self.rows.apply(plan)
             if plan.saves and self.host_pool:
                 self.host_pool.save(self.attention.cache, plan.saves)
@@ -62,7 +60,7 @@ class ModelRunner:
                     return self._run_decode(plan.decode_rows, self.mirror).wait
             step = self.rows.build(plan)
             self.attention.prepare(step.forward_batch)
-            hidden = self.compiled_model.forward(step.forward_batch, self.attention)
+            hidden = self.fused_model.forward(step.forward_batch, self.attention)
             output = PendingOutput()
             if len(step.sampling_rows):
                 last = hidden[step.forward_batch.logits_indices]
@@ -87,8 +85,8 @@ class ModelRunner:
         assert self.mirror is not None
         batch, sampling = self.mirror.decode_batch(rows)
         self.attention.prepare(batch)
-        hidden = self.compiled_model.forward(batch, self.attention)
-        tokens = self.backend.sample(self.compiled_model.logits(hidden), sampling)
+        hidden = self.fused_model.forward(batch, self.attention)
+        tokens = self.backend.sample(self.fused_model.logits(hidden), sampling)
         self.rows.record(rows, tokens)
         return hidden, tokens
 
@@ -96,7 +94,7 @@ class ModelRunner:
         self, hidden: Tensor, sampling: SamplingBatch, rows: Tensor, rules: RulesBatch | None
     ) -> PendingOutput:
         """Sample a token for each of `rows` [R] from hidden states [R, E]."""
-        raw = logits = self.compiled_model.logits(hidden)
+        raw = logits = self.fused_model.logits(hidden)
         if rules is not None and rules.changes_logits:
             logits = rules.apply(raw, sampling.positions)
         tokens = self.backend.sample(logits, sampling)
@@ -138,7 +136,7 @@ class ModelRunner:
             most = max(k for *_, k in output.prompts)
             # In parts, because the memory profile does not include the logits of a whole chunk.
             for part in to_device(np.transpose(scored).copy(), self.device).split(64, dim=1):
-                logits = self.compiled_model.logits(hidden[part[0]])
+                logits = self.fused_model.logits(hidden[part[0]])
                 packed = self.backend.token_logprobs(logits, part[1], most)
                 output.prompt_parts.append(start_copy(packed))
         if candidates:
@@ -154,7 +152,7 @@ class ModelRunner:
         """
         k = max(k for _, k in output.candidate_rows)
         rows = [row for row, _ in output.candidate_rows]
-        logits, rules = self.compiled_model.logits(hidden), self.rows.with_rules(rows)
+        logits, rules = self.fused_model.logits(hidden), self.rows.with_rules(rows)
         if rules is not None and rules.changes_logits:
             positions = to_device(self.rows.positions[rows], self.device)
             logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)

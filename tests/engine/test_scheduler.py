@@ -10,7 +10,7 @@ from nanovllm.engine.policies import AGING
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.features.host_tier.blocks import TieredBlockManager
-from nanovllm.plan import HostTier, StepPlan
+from nanovllm.plan import StepPlan
 from nanovllm.tools.oracle.oracle import OracleRunner, answer, make_samples
 
 
@@ -319,7 +319,7 @@ def half_pool(reserve: str | None = None, host_blocks: int = 0) -> tuple[int, fl
     num_blocks = sum(-(-(p + o) // 16) for p, o in lengths) // 2
     blocks = BlockManager(num_blocks, 16)
     if host_blocks:
-        blocks = TieredBlockManager(num_blocks, 16, HostTier(host_blocks, 1))
+        blocks = TieredBlockManager(num_blocks, 16, host_blocks)
     scheduler = Scheduler(blocks, 256, 8192)
     if reserve is not None:
         scheduler.reserve = lambda: RESERVES[reserve](scheduler)

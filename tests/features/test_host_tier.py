@@ -1,6 +1,7 @@
 """The host tier: evicted KV blocks that come back. Bookkeeping, copies, and whole engines."""
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +21,10 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.host_tier import blocks as host_tier
 from nanovllm.features.host_tier import pool as host_pool
 from nanovllm.features.host_tier.blocks import HostBlock, TieredBlockManager
-from nanovllm.features.host_tier.pool import HostPool, least_load
+from nanovllm.features.host_tier.pool import HostPool
 from nanovllm.loading import memory
 from nanovllm.models.fp8 import FP8
-from nanovllm.plan import BlockMove, HostTier, StepPlan
+from nanovllm.plan import BlockMove, StepPlan
 from nanovllm.tools.oracle.mutants import Mutant, apply
 from nanovllm.tools.oracle.oracle import plain_sequence, run_history
 
@@ -158,10 +159,9 @@ class TieredMachine(BlockManagerMachine):
         number=st.integers(1, 12),
         bits=st.sampled_from([3, 64]),
         host=st.integers(1, 12),
-        least=st.integers(1, 3),
     )
-    def start(self, size: int, number: int, bits: int, host: int, least: int) -> None:
-        self.manager = lambda num, size: TieredBlockManager(num, size, HostTier(host, least))
+    def start(self, size: int, number: int, bits: int, host: int) -> None:
+        self.manager = lambda num, size: TieredBlockManager(num, size, host)
         super().start(size, number, bits)
 
     @invariant()
@@ -171,7 +171,7 @@ class TieredMachine(BlockManagerMachine):
             return
         blocks = self.blocks
         held = [block.block_id for block in blocks.host_index.values()]
-        assert sorted([*held, *blocks.host_free]) == list(range(blocks.tier.num_blocks))
+        assert sorted([*held, *blocks.host_free]) == list(range(blocks.num_host_blocks))
         for key, block in blocks.host_index.items():
             assert block.hash == key
             named = memoryview(block.token_ids).cast("I").tolist()
@@ -185,8 +185,8 @@ TestTiers.settings = settings(MACHINE, max_examples=200)
 class Runs:
     """Sequences of tokens that are computed at once, and the moves that this takes."""
 
-    def __init__(self, num_blocks: int, size: int = 2, host: int = 8, least: int = 1) -> None:
-        super().__init__(num_blocks, size, HostTier(host, least))
+    def __init__(self, num_blocks: int, size: int = 2, host: int = 8) -> None:
+        super().__init__(num_blocks, size, host)
 
     def run(self, *token_ids: int) -> tuple[Sequence, StepPlan]:
         seq, plan = plain_sequence(list(token_ids)), StepPlan()
@@ -267,16 +267,14 @@ def seq_block(blocks: Blocks, *tokens: int) -> int:
 
 def test_a_block_that_is_computed_again_keeps_its_identity() -> None:
     """Its children in host memory are still found."""
-    blocks = Blocks(num_blocks=3, least=2)
+    blocks = Blocks(num_blocks=3)
     seq, _ = blocks.run(1, 1, 2, 2, 3)
     blocks.release(seq)
     other, _ = blocks.run(7, 7, 8, 8, 9, 9)
     blocks.release(other)
-    assert blocks.where(1, 1) == ""  # a load of one block is not worth it
-    seq, plan = blocks.run(1, 1, 5)
+    assert blocks.where(1, 1, 2, 2) == "hh"
+    seq, plan = blocks.run(1, 1)  # its last token is computed, because it yields the next one
     assert plan.loads == []
-    assert blocks.where(1, 1, 2, 2) == "d"
-    blocks.tier = HostTier(8, 1)
     assert blocks.where(1, 1, 2, 2) == "dh"
 
 
@@ -296,24 +294,6 @@ def test_what_does_not_fit_is_lost() -> None:
     blocks.reset_prefix_cache()
     assert blocks.stats()["host_blocks"] == 0
     assert blocks.where(7, 7) == ""
-
-
-@pytest.mark.parametrize(
-    ("compute", "load", "overhead", "least"),
-    [
-        (1e-3, 1e-4, 0.0, 1),
-        (1e-3, 1e-4, 1e-4, 1),
-        (1e-3, 1e-4, 1e-3, 2),  # 1.2 ms for two blocks and not 2
-        (1e-3, 9e-4, 1.05e-3, 11),
-        (1e-3, 1e-3, 0.0, None),
-        (1e-3, 2e-3, 0.0, None),
-    ],
-)
-def test_the_rule(compute: float, load: float, overhead: float, least: int | None) -> None:
-    assert least_load(compute, load, overhead) == least
-    if least is not None:
-        assert overhead + least * load < least * compute
-        assert least == 1 or overhead + (least - 1) * load >= (least - 1) * compute - 1e-12
 
 
 def test_plans_are_reproducible() -> None:
@@ -389,7 +369,7 @@ def test_the_order_of_moves(path: Path, backend: str) -> None:
     """A plan saves a block, copies another over it, and loads what it has just saved."""
     if backend == "numba":
         pytest.importorskip("numba")
-    llm = random_llm(path, swap_space=2**-10, swap_min_blocks=1, attention_backend=backend)
+    llm = random_llm(path, swap_space=2**-10, attention_backend=backend)
     runner = llm.engine.runner
     cache = runner.attention.cache
     cache.normal_()
@@ -444,11 +424,10 @@ def test_tokens_do_not_depend_on_the_pools(path: Path, backend: str) -> None:
             path,
             num_kvcache_blocks=blocks,
             swap_space=host * block_bytes / GIB,
-            swap_min_blocks=1,
             async_scheduling=overlap,
             **options,
         )
-        assert llm.engine.runner.host_tier == HostTier(host, 1)
+        assert llm.engine.runner.host_pool.num_blocks == host
         assert tokens_of(llm) == wanted, (blocks, host)
         stats = llm.stats()
         assert stats["host_saves"] > 0
@@ -469,7 +448,7 @@ def test_fp8_and_the_interpreter_of_triton(path: Path) -> None:
         return [out.outputs[0].token_ids for outs in outputs for out in outs], llm.stats()
 
     wanted, _ = tokens(num_kvcache_blocks=200)
-    found, stats = tokens(num_kvcache_blocks=20, swap_space=2**-8, swap_min_blocks=1)
+    found, stats = tokens(num_kvcache_blocks=20, swap_space=2**-8)
     assert found == wanted
     assert stats["host_loads"] > 0
 
@@ -483,7 +462,7 @@ def test_stats_without_the_tier(path: Path) -> None:
 
 def small(path: Path, **options: object) -> LLM:
     settings = dict(kvcache_block_size=4, num_kvcache_blocks=30, attention_backend="sdpa")
-    settings |= dict(swap_space=2**-8, swap_min_blocks=1)
+    settings |= dict(swap_space=2**-8)
     return random_llm(path, **(settings | options))
 
 
@@ -510,7 +489,7 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="on purpose"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert not blocks.host_index
-    assert len(blocks.host_free) == blocks.tier.num_blocks
+    assert len(blocks.host_free) == blocks.num_host_blocks
     assert blocks.num_available == blocks.num_blocks
     assert tokens_of(llm, rounds=1) == wanted
 
@@ -532,24 +511,21 @@ def test_the_trace_shows_the_moves(path: Path) -> None:
     assert f"holds {stats['host_blocks']} blocks, has lost {stats['host_evictions']}" in text
 
 
-def test_the_rule_is_measured(path: Path, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+def test_the_log_says_how_many_blocks(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "nanovllm")
-    times: list[float] = []
-    # What is faster here depends on what else the machine does.
-    monkeypatch.setattr(host_pool, "least_load", lambda *given: times.extend(given) or 3)
-    tier = small(path, swap_min_blocks=None).engine.runner.host_tier
-    assert tier.least_load == 3
-    compute, load, overhead = times
-    assert compute > 0 <= load
-    assert overhead >= 0
-    assert "host memory holds " in caplog.text
-    assert "at least 3 are loaded at a time" in caplog.text
-    # Where computing is faster, nothing is saved.
-    monkeypatch.setattr(host_pool, "least_load", lambda *_: None)
-    llm = small(path, swap_min_blocks=None)
-    assert llm.engine.runner.host_pool is llm.engine.runner.host_tier is None
-    assert "swap_space=0.00390625 is not used" in caplog.text
-    assert tokens_of(llm, rounds=1)
+    small(path)
+    assert "host memory holds 1,024 KV blocks (0.00390625 GiB)" in caplog.text
+
+
+def test_without_the_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, before anything is loaded."""
+    monkeypatch.setitem(sys.modules, "nanovllm.features.host_tier", None)
+    for name in ("blocks", "pool"):
+        monkeypatch.delitem(sys.modules, f"nanovllm.features.host_tier.{name}")
+    random_llm(path)
+    monkeypatch.setattr("nanovllm.loading.make_engine.make_runner", None)
+    with pytest.raises(ValueError, match=r"swap_space needs nanovllm/features/host_tier/\w+\.py"):
+        small(path)
 
 
 def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,17 +535,17 @@ def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = memory.Snapshot(torch.device("cuda", 0), 1, 1)
     monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * GIB)
     with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):
-        memory.num_host_blocks(config, 1000, 5 * GIB, gpu)
+        _ = memory.Room(config, gpu, 5 * GIB, 1000).num_host_blocks
     monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
-    assert memory.num_host_blocks(config, 1000, 5 * GIB, gpu) == 4 * GIB // 1000
+    assert memory.Room(config, gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
     # Weights and KV cache of a CPU take the same memory.
     cpu = memory.Snapshot(torch.device("cpu"), 5 * GIB, 5 * GIB)
     with pytest.raises(ValueError, match="beside weights and KV cache"):
-        memory.num_host_blocks(config, 1000, GIB, cpu)
+        _ = memory.Room(config, cpu, GIB, 1000).num_host_blocks
     small_cache = EngineConfig(swap_space=4, num_kvcache_blocks=10**6)
     with pytest.raises(ValueError, match="beside weights and KV cache"):
-        memory.num_host_blocks(small_cache, 1000, GIB // 4, cpu)
-    assert memory.num_host_blocks(config, 1000, GIB // 4, cpu) == 4 * GIB // 1000
+        _ = memory.Room(small_cache, cpu, GIB // 4, 1000).num_host_blocks
+    assert memory.Room(config, cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
 
 
 def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,4 +556,5 @@ def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = memory.Snapshot.of(torch.device("cpu"), ranks=2)
     for size, blocks in ((1, 2048 - 1), (2, 768 - 1)):
         config = EngineConfig(swap_space=1, tensor_parallel_size=size)
-        assert memory.num_kv_blocks(config, 10**6, 2**20, cpu, NotImplemented) == blocks
+        room = memory.Room(config, cpu, 0, 2**20)
+        assert room.num_kv_blocks(10**6, NotImplemented) == blocks

@@ -538,7 +538,7 @@ def test_the_rules_on_the_host_run_after_the_launch(
     """The host waits for the last tokens, and makes masks, when the next forward was launched."""
     events: list[str] = []
     runner = embedded.engine.runner
-    forward, mask, start = runner.compiled_model.forward, Matcher.mask, pending.start_copy
+    forward, mask, start = runner.fused_model.forward, Matcher.mask, pending.start_copy
 
     def noted_forward(*args: Any) -> torch.Tensor:
         events.append("forward")
@@ -554,9 +554,7 @@ def test_the_rules_on_the_host_run_after_the_launch(
         return lambda: events.append("wait") or read()
 
     monkeypatch.setattr(embedded.engine, "max_in_flight", 1)
-    monkeypatch.setattr(
-        type(runner.compiled_model), "forward", lambda _, *args: noted_forward(*args)
-    )
+    monkeypatch.setattr(type(runner.fused_model), "forward", lambda _, *args: noted_forward(*args))
     monkeypatch.setattr(Matcher, "mask", noted_mask)
     monkeypatch.setattr(model_runner, "start_copy", noted_copy)
     embedded.generate("x", structured("date", temperature=0, max_tokens=4), use_tqdm=False)

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from checkpoints import make_checkpoint, random_llm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.beam_search import BeamSearchParams
-from nanovllm.features.tensor_parallel.shards import config_of_rank, parts_of_rank
-from nanovllm.loading.memory import weight_bytes
-from nanovllm.models.backend import PLAIN
+from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
+from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.int8 import quantized
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import random_weights
 from nanovllm.tools.jobs import run_batch
@@ -78,7 +75,7 @@ CASES = [
     ("qwen3", 2, {}),
     ("qwen3", 4, {}),  # each KV head is on two ranks; the last rank has a token less
     ("qwen2", 2, {"enable_prefix_caching": False}),
-    ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9, "swap_min_blocks": 1}),
+    ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9}),
 ]
 
 
@@ -369,17 +366,15 @@ BILLIONS = {  # the shapes of Qwen3-14B and Qwen3-32B
 @pytest.mark.parametrize("billions", BILLIONS)
 def test_an_eighth_of_the_bytes(billions: float, quantization: str | None) -> None:
     whole = BILLIONS[billions]
-    assert whole.num_weights / 1e9 == pytest.approx(billions, abs=0.05)
-    backend = (
-        PLAIN if quantization is None else quantized(PLAIN, torch.device("cpu"), torch.bfloat16)
-    )
-    empty = functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
-    model = Qwen3(config_of_rank(whole, 8), 64, replace(backend, empty=empty))
+    assert Qwen3.on_meta(whole).num_weights / 1e9 == pytest.approx(billions, abs=0.05)
+    backend = Backend(torch.device("meta"), torch.bfloat16)
+    backend = backend.quantized() if quantization else backend
+    model = Qwen3(config_of_rank(whole, 8), 64, backend)
     stored = sum(module.weight.nbytes for module in model.linears()) + model.embed_tokens.nbytes
     norms = [model.norm, *(w for layer in model.layers for w in norms_of(layer))]
     stored += sum(norm.nbytes for norm in norms)
-    assert stored == weight_bytes(model.config, backend, torch.bfloat16)
-    eighth = weight_bytes(whole, backend, torch.bfloat16) / 8
+    assert stored == model.weight_bytes
+    eighth = Qwen3.on_meta(whole, backend).weight_bytes / 8
     print(f"{stored / 1e9:.3f} GB, {stored / eighth - 1:.4%} more than an eighth")
     assert eighth <= stored < 1.002 * eighth  # norms; in int8 also scales
     assert model.config.block_bytes(16, 2) == whole.block_bytes(16, 2) / 8
@@ -394,17 +389,16 @@ def test_slices_make_the_whole(size: int) -> None:
     """Every element of a checkpoint is on one rank, and that of a copied KV head on as many."""
     whole = config(8, 2, 16, hidden_size=8, head_dim=2, vocab_size=19, output_bias=True,
                    attention_bias=True)  # fmt: skip
-    empty = functools.partial(torch.empty, dtype=torch.float32)
+    backend = Backend(torch.device("cpu"), torch.float32)
     sources = {
-        part.name: torch.rand(part.shape)
-        for part in Qwen3(whole, 8, replace(PLAIN, empty=empty)).checkpoint_parts()
+        part.name: torch.rand(part.shape) for part in Qwen3(whole, 8, backend).checkpoint_tensors()
     }
     counts: dict[str, torch.Tensor] = {name: torch.zeros(x.shape) for name, x in sources.items()}
     stored = defaultdict(list)
     for rank in range(size):
-        model = Qwen3(config_of_rank(whole, size), 8, replace(PLAIN, empty=empty))
-        places = {part.name: part.store.__self__ for part in model.checkpoint_parts()}
-        for part in parts_of_rank(model.checkpoint_parts(), whole, rank, size):
+        model = Qwen3(config_of_rank(whole, size), 8, backend)
+        places = {part.name: part.store.__self__ for part in model.checkpoint_tensors()}
+        for part in tensors_of_rank(model.checkpoint_tensors(), whole, rank, size):
             assert part.shape == sources[part.name].shape
             part.store(sources[part.name][part.wanted])
             counts[part.name][part.wanted] += 1
@@ -423,11 +417,12 @@ def test_slices_make_the_whole(size: int) -> None:
 
 def test_dummy_weights_are_those_of_one_rank() -> None:
     whole = config(4, 4, 16, hidden_size=8, head_dim=2, vocab_size=20)
-    models = [Qwen3(config_of_rank(whole, size), 8, PLAIN) for size in (1, 2, 2)]
+    backend = Backend(torch.device("cpu"), torch.float32)
+    models = [Qwen3(config_of_rank(whole, size), 8, backend) for size in (1, 2, 2)]
     for rank, model in zip((0, 0, 1), models, strict=True):
-        parts = model.checkpoint_parts()
+        parts = model.checkpoint_tensors()
         if model is not models[0]:
-            parts = parts_of_rank(parts, whole, rank, 2)
+            parts = tensors_of_rank(parts, whole, rank, 2)
         random_weights(parts, 3, torch.device("cpu"))
     one, *two = (model.layers[1].mlp for model in models)
     gates = [mlp.gate_up_proj.weight for mlp in two]

@@ -70,7 +70,7 @@ def make_checkpoint(
 
 def weights_of(llm: LLM) -> dict[str, torch.Tensor]:
     """The weights of a model whose backend does not pack them, by their names in a checkpoint."""
-    parts = llm.engine.runner.model.checkpoint_parts()
+    parts = llm.engine.runner.model.checkpoint_tensors()
     return {part.name: part.store.__self__ for part in parts}
 
 

@@ -11,8 +11,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.loading import make_engine as loading
-from nanovllm.models.backend import PLAIN
-from nanovllm.plan import HostTier, StepOutput
+from nanovllm.models.backend import Backend
+from nanovllm.plan import StepOutput
 from nanovllm.tools.oracle.oracle import ALPHABET, OracleRunner
 
 CONFIG = {
@@ -25,12 +25,12 @@ CONFIG = {
 class FakeRunner:
     """Stands in ModelRunner's place and notes what is done, (what, which step), in order."""
 
-    num_blocks, is_async, device, dtype = 40, False, torch.device("cpu"), torch.float32
-    host_tier: HostTier | None = None
-    attention, backend = SimpleNamespace(cache=torch.empty(0)), PLAIN
+    num_blocks, is_async, device = 40, False, torch.device("cpu")
+    host_pool: SimpleNamespace | None = None
+    backend = Backend(device, torch.float32)
 
     def __init__(
-        self, _: object, config: object, __: object, max_model_len: int, ranks: None
+        self, _: object, config: object, __: object, max_model_len: int, ranks: object
     ) -> None:
         self.model = SimpleNamespace(config=config)
         self.max_model_len = min(max_model_len, 4 * self.num_blocks)

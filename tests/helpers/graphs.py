@@ -1,7 +1,7 @@
 """A stand-in for CUDA graphs, which re-runs what was captured."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,9 @@ def stand_in(decode: Callable, hidden: torch.Tensor) -> DecodeGraphs:
 def capture_with(patch: pytest.MonkeyPatch, capture_decode: Callable) -> None:
     """Let new engines capture their decode steps in this way."""
 
-    def pick(*args: object) -> Backend:
-        return replace(pick_backend(*args), capture_decode=capture_decode)  # type: ignore[arg-type]
+    def pick(*args: Any) -> Backend:
+        backend = pick_backend(*args)
+        vars(backend).update(captures=True, capture_decode=capture_decode)
+        return backend
 
     patch.setattr(start, "pick_backend", pick)

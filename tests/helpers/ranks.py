@@ -26,9 +26,9 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
-from nanovllm import LLM, SamplingParams, Trace, loading
+from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.features.beam_search import BeamSearchParams
-from nanovllm.loading import memory
+from nanovllm.loading.make_engine import make_engine, memory
 
 with suppress(ImportError):  # without Numba
     import nanovllm.backends.cpu.backend  # noqa: F401
@@ -201,9 +201,9 @@ def other_tokens(path: str) -> tuple[str, list[list[int]]]:
     sample = backend.sample
     if rank() == 1:
         changed = lambda logits, batch: sample(logits.roll(1, dims=1), batch)  # noqa: E731
-        object.__setattr__(backend, "sample", changed)
+        vars(backend)["sample"] = changed
     failed = outcome(lambda: llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False))
-    object.__setattr__(backend, "sample", sample)
+    vars(backend).pop("sample", None)
     return failed, tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False))
 
 
@@ -253,7 +253,7 @@ def in_a_layer(llm: LLM, number: int, action: Callable[[], Any]) -> None:
             action()
         return call(x, module)
 
-    object.__setattr__(linear.backend, "linear", counted)
+    vars(linear.backend)["linear"] = counted
 
 
 def a_failing_rank(path: str) -> tuple[str, float, str]:
@@ -314,13 +314,13 @@ def a_long_download(path: str) -> tuple[list[list[int]], float]:
     from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 
     tensor_parallel.TIMEOUT = timedelta(seconds=3)
-    find = loading.find_files
+    find = make_engine.find_files
 
     def slow(config: Any) -> Any:
         time.sleep(4 * (rank() == 0))
         return find(config)
 
-    loading.find_files, start = slow, time.monotonic()
+    make_engine.find_files, start = slow, time.monotonic()
     llm = make(path)
     seconds = time.monotonic() - start
     return tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False)), seconds
@@ -342,8 +342,8 @@ def groups_at_exit(path: str, destroyed: bool) -> tuple[int, int]:
 
 def fewest_blocks(path: str) -> int:
     """Each rank finds room for another number."""
-    found = memory.num_kv_blocks
-    memory.num_kv_blocks = lambda *args: found(*args) - 10 * rank()  # type: ignore[assignment]
+    found = memory.Room.num_kv_blocks
+    memory.Room.num_kv_blocks = lambda *args: found(*args) - 10 * rank()  # type: ignore[method-assign]
     llm = make(path, num_kvcache_blocks=None, kv_cache_memory_bytes=10**6)
     return llm.engine.runner.num_blocks
 

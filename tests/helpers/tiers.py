@@ -7,7 +7,6 @@ from types import ModuleType
 from nanovllm.engine import scheduler
 from nanovllm.features.host_tier import blocks as host_tier
 from nanovllm.features.host_tier.blocks import TieredBlockManager
-from nanovllm.plan import HostTier
 from nanovllm.tools.oracle.oracle import History, require
 
 
@@ -26,8 +25,7 @@ class TieredHistory(History):
         rng: random.Random = self.rng
         self.size, self.num_blocks = rng.choice((1, 1, 2, 3)), rng.randint(3, 8)
         self.host_blocks = rng.choice((2, 4, 8, 30))
-        tier = HostTier(self.host_blocks, least_load=rng.choice((1, 1, 1, 2, 3)))
-        return self.tiers.TieredBlockManager(self.num_blocks, self.size, tier)
+        return self.tiers.TieredBlockManager(self.num_blocks, self.size, self.host_blocks)
 
     def check(self) -> None:
         """What each tier holds is what its index says, and the same under the same identity."""
@@ -35,7 +33,7 @@ class TieredHistory(History):
         blocks = self.blocks
         held = [block.block_id for block in blocks.host_index.values()]
         everything = sorted([*held, *blocks.host_free])
-        require(everything == list(range(blocks.tier.num_blocks)), "host")
+        require(everything == list(range(blocks.num_host_blocks)), "host")
         names = dict[int, tuple[int, bytes]]()
         for block in (*blocks.host_index.values(), *blocks.blocks):
             if block.identity:

@@ -17,9 +17,8 @@ from nanovllm.lessons import lesson12_overlap as overlap
 from nanovllm.lessons import lesson13_int8 as int8
 from nanovllm.lessons import lesson14_host_tier as host_tier
 from nanovllm.lessons import lesson15_tensor_parallel as tensor_parallel
-from nanovllm.loading.checkpoint import config_file, find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.config import ModelConfig
 
 
 def table(printed: str, head: str) -> list[list[str]]:
@@ -85,7 +84,7 @@ def test_lesson_10(capsys: pytest.CaptureFixture[str]) -> None:
 def test_tiles_pages_splits_and_the_kernel_agree(context: int) -> None:
     """With a wrong factor, slot or merge they would not; NaN is in all slots that were not stored."""
     prefill, step = paged.make_steps([context, 7])
-    config = ModelConfig.from_file(config_file(find_checkpoint(EMBEDDED)))
+    config = Checkpoint(find_checkpoint(EMBEDDED)).model_config
     shape = (context - 1 + 6, config.num_kv_heads, config.head_dim)
     growing = torch.linspace(0.1, 3, shape[0])[:, None, None]  # so that m rises
     k, v = torch.randn(shape) * growing, torch.randn(shape)

@@ -57,8 +57,9 @@ def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) 
     monkeypatch.setattr(memory, "_scratch_bytes", lambda *_: 0)
     config, gpu = EngineConfig(**options), memory.Snapshot(torch.device("cuda", 0), room, room)
     length = config.max_model_len or 40_960
-    num = memory.num_kv_blocks(config, length, 10, gpu, lambda plan: None)
-    assert memory.fitted_length(config, length, num) == min(length, num * 16)
+    space = memory.Room(config, gpu, 0, 10)
+    num = space.num_kv_blocks(length, lambda plan: None)
+    assert space.fitted_length(length, num) == min(length, num * 16)
     return num
 
 
@@ -86,7 +87,7 @@ def test_logit_rules_take_no_memory_after_the_cache(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What they keep is there when the free memory is measured, and while requests run."""
-    num_kv_blocks, states, at_measurement = memory.num_kv_blocks, [], []
+    num_kv_blocks, states, at_measurement = memory.Room.num_kv_blocks, [], []
 
     class Recorded(RulesState):
         def __init__(self, *args: object) -> None:
@@ -101,7 +102,7 @@ def test_logit_rules_take_no_memory_after_the_cache(
         return [x.data_ptr() for x in vars(state).values() if isinstance(x, torch.Tensor)]
 
     monkeypatch.setattr("nanovllm.runner.rows.RulesState", Recorded)
-    monkeypatch.setattr(memory, "num_kv_blocks", measured)
+    monkeypatch.setattr(memory.Room, "num_kv_blocks", measured)
     llm = random_llm(path)
     params = SamplingParams(max_tokens=5, presence_penalty=1.0, logit_bias={3: 1.0})
     llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)

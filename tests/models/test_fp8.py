@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.loading import select_backend as backends
-from nanovllm.models.backend import PLAIN
+from nanovllm.models.backend import Backend
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
 from nanovllm.tools.training import data
 
@@ -132,9 +132,15 @@ def test_the_matrix_units_are_not_used(
 
 def rounded_llm(path: Path, scales: list[Scales], **options: Any) -> LLM:
     """An engine in float32 whose keys and values are rounded as for fp8."""
-    attention = partial(references.RoundedAttention, rounded_by=scales)
+
+    class RoundedBackend(Backend):
+        def attention(self, *sizes: Any) -> references.RoundedAttention:
+            config, num_blocks, block_size, _ = sizes
+            arguments = config, num_blocks, block_size, self.dtype, self.device
+            return references.RoundedAttention(*arguments, rounded_by=scales)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "PLAIN", replace(PLAIN, attention=attention))
+        patch.setattr(backends, "Backend", RoundedBackend)
         return random_llm(path, attention_backend="sdpa", **options)
 
 

@@ -13,17 +13,16 @@ from checkpoints import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.loading.memory import weight_bytes
-from nanovllm.models.backend import PLAIN
-from nanovllm.models.config import ModelConfig
+from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.models.backend import Backend
 from nanovllm.models.int8 import (
     Int8Weight,
     dynamic,
     integer_product,
     quantize,
-    quantized,
     weight_only,
 )
+from nanovllm.models.qwen3 import Qwen3
 from nanovllm.tools.benchmarks import workloads
 from nanovllm.tools.training import data
 
@@ -223,19 +222,19 @@ def test_what_an_engine_stores(tmp_path: Path, tie: bool) -> None:
     layers = [linear.weight.nbytes for linear in runner.model.linears()]
     others = [weight.nbytes for weight in stored.values() if isinstance(weight, torch.Tensor)]
     size = sum(layers) + sum(others)
-    assert size == weight_bytes(runner.model.config, runner.backend, runner.dtype)
-    plain = weight_bytes(runner.model.config, PLAIN, runner.dtype)
+    assert size == Qwen3.on_meta(runner.model.config, runner.backend).weight_bytes
+    plain = Qwen3.on_meta(runner.model.config).weight_bytes
     assert plain == 2 * sum(tensor.numel() for tensor in checkpoint.values())
-    assert runner.compiled_model is runner.model
+    assert runner.fused_model is runner.model
 
 
 def test_sizes_of_known_shapes(tmp_path: Path) -> None:
     """GB in bfloat16 and int8. The table of a head that is not tied stays in bfloat16."""
     sizes = {"qwen3-0.6b": (1.192, 0.598), "qwen3-8b": (16.381, 8.819)}
     for shape, wanted in sizes.items():
-        config = ModelConfig.from_file(workloads.write_shape(shape, tmp_path) / "config.json")
-        backends = PLAIN, quantized(PLAIN, CPU, torch.bfloat16)
-        found = [weight_bytes(config, backend, torch.bfloat16) / 1e9 for backend in backends]
+        config = Checkpoint(workloads.write_shape(shape, tmp_path)).model_config
+        backends = [Backend(CPU, torch.bfloat16), Backend(CPU, torch.bfloat16).quantized()]
+        found = [Qwen3.on_meta(config, backend).weight_bytes / 1e9 for backend in backends]
         assert found == pytest.approx(wanted, abs=2e-3)
 
 

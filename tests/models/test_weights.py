@@ -11,9 +11,9 @@ from checkpoints import make_checkpoint, random_llm, weights_of
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.loading import make_runner as start
-from nanovllm.loading import memory
-from nanovllm.models.weights import Part, load_weights
+from nanovllm.loading import checkpoint, memory
+from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.models.weights import CheckpointTensor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -39,6 +39,37 @@ def test_shards_equal_one_file(tmp_path: Path) -> None:
     a, b = random_llm(one), random_llm(many)
     for name, tensor in weights_of(a).items():
         assert torch.equal(tensor, weights_of(b)[name])
+
+
+def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the head, the headers, the weights and the scales; then all are closed, also on errors."""
+    (tmp_path / "one").mkdir()
+    many = tmp_path / "many"
+    many.mkdir()
+    make_checkpoint(tmp_path / "one")
+    shard(tmp_path / "one", many)
+    opened, read = [], []
+    safe_open, read_json = checkpoint.safe_open, checkpoint.read_json
+    monkeypatch.setattr(
+        checkpoint, "safe_open", lambda *a, **k: opened.append(safe_open(*a, **k)) or opened[-1]
+    )
+    monkeypatch.setattr(checkpoint, "read_json", lambda path: read.append(path) or read_json(path))
+
+    def all_are_closed() -> bool:
+        for file in opened:
+            with pytest.raises(Exception, match="closed"):
+                file.keys()
+        return len(opened) == 3
+
+    random_llm(many, kv_cache_dtype="fp8")
+    assert all_are_closed()
+    assert [path.name for path in read].count("config.json") == 1
+    opened.clear()
+    config = json.loads((many / "config.json").read_text()) | {"intermediate_size": 8}
+    (many / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="misshapen"):
+        random_llm(many)
+    assert all_are_closed()
 
 
 def test_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
@@ -70,9 +101,9 @@ def test_nothing_is_stored_if_a_tensor_does_not_fit(tmp_path: Path) -> None:
     """An error must not come after minutes of loading."""
     save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, tmp_path / "model.safetensors")
     stored: list[torch.Tensor] = []
-    parts = [Part("a", (2,), stored.append), Part("b", (4,), stored.append)]
+    parts = [CheckpointTensor("a", (2,), stored.append), CheckpointTensor("b", (4,), stored.append)]
     with pytest.raises(ValueError, match=r"misshapen: b is \(3,\) of F32"):
-        load_weights(parts, [tmp_path / "model.safetensors"])
+        Checkpoint(tmp_path).load_weights(parts)
     assert not stored
 
 
@@ -105,9 +136,9 @@ def test_weights_that_do_not_fit(
 ) -> None:
     """Refused before they are loaded; the size is that of the loaded model."""
     make_checkpoint(tmp_path, **config)
-    parts = random_llm(tmp_path).engine.runner.model.checkpoint_parts()
+    parts = random_llm(tmp_path).engine.runner.model.checkpoint_tensors()
     size = sum(4 * math.prod(part.shape) for part in parts)
-    monkeypatch.setattr(start, "load_weights", None)
+    monkeypatch.setattr(Checkpoint, "load_weights", None)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size - 1)
     with pytest.raises(
         ValueError, match=r"weights of .* GiB in float32.* free on cpu; use a small"
@@ -164,25 +195,22 @@ def test_cache_size_options(tmp_path: Path) -> None:
 
 MEMORY = """
 import math, torch
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.backend import PLAIN
+from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import load_weights
-from nanovllm.loading.checkpoint import weight_files
+from nanovllm.loading.checkpoint import Checkpoint
 
 def private():
     return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
 
 path, dtype = Path("{path}"), torch.{dtype}
 torch.ones(8, 8) @ torch.ones(8, 8)
-config = ModelConfig.from_file(path / "config.json")
+checkpoint = Checkpoint(path)
 before = private()
-model = Qwen3(config, 512, replace(PLAIN, empty=partial(torch.empty, dtype=dtype)))
-load_weights(model.checkpoint_parts(), weight_files(path))
-size = sum(dtype.itemsize * math.prod(p.shape) for p in model.checkpoint_parts())
+model = Qwen3(checkpoint.model_config, 512, Backend(torch.device("cpu"), dtype))
+with checkpoint:
+    checkpoint.load_weights(model.checkpoint_tensors())
+size = sum(dtype.itemsize * math.prod(p.shape) for p in model.checkpoint_tensors())
 assert size > 100e6, size
 print((private() - before) / size)
 """

@@ -15,7 +15,7 @@ import torch
 from bench_module import bench
 from checkpoints import random_llm, weights_of
 
-from nanovllm.models.config import ModelConfig
+from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.tools.benchmarks import (
     baselines,
     machine,
@@ -77,7 +77,7 @@ def test_the_file_of_a_shape_holds_the_dummy_weights(tmp_path):
 
 def test_roofline_by_hand(tmp_path):
     sizes = dict(vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=3, num_heads=2)
-    config = ModelConfig.from_file(workloads.write_shape("cpu-small", tmp_path) / "config.json")
+    config = Checkpoint(workloads.write_shape("cpu-small", tmp_path)).model_config
     config = replace(config, **sizes, num_kv_heads=1, head_dim=4)
     # In each layer: q 8x8, k and v 8x4 each, out 8x8, gate and up 8x16 each, down 16x8.
     layers, head = 3 * (64 + 32 + 32 + 64 + 3 * 128), 800
@@ -106,7 +106,7 @@ def test_roofline_by_hand(tmp_path):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_have_the_sizes_of_their_names(shape, tmp_path):
-    config = ModelConfig.from_file(workloads.write_shape(shape, tmp_path) / "config.json")
+    config = Checkpoint(workloads.write_shape(shape, tmp_path)).model_config
     size = roofline.costs(Workload("w", [[1]], [2], [[0]]), config, 1, 1)["weight_bytes"]
     # An input embedding of its own is no cost, because a token reads one row of it.
     size += (not config.tie_word_embeddings) * config.vocab_size * config.hidden_size

@@ -13,6 +13,7 @@ import signal
 import subprocess
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engines import run_in_threads
@@ -24,7 +25,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.plan import HostTier, StepOutput
+from nanovllm.plan import StepOutput
 from nanovllm.tools.trace.show import describe_changes, steps
 from nanovllm.tools.trace.trace import Event, State
 
@@ -71,8 +72,8 @@ def replay(trace: Trace) -> State:
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def llm(make, request, monkeypatch) -> LLM:
     monkeypatch.setattr(FakeRunner, "num_blocks", 12)
-    monkeypatch.setattr(FakeRunner, "host_tier", HostTier(9, 1))
-    return make(request.param, max_num_batched_tokens=9, max_num_seqs=5)
+    monkeypatch.setattr(FakeRunner, "host_pool", SimpleNamespace(num_blocks=9))
+    return make(request.param, swap_space=1, max_num_batched_tokens=9, max_num_seqs=5)
 
 
 PROMPTS = [[0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 2], [1] * 11, [0, 1, 2, 0, 1, 2], [2]]
@@ -588,7 +589,7 @@ def test_tokens_are_escaped(llm: LLM) -> None:
 class WideRunner:
     """Sixteen sequences of random words, without the oracle, whose cost is quadratic."""
 
-    num_blocks, is_async, host_tier = 4000, False, None
+    num_blocks, is_async = 4000, False
 
     def run(self, plan):
         rng = random.Random(plan.num_tokens)

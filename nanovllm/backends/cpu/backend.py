@@ -1,14 +1,18 @@
 """The backend of a CPU, in float32 and bfloat16."""
 
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
 import torch
 
-from nanovllm.backends.cpu import int8, jit, kernels
+from nanovllm.backends.cpu import int8, jit, kernels, layers, linear, sampler
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import is_ready
-from nanovllm.backends.cpu.layers import compile_layers
-from nanovllm.backends.cpu.linear import linear, pack
-from nanovllm.backends.cpu.sampler import sample, token_logprobs
 from nanovllm.models.backend import Backend
+from nanovllm.models.layers import Linear
 
 __all__ = ["is_ready", "make_backend"]
 
@@ -20,16 +24,47 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
             "attention_backend='numba' is for a CPU, in float32 or bfloat16, and this is "
             f"{device.type!r} with {str(dtype)[6:]}; use attention_backend='sdpa'"
         )
-    return Backend(
-        linear=linear,
-        add_rms_norm=kernels.add_rms_norm,
-        silu_and_mul=kernels.silu_and_mul,
-        attention=NumbaAttention,
-        fused_attention=True,
-        sample=sample,
-        token_logprobs=token_logprobs,
-        pack=pack,
-        int8={"make_weight": int8.PackedWeight.empty, "linear": int8.linear},
-        compile_layers=compile_layers,
-        guard=jit.guard,
-    )
+    return CpuBackend(device, dtype)
+
+
+class CpuBackend(Backend):
+    """Kernels that Numba compiles, and products with packed weights."""
+
+    attention_class = NumbaAttention
+    fused_attention = True
+    linear = staticmethod(linear.linear)
+    add_rms_norm = staticmethod(kernels.add_rms_norm)
+    silu_and_mul = staticmethod(kernels.silu_and_mul)
+    sample = staticmethod(sampler.sample)
+    token_logprobs = staticmethod(sampler.token_logprobs)
+
+    def quantized(self) -> Backend:
+        return CpuInt8Backend(self.device, self.dtype)
+
+    def after_load(self, module: Linear) -> None:
+        linear.pack(module)
+
+    def fuse_layers(self, model: Any, attention: Any) -> layers.FusedLayers | None:
+        return layers.fuse_layers(model, attention)
+
+    def step_context(self) -> AbstractContextManager[object]:
+        return self._guard
+
+    @cached_property
+    def _guard(self) -> AbstractContextManager[object]:
+        return jit.guard()  # once: it starts a thread
+
+
+class CpuInt8Backend(CpuBackend):
+    """The same with the weights of linear layers in int8."""
+
+    linear = staticmethod(int8.linear)
+
+    def make_weight(self, outputs: int, inputs: int) -> int8.PackedWeight:
+        return int8.PackedWeight.empty(self.empty, outputs, inputs)
+
+    def after_load(self, module: Linear) -> None:
+        """Nothing: weights are packed when they are stored."""
+
+    def fuse_layers(self, model: Any, attention: Any) -> None:
+        """Return None, because fused layers read bfloat16."""

@@ -21,7 +21,7 @@ from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 
-class CompiledLayers:
+class FusedLayers:
     """It has the model's `forward` and `logits`, and owns the addresses of its weights."""
 
     def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
@@ -67,13 +67,13 @@ class CompiledLayers:
         return logits
 
 
-def compile_layers(model: Qwen3, attention: NumbaAttention) -> CompiledLayers | None:
+def fuse_layers(model: Qwen3, attention: NumbaAttention) -> FusedLayers | None:
     """Return None if the processor lacks the instructions or a weight does not have the layout."""
     if attention.unit is packs:
         return None
     weights = {m.weight.shape: m.weight for layer in model.layers for m in layer.linears()}
     fits = all(is_packed_by(attention.unit.WIDTH, weight) for weight in weights.values())
-    return CompiledLayers(model, attention) if fits else None
+    return FusedLayers(model, attention) if fits else None
 
 
 def addresses(layer: DecoderLayer) -> list[int]:

@@ -1,22 +1,26 @@
 """The backend of a GPU."""
 
+from __future__ import annotations
+
 import os
-from functools import partial
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from nanovllm.backends.gpu.attention import TritonAttention, check_capability
 from nanovllm.backends.gpu.graphs import DecodeGraphs, cuda_capture
 from nanovllm.backends.gpu.kernels import int8, pointwise, sampling
 from nanovllm.models.backend import Backend
+from nanovllm.models.int8 import Int8Weight
+from nanovllm.models.layers import Linear
 
 LEAST_CAPABILITY = (7, 5)  # Turing, the first that .ci/compile_kernels.py compiles for
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     """Return the backend. Raises ValueError if the device cannot run the kernels."""
-    on_gpu = device.type == "cuda"
-    if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"attention_backend='triton' needs a GPU, and the device is {device.type!r}; use "
             "attention_backend='auto', or set TRITON_INTERPRET=1 to run the kernels in Triton's "
@@ -24,12 +28,38 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         )
     instead = "attention_backend='sdpa' runs on any GPU"
     check_capability(device, LEAST_CAPABILITY, "the Triton kernels need", instead)
-    return Backend(
-        int8={"linear": int8.linear, "pack": int8.pack},
-        attention=TritonAttention,
-        add_rms_norm=pointwise.add_rms_norm,
-        silu_and_mul=pointwise.silu_and_mul,
-        fused_attention=True,
-        sample=sampling.sample,
-        capture_decode=partial(DecodeGraphs, capture=cuda_capture) if on_gpu else None,
-    )
+    return GpuBackend(device, dtype)
+
+
+class GpuBackend(Backend):
+    """Triton kernels, and decode steps as CUDA graphs."""
+
+    attention_class = TritonAttention
+    fused_attention = True
+    add_rms_norm = staticmethod(pointwise.add_rms_norm)
+    silu_and_mul = staticmethod(pointwise.silu_and_mul)
+    sample = staticmethod(sampling.sample)
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self.captures = device.type == "cuda"  # not in Triton's interpreter
+
+    def quantized(self) -> Backend:
+        return GpuInt8Backend(self.device, self.dtype)
+
+    def capture_decode(
+        self, decode: Callable[[Tensor], tuple[Tensor, Tensor]], hidden: Tensor
+    ) -> DecodeGraphs:
+        return DecodeGraphs(decode, hidden, cuda_capture)
+
+
+class GpuInt8Backend(GpuBackend):
+    """The same with the weights of linear layers in int8."""
+
+    linear = staticmethod(int8.linear)
+
+    def make_weight(self, outputs: int, inputs: int) -> Int8Weight:
+        return Int8Weight.empty(self.empty, outputs, inputs)
+
+    def after_load(self, module: Linear) -> None:
+        int8.compile_for(module)

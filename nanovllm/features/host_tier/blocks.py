@@ -26,7 +26,7 @@ from collections.abc import Iterable
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import BlockMove, HostTier, StepPlan
+from nanovllm.plan import BlockMove, StepPlan
 
 
 class HostBlock(Block):
@@ -36,9 +36,9 @@ class HostBlock(Block):
 
 
 class TieredBlockManager(BlockManager):
-    def __init__(self, num_blocks: int, block_size: int, tier: HostTier) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
         super().__init__(num_blocks, block_size)
-        self.tier = tier
+        self.num_host_blocks = num_host_blocks
         self._empty_host()
         self.saved_blocks = self.loaded_blocks = self.lost_blocks = self.spared_tokens = 0
         # For the plan that is being made; see take_moves.
@@ -53,7 +53,7 @@ class TieredBlockManager(BlockManager):
     def _empty_host(self) -> None:
         # Hash -> block, the least recently used first.
         self.host_index: OrderedDict[int, HostBlock] = OrderedDict()
-        self.host_free = list(range(self.tier.num_blocks - 1, -1, -1))  # taken from the end
+        self.host_free = list(range(self.num_host_blocks - 1, -1, -1))  # taken from the end
 
     def stats(self) -> dict[str, int]:
         """Counters for `LLMEngine.stats`, which docs/api.md explains."""
@@ -105,21 +105,11 @@ class TieredBlockManager(BlockManager):
 
     # ---- from the host to the device ----
 
-    def match(self, seq: Sequence) -> list[Block]:
-        """As in the base class, with HostBlocks among the blocks.
-
-        Each of these takes a block of the device when it is shared, as one without an owner does.
-        If too few blocks would be spared to be worth a copy, the match ends before the first
-        HostBlock.
-        """
-        matched = super().match(seq)
-        on_host = (i for i, block in enumerate(matched) if isinstance(block, HostBlock))
-        first = next(on_host, len(matched))
-        worth_it = len(matched) - first >= self.tier.least_load
-        return matched if worth_it else matched[:first]
-
     def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
-        """As in the base class, or else the host block with this content."""
+        """As in the base class, or else the host block with this content.
+
+        It takes a block of the device when it is shared, as one without an owner does.
+        """
         block, host = self._lookup(seq, i, parent), self.host_index.get(seq.block_hashes[i])
         if block is None and host is not None and host.holds(parent, self._token_bytes(seq, i)):
             return host

@@ -20,29 +20,25 @@ before it wrote. Each buffer has an event that follows its last use, for which i
 from __future__ import annotations
 
 import itertools
-import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.api.config import EngineConfig
-from nanovllm.api.log import logger, progress_bar
+from nanovllm.api.log import progress_bar
 from nanovllm.models.batch import to_device
-from nanovllm.plan import BlockMove, Chunk, HostTier, Join, RowSampling, StepPlan, Yield
-
-if TYPE_CHECKING:
-    from nanovllm.features.tensor_parallel.ranks import Ranks
-    from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.plan import BlockMove
 
 CHUNK_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two
 STAGING_BYTES = 64 << 20  # of each of the two buffers on a GPU
 
-NEVER = 2**31  # stands for None between ranks
+
+def make_pool(num_blocks: int, cache: Tensor) -> HostPool:
+    """Return a pool of `num_blocks` blocks for a KV cache like `cache`."""
+    kind = PinnedPool if cache.device.type == "cuda" else HostPool
+    return kind(num_blocks, cache[:, :, 0])
 
 
 class HostPool:
@@ -144,80 +140,3 @@ def synchronized_on_error() -> Iterator[None]:
     except BaseException:
         torch.cuda.synchronize()
         raise
-
-
-# ---- what a load must spare ----
-
-
-def least_load(compute: float, load: float, overhead: float) -> int | None:
-    """Return the least number of blocks that are loaded in less time than they are computed.
-
-    Times are in seconds: `compute` and `load` of one block, and `overhead` of each load however many
-    blocks it copies. n blocks are worth it if overhead + n * load < n * compute. None: never.
-    """
-    return None if load >= compute else math.floor(overhead / (compute - load)) + 1
-
-
-def make_host_tier(
-    runner: ModelRunner,
-    pool: HostPool,
-    config: EngineConfig,
-    max_model_len: int,
-    ranks: Ranks | None = None,
-) -> HostTier | None:
-    """Measure what a load must spare, unless the option swap_min_blocks says it.
-
-    Runs a step and overwrites blocks of the cache. Returns None if no load is worth it. Ranks, which
-    plan the same steps, take the least of what they measured.
-    """
-    least = config.swap_min_blocks
-    if least is None:
-        on_gpu, size = runner.device.type == "cuda", config.kvcache_block_size
-        tokens = min(2048 if on_gpu else 64, config.max_num_batched_tokens, max_model_len)
-        plan = StepPlan(
-            joins=[Join(0, [0] * -(-tokens // size), RowSampling(0.0, seed=0))],
-            chunks=[Chunk(0, 0, [0] * tokens, Yield.NOTHING)],
-        )
-        compute = seconds(lambda: runner.run(plan)(), runner.device) / tokens * size
-        cache = runner.attention.cache
-        most = min(pool.num_blocks, runner.num_blocks, 32)
-        moves = [BlockMove(i, i + 1) for i in range(most)]
-        one = seconds(lambda: pool.load(cache, moves[:1]), runner.device)
-        load = one / most
-        if most > 1:
-            load = max(0.0, seconds(lambda: pool.load(cache, moves), runner.device) - one)
-            load /= most - 1
-        least = least_load(compute, load, max(0.0, one - load))
-        if ranks is not None:
-            least = ranks.smallest(NEVER if least is None else least)
-            least = None if least == NEVER else least
-        logger.info(
-            f"loading a KV block from host memory takes {load * 1e6:,.0f} us, computing its tokens "
-            f"{compute * 1e6:,.0f} us"
-        )
-    if least is None:
-        logger.warning(
-            f"swap_space={config.swap_space:g} is not used, because computing a KV block is faster "
-            "than loading it; swap_min_blocks=1 would use it"
-        )
-        return None
-    logger.info(
-        f"host memory holds {pool.num_blocks:,} KV blocks ({config.swap_space:g} GiB); at least "
-        f"{least} are loaded at a time"
-    )
-    return HostTier(pool.num_blocks, least)
-
-
-def seconds(function: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest time of three calls: other processes lengthen some, and a first one compiles."""
-    times = []
-    with torch.inference_mode():
-        for _ in range(4):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            function()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-    return min(times[1:])

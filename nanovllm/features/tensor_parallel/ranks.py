@@ -13,7 +13,7 @@ and plan the same steps, because the scheduler has no clock and a random number 
     head        V / N rows                                                    all-gather of [R, V]
 
 The model of a rank is thus a Qwen3 with fewer heads, a smaller feed-forward and a smaller vocabulary,
-which loads slices of the checkpoint (features/tensor_parallel/shards.py) and whose results are joined here. All ranks
+which loads slices of the checkpoint (features/tensor_parallel/shards.py) and whose results are combined here. All ranks
 have the same logits, and sample the same tokens from them.
 
 Ranks that are about to run different steps would wait for each other or mix their results. Before a
@@ -24,7 +24,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -36,15 +36,19 @@ from torch import Tensor
 
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import logger
+from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.weights import CheckpointTensor
 from nanovllm.plan import Runner, StepOutput, StepPlan
+from nanovllm.runner.single_rank import SingleRank
 
 # A rank that does nothing for so long ends the others. One that fails or is killed does so at once.
 TIMEOUT = timedelta(minutes=5)
 DOWNLOAD_TIMEOUT = timedelta(days=1)  # of the ranks that wait while rank 0 downloads
 
 
-class Ranks:
+class Ranks(SingleRank):
     """The connections of this process to the others: one to agree on, one between the devices."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -86,6 +90,17 @@ class Ranks:
         self._call(dist.all_reduce, found, dist.ReduceOp.MIN, group=self.host)
         return int(found)
 
+    def config_of_rank(self, full_config: ModelConfig) -> ModelConfig:
+        return config_of_rank(full_config, self.size)
+
+    def tensors_of_rank(
+        self, tensors: Iterable[CheckpointTensor], full_config: ModelConfig
+    ) -> Iterable[CheckpointTensor]:
+        return tensors_of_rank(tensors, full_config, self.rank, self.size)
+
+    def agreeing(self, runner: Runner) -> Runner:
+        return AgreeingRunner(runner, self)
+
     def agree(self, what: str, text: str) -> None:
         """Raise RuntimeError on every rank if they have different texts."""
         # An address in the representation of an object is another one in each process.
@@ -106,7 +121,7 @@ class Ranks:
             )
 
     def connect(self, model: Qwen3, vocab_size: int) -> None:
-        """Join the results of the ranks' models, once their weights are loaded.
+        """Combine the results of the ranks' models, once their weights are loaded.
 
         vocab_size: that of the whole model. The head of the last rank may have rows beyond it.
         """
@@ -115,8 +130,9 @@ class Ranks:
             return self.all_gather(logits)[:, :vocab_size].contiguous()
 
         for layer in model.layers:
-            layer.self_attn.o_proj.join = layer.mlp.down_proj.join = self.all_reduce
-        model.lm_head.join = gather_logits
+            layer.self_attn.o_proj.reduce = self.all_reduce
+            layer.mlp.down_proj.reduce = self.all_reduce
+        model.lm_head.reduce = gather_logits
         model.embed_tokens = ShardedTable(model.embed_tokens, self)
 
     @contextmanager
@@ -188,7 +204,7 @@ class AgreeingRunner:
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self.runner, self.ranks = runner, ranks
-        self.num_blocks, self.host_tier = runner.num_blocks, runner.host_tier
+        self.num_blocks = runner.num_blocks
         self.is_async = runner.is_async
         self.last = ""  # what the last step yielded
 

@@ -1,6 +1,6 @@
 """What a rank has of a model that is divided among several; see features/tensor_parallel/ranks.py.
 
-The model of a rank has the sizes of `config_of_rank`. `parts_of_rank` says which slices of the
+The model of a rank has the sizes of `config_of_rank`. `tensors_of_rank` says which slices of the
 checkpoint's tensors it holds. Nothing else of a checkpoint is read.
 """
 
@@ -12,19 +12,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.weights import Part
+from nanovllm.models.weights import CheckpointTensor
 
 # These weights are divided by rows, which are outputs, or by columns, which are inputs.
 BY_ROWS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"}
 BY_COLUMNS = {"o_proj", "down_proj"}
 
 
-def config_of_rank(whole: ModelConfig, size: int) -> ModelConfig:
+def config_of_rank(full_config: ModelConfig, size: int) -> ModelConfig:
     """The sizes of the model of one of `size` ranks. Raises ValueError if heads cannot be divided.
 
     If there are fewer KV heads than ranks, several ranks have the same one.
     """
-    heads, kv_heads, inner = whole.num_heads, whole.num_kv_heads, whole.intermediate_size
+    heads, kv_heads, inner = (
+        full_config.num_heads,
+        full_config.num_kv_heads,
+        full_config.intermediate_size,
+    )
 
     def divides(size: int) -> bool:
         return not (heads % size or inner % size or (kv_heads % size and size % kv_heads))
@@ -37,47 +41,56 @@ def config_of_rank(whole: ModelConfig, size: int) -> ModelConfig:
             f"be a multiple of them; use one of {fitting}"
         )
     return replace(
-        whole,
+        full_config,
         num_heads=heads // size,
         num_kv_heads=-(-kv_heads // size),
         intermediate_size=inner // size,
-        vocab_size=-(-whole.vocab_size // size),
+        vocab_size=-(-full_config.vocab_size // size),
     )
 
 
-def parts_of_rank(
-    parts: Iterable[Part], whole: ModelConfig, rank: int, size: int
-) -> Iterator[Part]:
-    """The parts of a rank's model with the shapes of the `whole` checkpoint and the slices of it."""
-    for part in parts:
-        module, kind = part.name.split(".")[-2:]
+def tensors_of_rank(
+    tensors: Iterable[CheckpointTensor], full_config: ModelConfig, rank: int, size: int
+) -> Iterator[CheckpointTensor]:
+    """The tensors of a rank's model, with the shapes in the checkpoint and the slices of them."""
+    for tensor in tensors:
+        module, kind = tensor.name.split(".")[-2:]
         if module in BY_ROWS:
-            rows, index = part.shape[0] * size, rank
+            rows, index = tensor.shape[0] * size, rank
             if module in ("k_proj", "v_proj"):
-                copies = max(1, size // whole.num_kv_heads)  # ranks that have the same KV head
+                copies = max(
+                    1, size // full_config.num_kv_heads
+                )  # ranks that have the same KV head
                 rows, index = rows // copies, rank // copies
             elif module in ("embed_tokens", "lm_head"):
-                rows = whole.vocab_size  # the last rank may have fewer
-            yield _some_rows(part, rows, index)
+                rows = full_config.vocab_size  # the last rank may have fewer
+            yield _some_rows(tensor, rows, index)
         elif module in BY_COLUMNS and kind == "weight":
-            outputs, inputs = part.shape
+            outputs, inputs = tensor.shape
             columns = slice(rank * inputs, (rank + 1) * inputs)
             wanted = (slice(None), columns)
-            yield replace(part, shape=(outputs, inputs * size), wanted=wanted)
+            yield replace(tensor, shape=(outputs, inputs * size), wanted=wanted)
         elif module in BY_COLUMNS and rank > 0:  # a bias, which only one summand may have
-            yield replace(part, store=lambda bias, part=part: part.store(torch.zeros_like(bias)))  # type: ignore[misc]
+            yield _zeros(tensor)
         else:
-            yield part
+            yield tensor
 
 
-def _some_rows(part: Part, rows: int, index: int) -> Part:
+def _zeros(tensor: CheckpointTensor) -> CheckpointTensor:
+    """Zeros in place of a tensor."""
+    return replace(tensor, store=lambda values: tensor.store(torch.zeros_like(values)))
+
+
+def _some_rows(tensor: CheckpointTensor, rows: int, index: int) -> CheckpointTensor:
     """The slice `index` of a tensor with `rows` rows. Rows beyond the last one are filled with 0."""
-    num = part.shape[0]
+    num = tensor.shape[0]
     start = min(index * num, rows)
     stop = min(start + num, rows)
 
-    def store(tensor: Tensor) -> None:
-        missing = num - len(tensor)
-        part.store(F.pad(tensor, (0, 0, 0, missing)) if missing else tensor)
+    def store(rows: Tensor) -> None:
+        missing = num - len(rows)
+        tensor.store(F.pad(rows, (0, 0, 0, missing)) if missing else rows)
 
-    return replace(part, shape=(rows, *part.shape[1:]), wanted=(slice(start, stop),), store=store)
+    return replace(
+        tensor, shape=(rows, *tensor.shape[1:]), wanted=(slice(start, stop),), store=store
+    )

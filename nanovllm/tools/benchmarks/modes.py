@@ -25,7 +25,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import HostTier, RowSampling, StepOutput, StepPlan
+from nanovllm.plan import RowSampling, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
 from nanovllm.tools.benchmarks import machine
 
@@ -34,7 +34,6 @@ class NoModel:
     """A runner without a model: each row that yields a token yields 1."""
 
     num_blocks, is_async = 4096, False
-    host_tier: HostTier | None = None
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         num_tokens = sum(chunk.yields is not None for chunk in plan.chunks) + len(plan.decode_rows)

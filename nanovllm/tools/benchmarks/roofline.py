@@ -18,6 +18,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3
 from nanovllm.tools.benchmarks.workloads import Workload
 
 
@@ -32,13 +33,12 @@ def costs(
 
     A weight has `itemsize` bytes, and so has a KV value unless `kv_itemsize` is given.
     """
-    c = config
-    attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    layers = c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
-    head = c.vocab_size * c.hidden_size
+    linears = [linear.weight.numel() for linear in Qwen3.on_meta(config).linears()]
+    head = linears.pop()
+    layers = sum(linears)
     weight_bytes = (layers + head) * itemsize
-    kv_token = 2 * c.num_layers * c.num_kv_heads * c.head_dim * (kv_itemsize or itemsize)
-    flops_per_attended = 4 * c.num_layers * c.num_heads * c.head_dim
+    kv_token = config.block_bytes(1, kv_itemsize or itemsize)
+    flops_per_attended = 4 * config.num_layers * config.num_heads * config.head_dim
 
     # A perfect prefix cache contains the start of each prompt. In sorted order, each prompt follows
     # the one with which it shares the longest prefix.

@@ -15,10 +15,9 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.api.config import EMBEDDED, EngineConfig
-from nanovllm.loading.checkpoint import config_file, find_checkpoint
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.memory import available_host_memory
 from nanovllm.loading.select_backend import pick_device, pick_dtype
-from nanovllm.models.config import ModelConfig
 from nanovllm.tools.benchmarks import baselines, machine, report, roofline, vllm_peer, workloads
 from nanovllm.tools.benchmarks.turn import COMMAND, Process, Result
 from nanovllm.tools.benchmarks.workloads import Workload
@@ -139,7 +138,7 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
     config = EngineConfig.from_options(options)
     device = pick_device(config.device)
     directory = workloads.write_shape(shape, temporary) if shape else find_checkpoint(model)
-    sizes = ModelConfig.from_file(config_file(directory))
+    sizes = Checkpoint(directory).model_config
     dtype = pick_dtype(config.dtype, device, sizes.dtype)
     work = workloads.make_workload(args.workload, spec, sizes.vocab_size)
     longest = min(sizes.max_position_embeddings, config.max_model_len or 1 << 60)

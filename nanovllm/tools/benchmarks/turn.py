@@ -187,7 +187,7 @@ def profile_run(llm: LLM, work: Workload) -> Result:
     kernels = profile(activities=[ProfilerActivity.CUDA])
     # Without entries for built-in functions, their time counts for the functions that call them.
     calls = cProfile.Profile(builtins=False)
-    with patch.object(runner, "compiled_model", runner.model), kernels if cuda else calls:
+    with patch.object(runner, "fused_model", runner.model), kernels if cuda else calls:
         seconds = run_engine(llm, work)["seconds"]
     parts: dict[str, float] = defaultdict(float)
     for event in kernels.key_averages() if cuda else ():

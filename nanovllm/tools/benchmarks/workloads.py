@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.api.config import EMBEDDED
-from nanovllm.models.backend import PLAIN
-from nanovllm.models.config import ModelConfig
+from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import Part, random_weights
+from nanovllm.models.weights import CheckpointTensor, random_weights
 
 
 @dataclass(frozen=True)
@@ -137,10 +136,9 @@ def write_shape(name: str, parent: Path) -> Path:
 
 def write_weights(directory: Path, dtype: torch.dtype) -> None:
     """Write the random weights beside config.json, for engines that cannot make them themselves."""
-    config = ModelConfig.from_file(directory / "config.json")
-    with torch.device("meta"):
-        parts = list(Qwen3(config, 16, PLAIN).checkpoint_parts())
-    weights = {part.name: torch.empty(part.shape, dtype=dtype) for part in parts}
-    stored = [Part.whole(name, weight) for name, weight in weights.items()]
+    config = Checkpoint(directory).model_config
+    tensors = list(Qwen3.on_meta(config).checkpoint_tensors())
+    weights = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in tensors}
+    stored = [CheckpointTensor.whole(name, weight) for name, weight in weights.items()]
     random_weights(stored, 0, torch.device("cpu"))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

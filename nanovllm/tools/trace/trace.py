@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.features.host_tier.blocks import TieredBlockManager
 from nanovllm.plan import StepOutput, Yield
 from nanovllm.tools.trace import show as trace_show
 from nanovllm.tools.trace.events import Event as Event
@@ -120,7 +119,7 @@ class Trace(Observer):
                 event["joins"] = [numbers[join.row] for join in plan.joins]
             if plan.block_moves:
                 event["copies"] = list(plan.block_moves)
-            if (plan.saves or plan.loads) and isinstance(self._blocks, TieredBlockManager):
+            if plan.saves or plan.loads:
                 event["saved"], event["loaded"] = list(plan.saves), list(plan.loads)
                 event["host"] = self._blocks.stats()
             if step.evicted:

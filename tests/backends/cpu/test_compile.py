@@ -17,7 +17,7 @@ numba = pytest.importorskip("numba")
 
 import nanovllm  # noqa: E402
 from nanovllm.backends.cpu import amx, attention, compile, jit  # noqa: E402
-from nanovllm.models.config import ModelConfig  # noqa: E402
+from nanovllm.loading.checkpoint import Checkpoint  # noqa: E402
 
 ANSWER = """
 from nanovllm import LLM
@@ -139,7 +139,7 @@ def test_with_amx_every_block_size_is_compiled_in_the_background(
     for module in (attention, compile):
         monkeypatch.setattr(module, "compile_all", lambda *arguments: compiled.append(arguments))
     directory = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
-    config = ModelConfig.from_file(directory / "config.json")
+    config = Checkpoint(directory).model_config
     for dtype in (torch.float32, torch.bfloat16):
         compiled.clear()
         compile.compile_now(dtype)

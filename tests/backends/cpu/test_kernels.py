@@ -23,7 +23,7 @@ numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests
 from nanovllm.backends.cpu import amx, avx512, compile, decode, int8, packs, parallel, primitives  # noqa: E402
 from nanovllm.backends.cpu import kernels as cpu  # noqa: E402
 from nanovllm.backends.cpu import sampler as cpu_sampler  # noqa: E402
-from nanovllm.backends.cpu.layers import CompiledLayers  # noqa: E402
+from nanovllm.backends.cpu.layers import FusedLayers  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -333,13 +333,13 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(NO_PRODUCTS, reason="neither AMX nor AVX512-BF16 on this processor")
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
+def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
     """Every batch of a run by both: decodes of 1 to 70 sequences, a prefix that some share, chunks."""
     make_checkpoint(tmp_path, family, tie=tie)
     llm = random_llm(tmp_path, dtype="bfloat16", num_kvcache_blocks=1000)
     runner = llm.engine.runner
-    model, compiled, sizes = runner.model, runner.compiled_model, []
-    assert isinstance(compiled, CompiledLayers)
+    model, compiled, sizes = runner.model, runner.fused_model, []
+    assert isinstance(compiled, FusedLayers)
 
     class Both:
         logits = model.logits
@@ -359,7 +359,7 @@ def test_compiled_layers_are_the_models(tmp_path, family: str, tie: bool) -> Non
 
     calls = []
     layers = decode.decode_layers
-    runner.compiled_model = Both
+    runner.fused_model = Both
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:
@@ -399,21 +399,19 @@ def test_without_amx(tmp_path) -> None:
     and nothing is in int8.
     """
     code = (
-        "from dataclasses import replace\n"
         "from nanovllm import LLM\n"
         "from nanovllm.backends.cpu import amx, avx512, backend, compile, int8, packs, sampler\n"
-        "from nanovllm.models.backend import PLAIN\n"
+        "from nanovllm.models import sampler as plain\n"
         "same = [sampler._weigh_chunks, sampler._draw_rows, sampler._logprobs_of_rows]\n"
         "same += [int8.quantize_rows, int8.product_blocks]\n"
         "every, int8.product.compile = compile.kernels_in_parts, lambda _: None\n"
         "def other(*types): return {k: t for k, t in every(*types).items() if k not in same}\n"
         "compile.kernels_in_parts = other\n"
-        "make, plain = backend.make_backend, dict(sample=PLAIN.sample)\n"
-        "backend.make_backend = lambda *arguments: replace(make(*arguments), **plain)\n"
+        "backend.CpuBackend.sample = lambda _, logits, batch: plain.sample(logits, batch)\n"
         "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
-        "assert llm.engine.runner.compiled_model is llm.engine.runner.model\n"
+        "assert llm.engine.runner.fused_model is llm.engine.runner.model\n"
         "assert not amx.attend_packs.signatures and not avx512.linear_blocks.signatures\n"
         "assert packs.attend_packs.signatures and int8.tile is int8.plain_tile\n"
     )

@@ -107,13 +107,11 @@ def test_engine_packs_bf16(tmp_path: Path, tie: bool) -> None:
 
 MEMORY = """
 import math
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 import torch
-from nanovllm.models.config import ModelConfig
+from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.backends.cpu import linear
-from nanovllm.models.backend import PLAIN
+from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 
 def private():
@@ -126,10 +124,10 @@ def packed(weight):
     peak = max(peak, private())
     return tiles
 
-config = ModelConfig.from_file(Path("{path}") / "config.json")
-model = Qwen3(config, 512, replace(PLAIN, empty=partial(torch.empty, dtype=torch.bfloat16)))
+config = Checkpoint(Path("{path}")).model_config
+model = Qwen3(config, 512, Backend(torch.device("cpu"), torch.bfloat16))
 size = 0
-for part in model.checkpoint_parts():
+for part in model.checkpoint_tensors():
     part.store(torch.zeros(part.shape))
     size += 2 * math.prod(part.shape)
 del part
@@ -176,7 +174,7 @@ def test_products_get_few_numbers_of_tokens(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     llm = random_llm(tmp_path, dtype="bfloat16")
     # Steps in one call do not use oneDNN.
-    llm.engine.runner.compiled_model = llm.engine.runner.model
+    llm.engine.runner.fused_model = llm.engine.runner.model
     lengths = (3, 18, 83, 100, 117)
     with Watch():
         for n in lengths:

@@ -22,10 +22,11 @@ from nanovllm.api.config import EngineConfig
 from nanovllm.backends.gpu import graphs as gpu_graphs
 from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
 from nanovllm.loading import memory
+from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.select_backend import pick_backend
-from nanovllm.models.backend import PLAIN
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.backend import Backend
+from nanovllm.runner.single_rank import SingleRank
 
 
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
@@ -190,9 +191,9 @@ def test_an_engine_with_graphs_is_freed_at_once(
         return DecodeGraphs(decode, hidden, lambda: capture)
 
     config = EngineConfig(dtype="float32", device="cpu", max_num_seqs=2, num_kvcache_blocks=4)
-    model_config = ModelConfig.from_file(path / "config.json")
+    checkpoint = Checkpoint(path)
     capture_with(monkeypatch, record)
-    runner = make_runner(config, model_config, path, 32)
+    runner = make_runner(config, checkpoint.model_config, checkpoint, 32, SingleRank())
     gone = weakref.ref(runner)
     gc.disable()
     try:
@@ -289,9 +290,9 @@ def test_profile_steps_are_the_largest_that_can_occur(
         max_model_len=32,
         num_kvcache_blocks=4,
     )
-    model_config = ModelConfig.from_file(path / "config.json")
+    checkpoint = Checkpoint(path)
     capture_with(monkeypatch, stand_in)
-    runner = make_runner(config, model_config, path, 32)
+    runner = make_runner(config, checkpoint.model_config, checkpoint, 32, SingleRank())
     runner.graphs, seen = None, []
     forward = runner.model.forward
     runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
@@ -356,12 +357,12 @@ def test_a_gpu_older_than_the_kernels(
     gpu, arguments = torch.device("cuda", 0), (torch.float16, 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
-    assert pick_backend("auto", gpu, *arguments) is PLAIN
+    assert type(pick_backend("auto", gpu, *arguments)) is Backend
     (record,) = caplog.records
     for words in ("plain torch, which is slower", "7.5 or higher", "Tesla V100 has 7.0"):
         assert words in record.getMessage()
     with pytest.raises(ValueError, match="7.5 or higher, and Tesla V100 has 7.0; .*'sdpa'"):
         pick_backend("triton", gpu, *arguments)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert pick_backend("auto", gpu, *arguments).capture_decode is not None
+    assert pick_backend("auto", gpu, *arguments).captures
     assert len(caplog.records) == 1

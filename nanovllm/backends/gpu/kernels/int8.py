@@ -101,7 +101,7 @@ def linear(x: Tensor, module: Linear) -> Tensor:
     return out
 
 
-def pack(module: Linear) -> None:
+def compile_for(module: Linear) -> None:
     """Compile what a Linear needs, with each number of rows, before requests are served."""
     weight = module.weight
     for rows in FLOAT32 if weight.dtype == torch.float32 else HALF:
