@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nanovllm.api.prompts import TextPrompt as TextPrompt
     from nanovllm.api.prompts import TokensPrompt as TokensPrompt
     from nanovllm.api.sampling_params import SamplingParams as SamplingParams
+    from nanovllm.api.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from nanovllm.features.beam_search import BeamSearchOutput as BeamSearchOutput
     from nanovllm.features.beam_search import BeamSearchParams as BeamSearchParams
     from nanovllm.features.beam_search import BeamSearchSequence as BeamSearchSequence
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     )
     from nanovllm.features.embeddings.pooling import PoolingParams as PoolingParams
     from nanovllm.features.loglikelihood import LoglikelihoodOutput as LoglikelihoodOutput
-    from nanovllm.features.structured import StructuredOutputsParams as StructuredOutputsParams
     from nanovllm.llm import LLM as LLM
     from nanovllm.tools.trace.trace import Trace as Trace
 
@@ -44,7 +44,7 @@ NAMES = {
     "api.prompts": "TextPrompt TokensPrompt",
     "api.sampling_params": "SamplingParams",
     "features.loglikelihood": "LoglikelihoodOutput",
-    "features.structured": "StructuredOutputsParams",
+    "api.structured_outputs": "StructuredOutputsParams",
     "tools.trace.trace": "Trace",
 }
 HOMES = {name: module for module, names in NAMES.items() for name in names.split()}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 from tqdm import tqdm
 
 from nanovllm.api.chat import Message, as_conversations
-from nanovllm.api.checks import located
 from nanovllm.api.config import EMBEDDED, EngineConfig
 from nanovllm.api.log import show_log
 from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
@@ -20,16 +19,18 @@ from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.api.vllm_names import CallArguments, check_call, missing
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
-from nanovllm.engine.request import Call, Request
-from nanovllm.features import beam_search
-from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
-from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
-from nanovllm.features.loglikelihood import LoglikelihoodOutput
+from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.sampling import read_stream
 from nanovllm.loading.make_engine import make_engine
+from nanovllm.loading.optional import load_optional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Unpack
+
+    from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
+    from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
+    from nanovllm.features.loglikelihood import LoglikelihoodOutput
 
 # The default of `prompts`. With `prompt_token_ids` alone the error says what to pass instead.
 MISSING: Any = None
@@ -149,12 +150,9 @@ class LLM:
         Ctrl-C are as in `generate`.
         """
         check_call(self.beam_search, vllm)
-        checked = []
-        pairs = pair_up(prompts, params, BeamSearchParams, "params")
-        for i, pair in enumerate(pairs):
-            with located(f"prompts[{i}]: " * (len(pairs) > 1)):
-                checked.append(beam_search.check(self.engine, *pair))
-        requests = self._run(checked, use_tqdm, "Searching")
+        beam_search = load_optional("features.beam_search", "beam_search")
+        pairs = pair_up(prompts, params, beam_search.BeamSearchParams, "params", optional=False)
+        requests = self._run(self.engine.check(pairs), use_tqdm, "Searching")
         return [request.output for request in requests]
 
     def embed(
@@ -177,12 +175,13 @@ class LLM:
         Raises as `generate` does, and ArithmeticError if the model computed NaN.
         """
         check_call(self.embed, vllm)
-        fields = PoolingParams(dimensions, normalize, prompt_name)
+        params_class = load_optional("features.embeddings.pooling", "embed").PoolingParams
+        fields = params_class(dimensions, normalize, prompt_name)
         if pooling_params is None:
             pooling_params = fields
-        elif fields != PoolingParams():
+        elif fields != params_class():
             raise TypeError("set the fields of pooling_params, or pass them alone")
-        pairs = pair_up(prompts, pooling_params, PoolingParams, "pooling_params")
+        pairs = pair_up(prompts, pooling_params, params_class, "pooling_params")
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Embedding"))
 
     def loglikelihood(
@@ -199,7 +198,8 @@ class LLM:
         What several pairs begin with is computed once, except for its last partial block. A pair
         may have max_model_len + 1 tokens. Raises as `embed` does.
         """
-        pairs = self.engine.inputs.tokenize_pairs(prompts, continuations)
+        loglikelihood = load_optional("features.loglikelihood", "loglikelihood")
+        pairs = loglikelihood.tokenize_pairs(self.engine.inputs, prompts, continuations)
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
 
     def _run(
@@ -207,22 +207,22 @@ class LLM:
     ) -> list[Request]:
         """Queue the prompts, and run their requests to the ends."""
         requests: list[Request] = []
-        call = Call()
+        progress = Progress()
         with self._abort_on_error(requests) as interrupt:
-            for _ in self.engine.add(prompts, requests, call):
+            for _ in self.engine.add(prompts, requests, progress):
                 interrupt.check()
             del prompts  # they take memory, which requests need
             start = last_shown = time.monotonic()
             quiet = not use_tqdm or self._config.rank > 0
             with tqdm(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
                 for _ in self.engine.run(requests):
-                    if call.error is not None:
-                        raise call.error
+                    if progress.error is not None:
+                        raise progress.error
                     interrupt.check()
                     if not quiet and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
-                        show_progress(bar, call, last_shown - start)
-                show_progress(bar, call, time.monotonic() - start)
+                        show_progress(bar, progress, last_shown - start)
+                show_progress(bar, progress, time.monotonic() - start)
         return requests
 
     @contextmanager
@@ -251,10 +251,10 @@ class LLM:
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         checked = self.engine.check(pairs)
         requests: list[Request] = []
-        call = Call()
+        progress = Progress()
         try:
             with self._abort_on_error(requests) as interrupt:
-                for _ in self.engine.add(checked, requests, call, stream=True):
+                for _ in self.engine.add(checked, requests, progress, stream=True):
                     interrupt.check()
             numbers = {request: i for i, request in enumerate(requests)}
             steps = self.engine.run(requests)
@@ -263,13 +263,13 @@ class LLM:
                     if next(steps, requests) is requests:
                         return
                     with self.engine.lock:
-                        changed = sorted(call.changed, key=numbers.__getitem__)
-                        call.changed.clear()
-                        new = [out for r in changed for out in r.read_stream(numbers[r])]
+                        changed = sorted(progress.changed, key=numbers.__getitem__)
+                        progress.changed.clear()
+                        new = [out for r in changed for out in read_stream(r, numbers[r])]
                     interrupt.check()
                 yield from new
-                if call.error is not None:
-                    raise call.error
+                if progress.error is not None:
+                    raise progress.error
         except BaseException as error:
             # The garbage collector closes an abandoned stream, at another moment on each rank.
             if self._config.tensor_parallel_size == 1 or not isinstance(error, GeneratorExit):
@@ -309,12 +309,11 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
 
-def show_progress(bar: tqdm[NoReturn], call: Call, seconds: float) -> None:
-    prompt, output = (
-        n / (seconds + 1e-9) for n in (call.num_prompt_tokens, call.num_output_tokens)
-    )
+def show_progress(bar: tqdm[NoReturn], progress: Progress, seconds: float) -> None:
+    prompt = progress.num_prompt_tokens / (seconds + 1e-9)
+    output = progress.num_output_tokens / (seconds + 1e-9)
     bar.set_postfix_str(f"prompt {prompt:,.0f} tok/s, output {output:,.0f} tok/s", refresh=False)
-    bar.update(call.num_ended - bar.n)
+    bar.update(progress.num_ended - bar.n)
     bar.refresh()
 
 

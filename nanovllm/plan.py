@@ -58,6 +58,7 @@ class Chunk:
     # Tokens to score, one after the other. The first follows token `logprobs_from` of the chunk.
     logprob_targets: list[int] = field(default_factory=list)
     logprobs_from: int = 0
+    num_candidates: int = 0  # if it yields candidates
 
 
 class Yield(Enum):
@@ -76,21 +77,26 @@ class BlockMove(NamedTuple):
     target: int
 
 
+NO_TOKEN = -1  # in place of a token: there was none to sample
+COMPLETE = -2  # in place of a token: the grammar of the row allows no more
+
+
 @dataclass(slots=True)
 class StepOutput:
     """What the rows of one step yielded."""
 
     # One for each row that yields a token, in plan order: a list, because there can be hundreds.
+    # Or NO_TOKEN or COMPLETE.
     token_ids: list[int]
     # Row -> [E]
     hidden_states: dict[int, list[float]] = field(default_factory=dict)
-    # Row -> (token id, log-probability), as many as `logprobs` of its rules says, the best first.
+    # Row -> (token id, log-probability), as many as its chunk says, the best first.
     candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     # Row -> log-probabilities of its sampled token, if it requests them.
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     # Row -> log-probabilities of each of the `logprob_targets` of its chunk.
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # Row -> what its logits processor or its grammar raised. Its token is -1.
+    # Row -> what its logits processor or its grammar raised. Its token is NO_TOKEN.
     errors: dict[int, Exception] = field(default_factory=dict)
 
 

@@ -45,15 +45,18 @@ def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[P
 
 
 def pair_up(
-    prompts: Prompt | Iterable[Prompt], params: Any, kind: type, name: str
+    prompts: Prompt | Iterable[Prompt], params: Any, kind: type, name: str, optional: bool = True
 ) -> list[tuple[Prompt, Any]]:
-    """Return each prompt with its parameters of a `kind`, or None; a single object is repeated."""
+    """Return each prompt with its parameters of a `kind`; a single object is repeated.
+
+    optional: whether they may be None.
+    """
     items = as_list(prompts)
     each = list(params) if isinstance(params, list | tuple) else [params] * len(items)
     if len(each) != len(items):
         raise ValueError(f"{len(items)} prompts but {len(each)} {name}; give one, or one for each")
     for one in each:
-        if one is not None and not isinstance(one, kind):
+        if not isinstance(one, kind) and not (optional and one is None):
             raise TypeError(f"{name} must be a {kind.__name__}, not {one!r}")
     return list(zip(items, each, strict=True))
 

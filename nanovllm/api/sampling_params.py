@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeAlias
 
 from nanovllm.api.checks import Positive, Seed, check_scalar, check_scalars, refuse_unknown_fields
-from nanovllm.features.structured import StructuredOutputsParams
+from nanovllm.api.structured_outputs import StructuredOutputsParams
 
 # (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits). Called on the
 # device's tensor for each token of the request.

@@ -25,7 +25,7 @@ from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
-from nanovllm.plan import Runner, StepOutput
+from nanovllm.plan import Runner, StepOutput, Yield
 
 # Of many requests, so many are added or aborted at a time. Then the lock is free for so many seconds:
 # a thread that waits for it would not get it if it were taken again at once.
@@ -101,7 +101,7 @@ class EngineCore:
             if step is None and self.outputs.requests and not self.scheduler.has_work():
                 raise RuntimeError("requests wait for nothing, which is a bug of the engine")
             if step is not None:
-                self.outputs.note_scheduled([step.seqs[join.row] for join in step.plan.joins])
+                self.outputs.record_scheduled([step.seqs[join.row] for join in step.plan.joins])
             self.observer.scheduled(step)
         return step
 
@@ -111,21 +111,21 @@ class EngineCore:
             updated = self.scheduler.commit(step, output.token_ids)
             self.outputs.process(step, output, updated)
             for request in self.outputs.failed:
-                if request.search is not None and request.error is not None:
+                if request.task.yields is Yield.CANDIDATES and request.error is not None:
                     # It was changing its beams, so the queues may be in any state.
                     self._revert(request.error)
                     return
-            ended = self.outputs.ends()
-            for seq, reason, stop_reason in ended:
-                self.scheduler.finish(seq, reason, stop_reason)
-            self.outputs.collect_finished([*updated, *(seq for seq, *_ in ended)])
+            endings = self.outputs.endings()
+            for seq, ending in endings:
+                self.scheduler.finish(seq, *ending)
+            self.outputs.collect_finished([*updated, *(seq for seq, _ in endings)])
             self.observer.committed(step, updated, output)
 
     def _revert(self, error: BaseException) -> None:
         """Return to a state from which all requests go on, whichever line has failed."""
-        self.scheduler.revert_in_flight(self.outputs.unfinished())
-        for seq, reason, stop_reason in self.outputs.ends():  # those that were not finished yet
-            self.scheduler.finish(seq, reason, stop_reason)
+        self.scheduler.revert_in_flight(self.outputs.rewind())
+        for seq, ending in self.outputs.endings():  # those that were not finished yet
+            self.scheduler.finish(seq, *ending)
         self.outputs.collect_finished(self.outputs.sequences())
         self.observer.reverted(error)
 

@@ -10,20 +10,23 @@ loop is that of EngineCore, from which it inherits. This folder imports no torch
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from nanovllm.api.config import EngineConfig
+from nanovllm.api.outputs import RequestMetrics
 from nanovllm.api.prompts import Prompt
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.core import BATCH_SIZE, HANDOVER, EngineCore
-from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor, Params
+from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor
-from nanovllm.engine.request import Call, Request
+from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.plan import Runner
+from nanovllm.engine.task import Task, TaskFactory
+from nanovllm.plan import Runner, Yield
 
 
 class LLMEngine(EngineCore):
@@ -32,9 +35,12 @@ class LLMEngine(EngineCore):
         config: EngineConfig,
         runner: Runner,
         inputs: InputProcessor,
+        task_factories: Mapping[type, TaskFactory] | None = None,
         blocks: BlockManager | None = None,
     ) -> None:
-        """`blocks` manages the blocks of `runner`; None: a BlockManager."""
+        """task_factories: parameters -> what makes their task; None: sampling alone. blocks: of the
+        runner; None: a new BlockManager.
+        """
         if blocks is None:
             size = runner.num_blocks, config.kvcache_block_size
             blocks = BlockManager(*size, config.enable_prefix_caching)
@@ -44,9 +50,9 @@ class LLMEngine(EngineCore):
         overlap = config.async_scheduling
         if overlap is None:
             overlap = runner.is_async
-        outputs = OutputProcessor(inputs.tokenizer, inputs.eos_token_ids)
-        super().__init__(scheduler, runner, outputs, overlap)
+        super().__init__(scheduler, runner, OutputProcessor(), overlap)
         self.inputs, self.tokenizer = inputs, inputs.tokenizer
+        self.task_factories = task_factories or {SamplingParams: Sampling}
         self.num_requests = 0
 
     def __reduce__(self) -> NoReturn:
@@ -57,14 +63,20 @@ class LLMEngine(EngineCore):
 
     # ---- requests ----
 
+    def make_task(self, params: Any) -> Task:
+        """Return the task of checked parameters; None: the checkpoint's sampling parameters."""
+        params = self.inputs.default_sampling_params if params is None else params
+        for kind, factory in self.task_factories.items():
+            if isinstance(params, kind):
+                return factory(self, params)
+        known = " or ".join(kind.__name__ for kind in self.task_factories)
+        raise TypeError(f"sampling_params must be a {known}, not {params!r}")
+
     def add_request(
-        self,
-        prompt: Prompt,
-        sampling_params: Params | None = None,
-        request_id: str | None = None,
+        self, prompt: Prompt, sampling_params: Any = None, request_id: str | None = None
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
-        if isinstance(request_id, Params):
+        if isinstance(request_id, tuple(self.task_factories)):
             raise TypeError("the order is add_request(prompt, sampling_params, request_id)")
         request = self.submit(prompt, sampling_params, request_id=request_id, returned_by_step=True)
         return request.request_id
@@ -72,19 +84,17 @@ class LLMEngine(EngineCore):
     def submit(
         self,
         prompt: Prompt,
-        sampling_params: Params | None = None,
+        sampling_params: Any = None,
         stream: bool = False,
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:
-        """Queue a request whose caller reads `output` at its end, or `read_stream` while it runs."""
+        """Queue a request whose caller reads `output` at its end, or a stream while it runs."""
         [checked] = self.check([(prompt, sampling_params)])
         with defer_interrupt(), self.lock:
             return self._add(checked, stream, None, request_id, returned_by_step)
 
-    def check(
-        self, pairs: Sequence[tuple[Prompt, Params | None]], is_search: bool = False
-    ) -> list[CheckedPrompt]:
+    def check(self, pairs: Sequence[tuple[Prompt, Any]]) -> list[CheckedPrompt]:
         """Check prompts and their parameters, which `add` takes. Changes nothing in the engine.
 
         Raises ValueError or TypeError if one can never run. Does not hold the lock: a grammar can
@@ -92,9 +102,10 @@ class LLMEngine(EngineCore):
         """
         checked: list[CheckedPrompt] = []
         blocks = self.scheduler.blocks
-        for prompt in self.inputs.check(pairs, is_search):
-            # The KV of the last token is not needed if it is sampled.
-            num_slots = prompt.max_length - isinstance(prompt.asked.params, SamplingParams)
+        for prompt in self.inputs.check(pairs, self.make_task):
+            # The KV of the last token is not needed if no token follows it.
+            samples = prompt.task.yields in (Yield.TOKEN, Yield.CANDIDATES)
+            num_slots = prompt.max_length - samples
             if num_slots > blocks.num_blocks * blocks.block_size:
                 where = f"prompts[{len(checked)}]: " * (len(pairs) > 1)
                 raise ValueError(
@@ -110,7 +121,7 @@ class LLMEngine(EngineCore):
         self,
         prompts: list[CheckedPrompt],
         requests: list[Request],
-        call: Call | None = None,
+        progress: Progress | None = None,
         stream: bool = False,
     ) -> Iterator[None]:
         """Queue prompts, and append their requests. Yields after some, while the lock is free."""
@@ -119,14 +130,14 @@ class LLMEngine(EngineCore):
                 time.sleep(HANDOVER)
             with defer_interrupt(), self.lock:
                 for prompt in prompts[start : start + BATCH_SIZE]:
-                    requests.append(self._add(prompt, stream, call))
+                    requests.append(self._add(prompt, stream, progress))
             yield
 
     def _add(
         self,
         prompt: CheckedPrompt,
         stream: bool,
-        call: Call | None,
+        progress: Progress | None,
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:
@@ -137,16 +148,21 @@ class LLMEngine(EngineCore):
             raise TypeError(f"request_id must be a string, not {request_id!r}")
         if is_known(request_id):
             raise ValueError(f"request_id {request_id!r} is in use")
-        seqs = self.inputs.make_sequences(request_id, arrival, prompt)
-        self.num_requests += 1
-        if prompt.search is not None:
-            prompt.search.start(seqs)
-        asked = prompt.asked.params
-        request = self.outputs.add(
-            seqs, prompt.text, asked, returned_by_step, stream, prompt.search, call
+        request = Request(
+            request_id,
+            arrival,
+            prompt.task,
+            prompt.text,
+            RequestMetrics(time.monotonic()),
+            returned_by_step,
+            stream,
+            progress,
         )
+        first = prompt.task.start(request, prompt.token_ids, prompt.max_length)
+        self.num_requests += 1
+        self.outputs.add(request)
         try:
-            self.scheduler.add(seqs[0])
+            self.scheduler.add(first)
         except BaseException:
             self.outputs.remove(request)
             raise
@@ -214,6 +230,6 @@ class LLMEngine(EngineCore):
                 "preemptions": scheduler.preemptions,
                 "evictions": blocks.evictions,
                 "recomputed_tokens": scheduler.recomputed_tokens,
-                "prompt_tokens": self.outputs.num_prompt_tokens,
-                "output_tokens": self.outputs.num_output_tokens,
+                "prompt_tokens": self.outputs.progress.num_prompt_tokens,
+                "output_tokens": self.outputs.progress.num_output_tokens,
             } | blocks.stats()

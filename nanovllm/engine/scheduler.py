@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.policies import POLICIES, WaitingQueue
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import Chunk, Join, StepOutput, StepPlan, Yield
+from nanovllm.plan import COMPLETE, Chunk, Join, StepOutput, StepPlan, Yield
 
 # Why the first waiting sequence, whose name belongs at {}, is not admitted.
 WHY_WAITING = {
@@ -178,6 +178,7 @@ class Scheduler:
             seq.joined = True
         last = end == seq.num_with_placeholders
         chunk = Chunk(seq.row, start, seq.token_ids[start:end], seq.yields if last else None)
+        chunk.num_candidates = seq.num_candidates
         if seq.targets:
             ahead = seq.first_target - 1 - start  # tokens of the chunk before the first that counts
             chunk.logprobs_from = max(ahead, 0)
@@ -314,8 +315,8 @@ class Scheduler:
                 for fork in seq.forks:
                     self.fork(seq, fork, seq.num_prompt - 1)
                 seq.forks = []
-            if token < 0:  # there was none to sample; see models/sampler.py
-                self.finish(seq, "error")
+            if token < 0:  # NO_TOKEN or COMPLETE
+                self.finish(seq, "stop" if token == COMPLETE else "error")
                 continue
             ids.append(token)
             if len(ids) % block_size == 0 and seq.num_computed >= len(ids):

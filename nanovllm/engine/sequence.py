@@ -48,6 +48,8 @@ class Sequence:
     # What it is forked from: the first sample of its request, which computes the prompt, or a beam.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = EMPTY  # not queued yet
+    num_candidates: int = 0  # how many it yields, if it yields candidates
+    request: Any = None  # the Request that it belongs to
 
     status: Status = Status.NEW
     num_with_placeholders: int = 0  # known tokens and placeholder tokens

@@ -13,18 +13,16 @@ early_stopping=False.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated
 
 from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
-from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.input_processor import CheckedPrompt
-from nanovllm.engine.request import Request, Sample
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.request import Request, Sample, start_prompt
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.structured import StructuredOutputsParams
-from nanovllm.plan import Yield
+from nanovllm.engine.task import Ending, RowResult
+from nanovllm.plan import LogitRules, Yield
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -75,39 +73,83 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-class BeamSearch:
-    """The search of one prompt. All its methods are called while the engine's lock is held."""
+@dataclass
+class Beams:
+    """The state of one search."""
 
-    def __init__(
-        self, params: BeamSearchParams, scheduler: Scheduler, eos_token_ids: frozenset[int]
-    ) -> None:
-        self.params, self.scheduler = params, scheduler
-        self.stops = frozenset() if params.ignore_eos else eos_token_ids
+    scores: dict[Sequence, float]  # of the beams, sums of log-probabilities
+    # Of the beams that have them already.
+    candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
+    # Finished beams with their normalized scores, the best first.
+    finished: list[tuple[float, BeamSearchSequence]] = field(default_factory=list)
+
+
+class BeamSearch:
+    """The task of a request for the most likely outputs of a prompt."""
+
+    yields = Yield.CANDIDATES
+
+    def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
+        """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
+        inputs, scheduler = engine.inputs, engine.scheduler
+        inputs.check_head()
+        self.params = params = replace(params)  # fields may have been set since the last check
+        self.inputs, self.scheduler = inputs, scheduler
+        max_width = min(inputs.vocab_size, scheduler.max_num_seqs)
+        if params.beam_width > max_width:
+            name = "the vocabulary" if max_width == inputs.vocab_size else "max_num_seqs"
+            raise ValueError(
+                f"beam_width={params.beam_width} is more than {name}={max_width}; lower it"
+                + " or raise max_num_seqs" * (max_width != inputs.vocab_size)
+            )
+        self.stops = frozenset() if params.ignore_eos else inputs.eos_token_ids
+        self.rules: LogitRules | None = None
+        if params.structured_outputs is not None:
+            if not self.stops:
+                raise ValueError(
+                    "structured_outputs in a beam search needs an end-of-sequence token: set "
+                    "ignore_eos to False, and use a checkpoint that has one"
+                )
+            stops = tuple(sorted(self.stops))
+            self.rules = LogitRules(
+                grammar=inputs.compile_grammar(params.structured_outputs, stops)
+            )
         # At most beam_width candidates of each end token end a beam, so that enough others remain.
         self.num_candidates = max(2, 1 + len(self.stops)) * params.beam_width
-        self.scores: dict[Sequence, float] = {}  # of the beams, the sums
-        self.candidates: dict[Sequence, list[tuple[int, float]]] = {}  # of those that have theirs
-        self.finished: list[tuple[float, BeamSearchSequence]] = []  # normalized; the best first
 
-    def start(self, seqs: list[Sequence]) -> None:
-        """Search from the sequence of a request that has just been made and is not queued yet."""
-        (first,) = seqs
-        first.yields, self.scores = Yield.CANDIDATES, {first: 0.0}
+    def text_prompt(self, text: str) -> str:
+        return text
 
-    def receive(self, request: Request, seq: Sequence, candidates: list[tuple[int, float]]) -> None:
-        """Note the candidates of a beam; if it is the last one of the step, choose the next beams."""
-        self.candidates[seq] = candidates
-        if len(self.candidates) == len(self.scores):
-            self._choose(request)
+    def check_token_prompt(self) -> None:
+        """Accept every prompt of token ids."""
 
-    def _choose(self, request: Request) -> None:
+    def max_length(self, num_tokens: int) -> int:
+        return num_tokens + self.inputs.room_for_output(num_tokens, self.params.max_tokens)
+
+    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
+        first = start_prompt(request, token_ids, max_length)
+        first.num_candidates = min(self.num_candidates, self.inputs.vocab_size)
+        first.sampling = replace(first.sampling, rules=self.rules)
+        request.state = Beams({first: 0.0})
+        return first
+
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+        """Record the candidates of a beam; if they are the last of the step, choose new beams."""
+        if result.candidates:
+            beams: Beams = request.state
+            beams.candidates[seq] = result.candidates
+            if len(beams.candidates) == len(beams.scores):
+                self._choose(request, beams)
+        return None
+
+    def _choose(self, request: Request, beams: Beams) -> None:
         """Continue the best candidates of all beams. Finish all sequences if no better can come."""
         width = self.params.beam_width
         ranked = sorted(
             (
                 (score + logprob, beam, token)
-                for beam, score in self.scores.items()
-                for token, logprob in self.candidates[beam]
+                for beam, score in beams.scores.items()
+                for token, logprob in beams.candidates[beam]
                 if logprob > -math.inf
             ),
             key=lambda candidate: -candidate[0],
@@ -118,118 +160,100 @@ class BeamSearch:
             if token not in self.stops and not at_end:
                 chosen.append((score, beam, token))
             elif rank < width:
-                self._add_finished(score, beam, token)
-        if not chosen or self._is_final(chosen[0][0], chosen[0][1].num_output + 1):
+                self._add_finished(beams, score, beam, token)
+        if not chosen or self._is_final(beams, chosen[0][0], chosen[0][1].num_output + 1):
             # Without a candidate of finite probability there is nothing to choose from.
-            for beam in self.scores:
+            for beam in beams.scores:
                 self.scheduler.finish(beam, "stop" if ranked else "error")
         else:
-            self._continue(request, chosen[:width])
+            self._continue(request, beams, chosen[:width])
 
-    def _add_finished(self, score: float, beam: Sequence, token: int) -> None:
-        tokens, stopped = [*beam.token_ids, token], token in self.stops
+    def _add_finished(self, beams: Beams, score: float, beam: Sequence, token: int) -> None:
+        tokens = [*beam.token_ids, token]
+        stopped = token in self.stops
         normalized = score / (beam.num_output + 1) ** self.params.length_penalty
         if stopped and not self.params.include_stop_str_in_output:
             tokens.pop()
         reason = "stop" if stopped else "length"
         result = BeamSearchSequence(tokens, score, reason, token if stopped else None)
-        self.finished.append((normalized, result))
-        self.finished.sort(key=lambda entry: -entry[0])
-        del self.finished[self.params.beam_width :]
+        beams.finished.append((normalized, result))
+        beams.finished.sort(key=lambda entry: -entry[0])
+        del beams.finished[self.params.beam_width :]
 
-    def _is_final(self, score: float, length: int) -> bool:
+    def _is_final(self, beams: Beams, score: float, length: int) -> bool:
         """Whether no beam, the best of which has `score`, is expected to beat a finished one.
 
         As in transformers, a beam is expected to be normalized by its present length.
         """
-        enough = len(self.finished) == self.params.beam_width
-        return enough and score / length**self.params.length_penalty <= self.finished[-1][0]
+        enough = len(beams.finished) == self.params.beam_width
+        return enough and score / length**self.params.length_penalty <= beams.finished[-1][0]
 
-    def _continue(self, request: Request, chosen: list[tuple[float, Sequence, int]]) -> None:
-        """Make each (score, beam, token) a beam: the first of a beam goes on in it, others fork."""
+    def _continue(
+        self, request: Request, beams: Beams, chosen: list[tuple[float, Sequence, int]]
+    ) -> None:
+        """Make each (score, beam, token) a beam: the first of a beam continues it, others fork."""
         kept = {beam for _, beam, _ in chosen}
-        for beam in self.scores:  # not a set, whose order is another one in each process
+        for beam in beams.scores:  # not a set, whose order is another one in each process
             if beam not in kept:
                 self.scheduler.finish(beam, "abort")  # its row and blocks are free for the forks
-        beams = []
+        new = []
         for index, (_, parent, token) in enumerate(chosen):
             beam = parent
             if parent in kept:
                 kept.remove(parent)
             else:
                 beam = Sequence(
-                    parent.request_id,
-                    parent.arrival,
-                    [*parent.token_ids, token],
-                    parent.num_prompt,
-                    parent.max_length,
-                    parent.stop_token_ids,
-                    parent.sampling,
+                    request_id=parent.request_id,
+                    arrival=parent.arrival,
+                    token_ids=[*parent.token_ids, token],
+                    num_prompt=parent.num_prompt,
+                    max_length=parent.max_length,
+                    stop_token_ids=parent.stop_token_ids,
+                    sampling=parent.sampling,
                     yields=parent.yields,
+                    num_candidates=parent.num_candidates,
                     parent=parent,
+                    request=request,
                 )
                 self.scheduler.num_unfinished += 1
                 parent.parent = None  # else a beam would keep all that were before it in memory
             beam.index = index
-            beams.append(beam)
-        request.samples[:] = [Sample(beam) for beam in beams]
+            new.append(beam)
+        request.samples[:] = [Sample(beam) for beam in new]
         # Before a token is appended to its parent, because it may share the parent's last block.
-        for (_, parent, _), beam in zip(chosen, beams, strict=True):
+        for (_, parent, _), beam in zip(chosen, new, strict=True):
             if beam is not parent:
                 self.scheduler.fork(parent, beam, len(parent.token_ids))
-        for (_, parent, token), beam in zip(chosen, beams, strict=True):
+        for (_, parent, token), beam in zip(chosen, new, strict=True):
             if beam is parent:
                 self.scheduler.append(beam, token)
-        self.scores = dict(zip(beams, (score for score, *_ in chosen), strict=True))
-        self.candidates = {}
+        beams.scores = dict(zip(new, (score for score, *_ in chosen), strict=True))
+        beams.candidates = {}
+
+    def rewind(self, request: Request) -> list[Sequence]:
+        seqs = [sample.seq for sample in request.samples]
+        for seq in seqs:
+            seq.awaits_token = seq.awaits_token and seq in request.state.candidates
+        return seqs
 
     def output(self, request: Request) -> BeamSearchOutput:
-        """Return the results of a request that has ended; after an abort or error the beams as well."""
-        results = [result for _, result in self.finished]
-        for beam, score in self.scores.items():
+        """Return the results of a search; after an abort or an error the beams as well."""
+        beams: Beams = request.state
+        results = [result for _, result in beams.finished]
+        for beam, score in beams.scores.items():
             if beam.finish_reason != "stop":
                 ids, reason = list(beam.token_ids), beam.finish_reason
                 results.append(BeamSearchSequence(ids, score, reason))
         results = results[: self.params.beam_width]
-        for result in results:
-            if request.tokenizer is not None:
-                skip = self.params.skip_special_tokens
-                result.text = Detokenizer(request.tokenizer, skip).decode(result.tokens)
+        tokenizer = self.inputs.tokenizer
+        if tokenizer is not None:
+            detokenizer = Detokenizer(tokenizer, self.params.skip_special_tokens)
+            for result in results:
+                result.text = detokenizer.decode(result.tokens)
         return BeamSearchOutput(results)
 
-
-def submit(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> Request:
-    """Queue the search of one prompt. Raises TypeError or ValueError if it can never run."""
-    requests: list[Request] = []
-    list(engine.add([check(engine, prompt, params)], requests))
-    return requests[0]
+    def error_output(self, request: Request) -> None:
+        """Return None: the error is raised."""
 
 
-def check(engine: LLMEngine, prompt: Any, params: BeamSearchParams) -> CheckedPrompt:
-    """Check the search of one prompt, as `engine.check` does for samples."""
-    if not isinstance(params, BeamSearchParams):
-        raise TypeError(f"params must be a BeamSearchParams, not {params!r}")
-    params = replace(params)  # fields may have been set since the last check
-    scheduler, vocab_size = engine.scheduler, engine.inputs.vocab_size
-    most = min(vocab_size, scheduler.max_num_seqs)
-    if params.beam_width > most:
-        name = "the vocabulary" if most == vocab_size else "max_num_seqs"
-        raise ValueError(
-            f"beam_width={params.beam_width} is more than {name}={most}; lower it"
-            + " or raise max_num_seqs" * (most != vocab_size)
-        )
-    search = BeamSearch(params, scheduler, engine.outputs.eos_token_ids)
-    if params.structured_outputs is not None and not search.stops:
-        raise ValueError(
-            "structured_outputs in a beam search needs an end-of-sequence token: set ignore_eos to "
-            "False, and use a checkpoint that has one"
-        )
-    sampling = SamplingParams(
-        temperature=0,
-        max_tokens=params.max_tokens,
-        ignore_eos=params.ignore_eos,
-        logprobs=min(search.num_candidates, vocab_size),
-        structured_outputs=params.structured_outputs,
-    )
-    [checked] = engine.check([(prompt, sampling)], is_search=True)
-    return checked._replace(search=search)
+TASKS = {BeamSearchParams: BeamSearch}

@@ -11,13 +11,13 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanovllm.api.checks import check_scalars, refuse_unknown_fields
+from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.engine.detokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,90 +41,6 @@ T = TypeVar("T")
 stack_size_lock = threading.Lock()  # threading.stack_size is a setting of the process
 
 
-class OutputComplete(Exception):
-    """An output that its grammar completes, and whose request has no token that ends it."""
-
-
-# Fields of vLLM that do not exist here, and what to use instead.
-ELSEWHERE = {
-    "disable_additional_properties": "say additionalProperties: false in the schema",
-    "disable_any_whitespace": "JSON is always on one line",
-    "disable_fallback": "llguidance is the only backend",
-    "structural_tag": "write a grammar of the whole output, with its tags",
-    "whitespace_pattern": 'put it into the schema: {"x-guidance": {"whitespace_pattern": "..."}, ...}',
-}
-
-
-@refuse_unknown_fields("field of StructuredOutputsParams", ELSEWHERE)
-@dataclass(frozen=True)
-class StructuredOutputsParams:
-    """What the text of an output must be. Exactly one of these fields is given:
-
-    json: a JSON schema, as a dict or a string, or a pydantic model: the output is such a value.
-    regex: a regular expression that matches the whole output; no look-around, no back-references.
-    choice: a list of strings, one of which is the output.
-    grammar: a context-free grammar in Lark's notation, with the rule `start`, or in GBNF.
-    json_object: True: the output is any JSON object.
-
-    Raises TypeError for a wrong type or an unknown field, ValueError if no field or several are given, or if `json` is
-    not JSON. The grammar itself is compiled, and may be refused, when a request uses it.
-    """
-
-    json: Any = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_scalars(self)
-        names = [field.name for field in fields(self)]
-        given = [name for name in names if getattr(self, name) is not None]
-        if self.json_object is False:
-            given.remove("json_object")
-        if len(given) != 1:
-            raise ValueError(
-                f"give exactly one of {', '.join(names)}, not {' and '.join(given) or 'none'}"
-            )
-        self.source()
-
-    def source(self) -> tuple[str, str, str]:
-        """Return the field that is given, llguidance's name of its format, and its text."""
-        if self.json is not None:
-            return "json", "json_schema", schema_text(self.json)
-        if self.regex is not None:
-            return "regex", "regex", self.regex
-        if self.grammar is not None:
-            return "grammar", "grammar", self.grammar
-        if self.choice is None:
-            return "json_object", "json_schema", '{"type": "object"}'
-        choice = self.choice
-        is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
-        if not is_list or not all(isinstance(text, str) for text in choice):
-            raise TypeError(f"choice must be a list of strings, not {choice!r}")
-        if not choice:
-            raise ValueError("choice is empty; give at least one string")
-        # As one terminal, because llguidance limits how many rules begin at one position.
-        strings = " | ".join(json.dumps(text) for text in choice)
-        return "choice", "lark", f"start: CHOICE\nCHOICE: {strings}"
-
-
-def schema_text(schema: Any) -> str:
-    """Return a JSON schema, given as a pydantic model, a dict or a string, as a string."""
-    value = schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
-    try:
-        value = json.loads(value) if isinstance(value, str) else value
-        if isinstance(value, Mapping):
-            return json.dumps(value)
-    except RecursionError:
-        raise ValueError("json is nested too deeply; flatten the schema, or use $ref") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"json={schema!r:.80} is not JSON: {error}") from None
-    raise TypeError(
-        f"json must be a JSON schema, as a dict or a string, or a pydantic model, not {schema!r:.80}"
-    )
-
-
 @dataclass(frozen=True, eq=False)
 class Grammar:
     """A compiled grammar, and the tokens that end an output once it is complete."""
@@ -132,6 +48,10 @@ class Grammar:
     start: LLMatcher  # it stays at the start; each row has a copy
     library_ends: tuple[int, ...]  # what llguidance takes for such tokens
     ends: tuple[int, ...]  # those of the request; may be empty
+
+    def matcher(self) -> Matcher:
+        """Return what follows the output of a row."""
+        return Matcher(self)
 
 
 class Matcher:
@@ -145,8 +65,8 @@ class Matcher:
         """Which tokens may follow `output`, which begins with that of the last call.
 
         One bit for each token, the lowest ids in the first byte and its lowest bits. None if
-        `output` has ended: the engine learns this one step late and drops what follows. Raises
-        OutputComplete if no token may follow, and RuntimeError if llguidance reaches a limit.
+        `output` has ended: the engine learns this one step late and drops what follows. Empty if
+        no token may follow. Raises RuntimeError if llguidance reaches a limit.
         """
         state, ends = self.state, self.grammar.ends
         for token in output[self.num_read :]:
@@ -161,7 +81,7 @@ class Matcher:
             mask[token >> 3] &= ~(1 << (token & 7))
         if state.is_accepting():
             if not ends and state.is_stopped():
-                raise OutputComplete
+                return b""
             for token in ends:
                 mask[token >> 3] |= 1 << (token & 7)
         return bytes(mask)

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import logger
+from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sampling import Sampling
+from nanovllm.engine.task import TaskFactory
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.optional import find_optional, load_optional
@@ -84,6 +87,9 @@ def load_engine(
         has_head=checkpoint.has_head,
         max_logprobs=config.max_logprobs,
     )
+    if (structured := find_optional("features.structured")) is not None:
+        compiler = structured.GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids)
+        inputs.grammars = compiler
     embeddings = find_optional("features.embeddings.sentence_transformers")
     if embeddings is not None:
         directory, size = checkpoint.directory, model_config.hidden_size
@@ -92,7 +98,16 @@ def load_engine(
     if tiers is not None:
         sizes = runner.num_blocks, config.kvcache_block_size, runner.host_pool.num_blocks
         blocks = tiers.TieredBlockManager(*sizes)
-    return LLMEngine(config, ranks.agreeing(runner), inputs, blocks)
+    return LLMEngine(config, ranks.agreeing(runner), inputs, find_tasks(), blocks)
+
+
+def find_tasks() -> dict[type, TaskFactory]:
+    """Return parameters -> their task, for all kinds of requests that this copy has."""
+    tasks: dict[type, TaskFactory] = {SamplingParams: Sampling}
+    for name in ("beam_search", "embeddings.pooling", "loglikelihood"):
+        if (module := find_optional(f"features.{name}")) is not None:
+            tasks |= module.TASKS
+    return tasks
 
 
 def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:

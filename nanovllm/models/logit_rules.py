@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.api.sampling_params import takes_prompt
-from nanovllm.features.structured import Matcher
 from nanovllm.models.batch import to_device
 from nanovllm.plan import Join, LogitRules, TokenLogprobs
 
@@ -49,7 +48,7 @@ class RowRules:
         self.prompt, self.output = join.prompt, list(join.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
-        self.matcher = None if rules.grammar is None else Matcher(rules.grammar)
+        self.matcher = None if rules.grammar is None else rules.grammar.matcher()
         # Whether `output` must be complete before the next token is sampled.
         self.needs_output = bool(self.phrases or self.take_prompt or self.matcher)
         self.error: Exception | None = None  # raised when the row is to sample
@@ -155,7 +154,9 @@ class RulesBatch:
         self.length = 0  # more than the position of any token that is sampled next; set by Rows
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
         self.has_grammar = any(row.matcher for _, row in rows)
-        self.errors: dict[int, Exception] = {}  # of the last `apply`, by row
+        # Of the last `apply`: errors by row, and the indices of logits whose grammars are complete.
+        self.errors: dict[int, Exception] = {}
+        self.completed: list[int] = []
 
         def send(values: Any, dtype: Any = np.int64) -> Tensor:
             return to_device(np.array(values, dtype), device)
@@ -224,14 +225,18 @@ class RulesBatch:
                 token_ids, i = row.last
                 row.output.append(token_ids()[i])
                 row.last = None
-        self.errors = {}
+        self.errors, self.completed = {}, []
         num_bytes = -(-logits.shape[1] // 8)
         masks = np.full((len(logits), num_bytes), 0xFF, np.uint8)  # a bit is 0: the token is hidden
         for i, row in self.host_rules:
             try:
                 row.apply(logits[i])
-                if row.matcher and (mask := row.matcher.mask(row.output)) is not None:
+                mask = row.matcher.mask(row.output) if row.matcher else None
+                if mask:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
+                elif mask is not None:
+                    self.completed.append(i)
+                    logits[i].fill_(HIDDEN)
             except Exception as error:  # of its processor or grammar: it ends its own request only
                 self.errors[row.row] = error
                 logits[i].fill_(HIDDEN)

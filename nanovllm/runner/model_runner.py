@@ -105,6 +105,7 @@ class ModelRunner:
         if rules.changes_logits:
             rules.append(sampling.positions, tokens, output.token_ids)
             output.errors, rules.errors = rules.errors, {}
+            output.completed, rules.completed = rules.completed, []
         if rules.reported:
             at = rules.reported_index
             if len(at) < len(tokens):
@@ -129,8 +130,7 @@ class ModelRunner:
                 output.hidden_rows.append(chunk.row)
                 wanted.append(start - 1)
             elif chunk.yields is Yield.CANDIDATES:
-                k = self.rows.rules[chunk.row].rules.logprobs or 0
-                output.candidate_rows.append((chunk.row, k))
+                output.candidate_rows.append((chunk.row, chunk.num_candidates))
                 candidates.append(start - 1)
         if scored:
             most = max(k for *_, k in output.prompts)

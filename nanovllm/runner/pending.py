@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.logit_rules import likely_tokens, unpack_logprobs
-from nanovllm.plan import StepOutput
+from nanovllm.plan import COMPLETE, StepOutput
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Any]:
@@ -40,12 +40,15 @@ class PendingOutput:
     reported: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: Callable[[], list[list[float]]] = list
     errors: dict[int, Exception] = field(default_factory=dict)  # as in StepOutput
+    completed: list[int] = field(default_factory=list)  # indices among the tokens
     # (row, targets, number of log-probabilities), and the same for all their targets, in parts
     prompts: list[tuple[int, list[int], int]] = field(default_factory=list)
     prompt_parts: list[Callable[[], list[list[float]]]] = field(default_factory=list)
 
     def wait(self) -> StepOutput:
         output = StepOutput(token_ids := self.token_ids(), errors=self.errors)
+        for i in self.completed:
+            token_ids[i] = COMPLETE
         output.hidden_states = dict(zip(self.hidden_rows, self.hidden_states(), strict=True))
         for (row, k), packed in zip(self.candidate_rows, self.candidates(), strict=True):
             output.candidates[row] = likely_tokens(packed, k)

@@ -1,4 +1,4 @@
-"""Embeddings: what a request asks for, what its checkpoint says about them, and the result.
+"""Embeddings: their parameters, what a checkpoint says about them, the task, and the result.
 
 An embedding is the hidden state of the prompt's last token, after the final norm. No token is sampled.
 """
@@ -8,9 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
 from nanovllm.api.outputs import RequestMetrics
+from nanovllm.engine.request import Request, rewind_prompt, start_prompt
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.task import Ending, RowResult
+from nanovllm.plan import Yield
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
 
 
 @refuse_unknown_fields("field of PoolingParams")
@@ -96,3 +104,60 @@ class EmbeddingRequestOutput:
     finished: bool
     num_cached_tokens: int  # prompt tokens whose KV was in the prefix cache
     metrics: RequestMetrics = field(compare=False)
+
+
+class Embedding:
+    """The task of a request for an embedding."""
+
+    yields = Yield.HIDDEN_STATE
+
+    def __init__(self, engine: LLMEngine, params: PoolingParams) -> None:
+        """Check the parameters, and fill in what the checkpoint says."""
+        self.inputs, settings = engine.inputs, engine.inputs.pooling
+        self.params = settings.complete(params)
+        self.prefix = settings.prefix(self.params)
+
+    def text_prompt(self, text: str) -> str:
+        return self.prefix + text
+
+    def check_token_prompt(self) -> None:
+        if self.params.prompt_name is not None:
+            raise ValueError(
+                f"prompt_name={self.params.prompt_name!r} needs a text to be put before, not token "
+                "ids"
+            )
+
+    def max_length(self, num_tokens: int) -> int:
+        self.inputs.check_length(num_tokens, self.inputs.max_model_len)
+        return num_tokens
+
+    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
+        request.state = []  # the embedding
+        return start_prompt(request, token_ids, max_length)
+
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+        if result.hidden_state:
+            request.state = self.params.pool(result.hidden_state)
+            return Ending("stop")
+        return None
+
+    def rewind(self, request: Request) -> list[Sequence]:
+        return rewind_prompt(request)
+
+    def output(self, request: Request) -> EmbeddingRequestOutput:
+        seq = request.samples[0].seq
+        request.metrics.num_preemptions = seq.preemptions
+        return EmbeddingRequestOutput(
+            request.request_id,
+            seq.token_ids,
+            EmbeddingOutput(request.state),
+            True,
+            seq.num_cached_tokens,
+            request.metrics,
+        )
+
+    def error_output(self, request: Request) -> None:
+        """Return None: there is no part of an embedding."""
+
+
+TASKS = {PoolingParams: Embedding}

@@ -21,10 +21,10 @@ from nanovllm.api.checks import check_scalar, unknown_name
 from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, why_no_token
 from nanovllm.api.prompts import Prompt, as_list
 from nanovllm.api.sampling_params import ELSEWHERE, SamplingParams
+from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.api.vllm_names import check_unused
 from nanovllm.engine.request import Request
 from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
-from nanovllm.features.structured import StructuredOutputsParams
 from nanovllm.llm import LLM
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"

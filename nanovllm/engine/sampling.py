@@ -1,0 +1,347 @@
+"""Sampling: the task of a request for new tokens, and the text, log-probabilities and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
+from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.request import Request, Sample
+from nanovllm.engine.sequence import EMPTY, Sequence, Status
+from nanovllm.engine.task import Ending, RowResult
+from nanovllm.plan import FILTERS, LogitRules, RowSampling, TokenLogprobs, Yield
+
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor
+    from nanovllm.engine.llm_engine import LLMEngine
+
+NO_IDS: frozenset[int] = frozenset()  # each other empty frozenset takes 216 bytes
+
+
+class Sampling:
+    yields = Yield.TOKEN
+
+    def __init__(self, engine: LLMEngine, params: SamplingParams) -> None:
+        """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
+        inputs = engine.inputs
+        inputs.check_head()
+        self.params = replace(params)  # checks it again: fields may have been set since
+        self.inputs = inputs
+        self.eos_token_ids = NO_IDS if params.ignore_eos else inputs.eos_token_ids
+        self.stop_token_ids = self.eos_token_ids | frozenset(params.stop_token_ids or ())
+        self.tokenizer = inputs.tokenizer if params.detokenize else None
+        filters = {name: getattr(params, name) for name in FILTERS}
+        if not 0 < params.top_k < inputs.vocab_size:
+            filters["top_k"] = FILTERS["top_k"]
+        self.filters = tuple(filters.values())
+        self.rules = logit_rules(self.params, inputs, self.stop_token_ids)
+
+    # ---- from a prompt to sequences ----
+
+    def text_prompt(self, text: str) -> str:
+        return text
+
+    def check_token_prompt(self) -> None:
+        """Accept every prompt of token ids."""
+
+    def max_length(self, num_tokens: int) -> int:
+        return num_tokens + self.inputs.room_for_output(num_tokens, self.params.max_tokens)
+
+    def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
+        params = self.params
+        # Requests without a seed differ from each other, and the same engine seed repeats a run.
+        seed = params.seed
+        if seed is None:
+            seed = (self.inputs.seed + 1) * 0x9E3779B97F4A7C15 + request.arrival
+        first = Sequence(
+            request_id=request.request_id,
+            arrival=request.arrival,
+            token_ids=token_ids,
+            num_prompt=len(token_ids),
+            max_length=max_length,
+            stop_token_ids=self.stop_token_ids,
+            sampling=RowSampling(params.temperature, signed64(seed), self.filters, self.rules),
+            request=request,
+        )
+        if params.prompt_logprobs is not None:
+            first.targets, request.prompt_logprobs = token_ids[1:], {}
+        if params.n > 1:
+            first.forks = [fork_prompt(first, index) for index in range(1, params.n)]
+        request.samples = [Sample(seq) for seq in (first, *first.forks)]
+        needs_text = self.tokenizer is not None and bool(request.stream or params.stop)
+        request.is_watched = request.stream or needs_text or params.logprobs is not None
+        if needs_text and self.tokenizer is not None:
+            for sample in request.samples:
+                sample.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+        return first
+
+    # ---- results ----
+
+    def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
+        sample = request.samples[seq.index]
+        # A token that was sampled after the end of its sequence is not in the output.
+        if result.logprobs and len(sample.logprobs) < seq.num_output:
+            position = seq.num_prompt + len(sample.logprobs)
+            sample.logprobs.append(self.decode_logprobs(result.logprobs, seq, position))
+        if request.prompt_logprobs is not None:
+            for i, entry in enumerate(result.prompt_logprobs, result.first_position):
+                request.prompt_logprobs[i] = self.decode_logprobs(entry, seq, i)
+        if request.stream and request.progress is not None:
+            request.progress.changed.add(request)
+        stop = self._add_text(sample) if sample.detokenizer is not None else None
+        return None if stop is None else Ending("stop", stop)
+
+    def _add_text(self, sample: Sample) -> str | None:
+        """Append the text of the new tokens. Returns the stop string that it contains, if any."""
+        seq, params, start = sample.seq, self.params, len(sample.text)
+        assert sample.detokenizer is not None
+        sample.text += sample.detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
+        sample.num_detokenized = seq.num_output
+        if seq.status is Status.FINISHED:
+            sample.text += sample.detokenizer.flush()
+        if params.min_tokens and seq.num_output <= params.min_tokens:
+            return None
+        # The stop string that is complete first ends the text, as if characters were added one by
+        # one. If several are complete at the same character, the first in the list does.
+        matches = [
+            (begin + len(stop), stop)
+            for stop in params.stop or ()
+            if (begin := sample.text.find(stop, max(0, start - len(stop) + 1))) >= 0
+        ]
+        if not matches:
+            return None
+        end, stop = min(matches, key=lambda match: match[0])
+        sample.text = sample.text[: end if params.include_stop_str_in_output else end - len(stop)]
+        return stop
+
+    def text_ids(self, seq: Sequence) -> list[int]:
+        """Return the output tokens that the text contains: no stop token, unless requested."""
+        leaves_out = isinstance(seq.stop_reason, int)
+        leaves_out = leaves_out and not self.params.include_stop_str_in_output
+        return seq.output_ids[:-1] if leaves_out else seq.output_ids
+
+    def stop_reason(self, seq: Sequence) -> int | str | None:
+        return None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
+
+    def decode_logprobs(
+        self, entry: TokenLogprobs, seq: Sequence, position: int
+    ) -> dict[int, Logprob]:
+        """Return the log-probabilities at a position of the prompt or of the output."""
+        first = seq.num_prompt if position >= seq.num_prompt else 0
+        before = seq.token_ids[max(first, position - 4) : position]  # UTF-8 has at most 4 bytes
+        return {token: Logprob(p, rank, self._decode(token, before)) for token, p, rank in entry}
+
+    def _decode(self, token: int, before: list[int]) -> str | None:
+        """Return the text of a token. As in vLLM, the last token of a character has all of it."""
+        if self.tokenizer is None:
+            return None
+        decode = Detokenizer(self.tokenizer, skip_special_tokens=False).decode
+        texts = (decode([*before[n:], token]) for n in range(len(before), -1, -1))
+        return next((text for text in texts if not text.endswith("\ufffd")), "")
+
+    def rewind(self, request: Request) -> list[Sequence]:
+        for sample in request.samples:
+            self._remove_unreceived(sample, request.is_watched)
+        first, *others = [sample.seq for sample in request.samples]
+        if first.status is not Status.FINISHED:
+            first.forks = [] if first.num_output else others
+        for seq in first.forks:
+            seq.status = Status.NEW
+        return [first] if first.forks else [first, *others]
+
+    def _remove_unreceived(self, sample: Sample, is_watched: bool) -> None:
+        seq = sample.seq
+        if not is_watched:
+            return
+        received = seq.num_output if self.params.logprobs is None else len(sample.logprobs)
+        if sample.detokenizer is not None:
+            received = min(received, sample.num_detokenized)
+        if received < seq.num_output:
+            del seq.token_ids[seq.num_prompt + received :], sample.logprobs[received:]
+            seq.status, seq.finish_reason, seq.stop_reason = Status.NEW, None, None
+
+    # ---- outputs ----
+
+    def output(self, request: Request) -> RequestOutput:
+        for sample in request.samples:
+            if sample.seq.finish_reason == "abort" and sample.detokenizer is not None:
+                sample.text += sample.detokenizer.flush()
+        outputs = [self._completion(sample) for sample in request.samples]
+        return self._make_output(request, outputs)
+
+    def error_output(self, request: Request) -> RequestOutput:
+        seqs = [sample.seq for sample in request.samples]
+        # Nothing but its tokens is known not to raise an error.
+        outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in seqs]
+        return self._make_output(request, outputs)
+
+    def _make_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
+        seqs = [sample.seq for sample in request.samples]
+        request.metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=seqs[0].token_ids[: seqs[0].num_prompt],
+            outputs=outputs,
+            finished=True,
+            num_cached_tokens=seqs[0].num_cached_tokens,
+            prompt_logprobs=prompt_logprobs(request),
+            metrics=request.metrics,
+        )
+
+    def _completion(self, sample: Sample) -> CompletionOutput:
+        seq, text = sample.seq, sample.text
+        if sample.detokenizer is None and self.tokenizer is not None:
+            detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
+            text = detokenizer.decode(self.text_ids(seq))
+        logprobs, total = None, None
+        if self.params.logprobs is not None:
+            logprobs = sample.logprobs
+            # The sampled token comes first in each entry.
+            total = sum(next(iter(entry.values())).logprob for entry in logprobs)
+        return CompletionOutput(
+            index=seq.index,
+            text=text,
+            token_ids=seq.output_ids,
+            finish_reason=seq.finish_reason,
+            stop_reason=self.stop_reason(seq),
+            logprobs=logprobs,
+            cumulative_logprob=total,
+        )
+
+    def read_stream(self, request: Request, request_index: int) -> list[StreamOutput]:
+        """Return the output of each sample since the last call; nothing after its finish_reason."""
+        outputs = []
+        for sample in request.samples:
+            seq, end = sample.seq, len(sample.text)
+            token_ids = seq.token_ids[seq.num_prompt + sample.tokens_streamed :]
+            if sample.stream_ended or not (token_ids or seq.finish_reason):
+                continue
+            stops = () if self.params.include_stop_str_in_output else self.params.stop
+            if seq.finish_reason is None and stops:
+                # These characters may be the beginning of a stop string, which is left out.
+                end -= max(map(len, stops)) - 1
+            text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
+            logprobs = sample.logprobs[sample.tokens_streamed :]
+            is_first = bool(token_ids) and sample.tokens_streamed == 0 and seq.parent is None
+            outputs.append(
+                StreamOutput(
+                    request_index=request_index,
+                    index=seq.index,
+                    text=text,
+                    token_ids=token_ids,
+                    finish_reason=seq.finish_reason,
+                    stop_reason=self.stop_reason(seq),
+                    logprobs=None if self.params.logprobs is None else logprobs,
+                    prompt_logprobs=prompt_logprobs(request) if is_first else None,
+                )
+            )
+            sample.chars_streamed += len(text)
+            sample.tokens_streamed += len(token_ids)
+            sample.stream_ended = seq.finish_reason is not None
+        return outputs
+
+
+def read_stream(request: Request, request_index: int) -> list[StreamOutput]:
+    """Return the output of a streamed request since the last call."""
+    assert isinstance(request.task, Sampling)
+    return request.task.read_stream(request, request_index)
+
+
+def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
+    """Return one entry for each prompt token, None for the first; None if not requested."""
+    if request.prompt_logprobs is None:
+        return None
+    return [None, *request.prompt_logprobs.values()]
+
+
+def logit_rules(
+    params: SamplingParams, inputs: InputProcessor, stop_token_ids: frozenset[int]
+) -> LogitRules | None:
+    """Return the rules that the parameters ask for, or None. May compile a grammar."""
+    bias = params.logit_bias or {}
+    check_ids("logit_bias has", bias, inputs.vocab_size)
+    check_ids("allowed_token_ids has", params.allowed_token_ids, inputs.vocab_size)
+    check_ids("stop_token_ids has", params.stop_token_ids, inputs.vocab_size)
+    if (params.stop or params.bad_words) and inputs.tokenizer is None:
+        raise ValueError("stop strings and bad words need a tokenizer (skip_tokenizer_init is set)")
+    stops = tuple(sorted(stop_token_ids))
+    grammar: Any = None
+    if params.structured_outputs is not None:
+        grammar = inputs.compile_grammar(params.structured_outputs, stops)
+    allowed = params.allowed_token_ids
+    rules = LogitRules(
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple(bias.items()),
+        allowed_token_ids=None if allowed is None else tuple(allowed),
+        bad_words=bad_words(params, inputs),
+        min_tokens=min(params.min_tokens, inputs.max_model_len),
+        stops=stops if params.min_tokens else (),
+        logprobs=num_logprobs("logprobs", params.logprobs, inputs),
+        prompt_logprobs=num_logprobs("prompt_logprobs", params.prompt_logprobs, inputs),
+        logits_processors=tuple(params.logits_processors or ()),
+        grammar=grammar,
+    )
+    return None if rules == LogitRules() else rules
+
+
+def bad_words(params: SamplingParams, inputs: InputProcessor) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each bad word, at the start of a line and after a word."""
+    found = set()
+    for word in params.bad_words or ():
+        for text in (word, " " + word.lstrip()):
+            ids = inputs.encode(text, add_special_tokens=False)
+            check_ids(f"bad_words has {text!r:.80}, which is encoded with", ids, inputs.vocab_size)
+            found.add(tuple(ids))
+    return tuple(sorted(found))
+
+
+def num_logprobs(name: str, value: int | None, inputs: InputProcessor) -> int | None:
+    """Return how many log-probabilities a field asks for. Raises ValueError for too many."""
+    if value is None:
+        return None
+    vocab_size = inputs.vocab_size
+    limit = vocab_size if inputs.max_logprobs == -1 else inputs.max_logprobs
+    if value > vocab_size:
+        raise ValueError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens")
+    if value > limit or (value == -1 and vocab_size > limit):
+        raise ValueError(
+            f"{name}={value} is more than max_logprobs={limit}"
+            + f", because -1 is the whole vocabulary of {vocab_size}" * (value == -1)
+            + "; ask for fewer, or give LLM() a larger max_logprobs (-1: no limit)"
+        )
+    return vocab_size if value == -1 else value
+
+
+def check_ids(what: str, ids: Iterable[int] | None, vocab_size: int) -> None:
+    """Raise ValueError for a token id that the model does not have."""
+    if (token := max(ids or (), default=0)) >= vocab_size:
+        raise ValueError(
+            f"{what} token id {token}; the vocabulary of the model ends at {vocab_size - 1}"
+        )
+
+
+def fork_prompt(first: Sequence, index: int) -> Sequence:
+    """Return another sample of the prompt, with its own seed."""
+    rules = first.sampling.rules
+    if rules is not None:  # the first sample computes the prompt's log-probabilities
+        rules = replace(rules, prompt_logprobs=None)
+    seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
+    return replace(
+        first,
+        index=index,
+        parent=first,
+        sampling=replace(first.sampling, rules=rules, seed=seed),
+        token_ids=list(first.token_ids),
+        block_table=[],
+        targets=EMPTY,
+    )
+
+
+def signed64(value: int) -> int:
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
