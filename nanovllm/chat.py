@@ -10,7 +10,7 @@ import jinja2
 
 from nanovllm.checks import check_scalar
 from nanovllm.detokenizer import Tokenizer
-from nanovllm.time_limit import TookTooLong, call_with_limit
+from nanovllm.time_limit import call_with_limit
 
 Message = dict[str, Any]
 # Variables and arguments that have their values already.
@@ -69,7 +69,7 @@ def render(
             lambda: render_without_limit(conversation, tokenizer, chat_template, variables),
             MAX_SECONDS,
         )
-    except TookTooLong:
+    except TimeoutError:
         raise ValueError(
             f"chat_template={chat_template!r:.80} takes more than {MAX_SECONDS} seconds; "
             "end its loops earlier"
@@ -95,7 +95,11 @@ def render_without_limit(
 
 
 def apply(
-    tokenizer: Tokenizer, messages: list[Message], chat_template: str | None, **variables: Any
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    chat_template: str | None,
+    /,
+    **variables: Any,
 ) -> str:
     if chat_template is not None:
         limit_template(tokenizer.get_chat_template(chat_template))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import check_scalars, refuse_unknown_fields
 from nanovllm.detokenizer import Tokenizer
-from nanovllm.time_limit import TookTooLong, call_with_limit
+from nanovllm.time_limit import call_with_limit
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -239,8 +239,8 @@ class GrammarCompiler:
             start = call_with_limit(start_matcher, MAX_SECONDS, stack)
             if start.is_error():
                 raise ValueError(reason(start))
-        except TookTooLong as error:
-            self.abandoned.append(error.thread)
+        except TimeoutError as error:
+            self.abandoned.append(error.args[0])
             raise ValueError(
                 f"llguidance compiles the {field} of structured_outputs for more than "
                 f"{MAX_SECONDS} seconds; simplify it"

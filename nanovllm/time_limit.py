@@ -16,17 +16,10 @@ class Stopped(SystemExit):
     """Raised in a thread whose result nobody waits for. It ends the thread without a message."""
 
 
-class TookTooLong(TimeoutError):
-    """The limit has passed. `thread` may still run."""
-
-    def __init__(self, thread: threading.Thread) -> None:
-        self.thread = thread
-
-
 def call_with_limit(function: Callable[[], T], seconds: float, stack: int = 0) -> T:
     """Return what `function` returns in a thread of its own, with a stack of `stack` bytes.
 
-    Raises TookTooLong after `seconds`. That, and an error such as KeyboardInterrupt while this
+    Raises TimeoutError(thread) after `seconds`. That, and an error such as KeyboardInterrupt while this
     thread waits, stop the other one at its next line of Python. Nothing can stop it in C or Rust.
     """
     result: futures.Future[T] = futures.Future()
@@ -51,7 +44,7 @@ def call_with_limit(function: Callable[[], T], seconds: float, stack: int = 0) -
                 threading.stack_size(before)
         return result.result(seconds)
     except futures.TimeoutError:  # another class than TimeoutError in Python 3.10
-        raise TookTooLong(thread) from None
+        raise TimeoutError(thread) from None
     finally:
         with ending:
             if not result.done() and thread.ident is not None:
