@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "nanovllm"
 # A module may import from its own rank and from those above it in this list.
 RANKS = [
     {"plan", "batch", "config", "outputs", "sampling_params", "pooling", "scoring", "structured"}
-    | {"detokenizer", "chat", "checks", "child", "log", "prompts", "trace_events", "vllm_names"},
+    | {"detokenizer", "chat", "checks", "child", "log", "prompts", "time_limit", "trace_events"}
+    | {"vllm_names"},
     {"models"},
     {"cpu", "gpu"},
     {"engine", "runner"},
