@@ -293,7 +293,7 @@ class LLM:
         The content may be a list of parts, [{"type": "text", "text": "..."}, ...], which are joined
         by newlines if the chat template takes strings only. chat_template_kwargs are variables of
         the template; as in vLLM they overrule the other arguments. Raises ValueError if it cannot
-        render the messages. The time that it takes is not limited; Ctrl-C ends its loops.
+        render the messages, and if a chat_template that is given takes more than 10 seconds.
         """
         check_call(self.chat, vllm)
         variables = {

@@ -1093,11 +1093,14 @@ TEMPLATES = [
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ("{% include 'x' %}", "no loader"),
     ("{% extends 'x' %}", "no loader"),
-    ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
+    ("{% for i in range(1000000000000) %}{% endfor %}", "Range too big"),
     ("{{ 'a' + 1 }}", "TypeError"),
-    ("{{ 'a' * 10**14 }}", "MemoryError"),
+    ("{{ 'a' * 100000000000000 }}", "MemoryError"),
     ("{{ messages[0].no.such }}", "UndefinedError"),
     ("{{ messages.append(1) }}", "SecurityError"),
+    ("{{ 10 ** 10 ** 9 }}", "the operator .* is not accepted"),
+    ("{% macro f(n) %}{% endmacro %}{{ f(1, **{'n': 2}) }}", "TypeError"),
+    ("{% for i in range(70) %}{{ 'a' * 1000000 }}{% endfor %}", "more than 67108864 characters"),
 ]
 
 
@@ -1116,6 +1119,35 @@ def test_chat_templates_of_another_type(embedded: LLM) -> None:
     for template in (5, b"{{ 1 }}", Path("a.jinja"), ["{{ 1 }}"]):
         with pytest.raises(TypeError, match=re.escape(f"must be a string, not {template!r}")):
             embedded.chat(chat, chat_template=template, use_tqdm=False)
+    still_serves(embedded)
+
+
+ENDLESS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+    "{% set s = namespace(x=3) %}{% for i in range(99999) %}{% set s.x = s.x * s.x %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "hi"}]], ids=["text", "parts"])
+def test_chat_templates_that_do_not_end(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, template: str, content: object
+) -> None:
+    """A limit of time stops them: no thread is left."""
+    monkeypatch.setattr("nanovllm.api.chat.MAX_SECONDS", 1)
+    chat = [{"role": "user", "content": content}]
+    ways = [{"chat_template": template}, {"chat_template_kwargs": {"chat_template": template}}]
+    for options in ways:
+        with pytest.raises(ValueError, match="chat_template=.* takes more than 1 seconds; end its"):
+            embedded.chat(chat, use_tqdm=False, **options)
+    for thread in threading.enumerate():
+        if thread.name == "nanovllm limited":
+            thread.join(100)
+            assert not thread.is_alive()
+    [out] = embedded.chat(chat, use_tqdm=False, chat_template="a **{{ messages[0].role }}**")
+    assert out.prompt == "a **user**"
     still_serves(embedded)
 
 

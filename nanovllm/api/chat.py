@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import jinja2
 
 from nanovllm.api.checks import check_scalar
-from nanovllm.engine.detokenizer import Tokenizer
+from nanovllm.api.time_limit import call_with_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Message = dict[str, Any]
 # Variables and arguments that have their values already.
 TAKEN = {"self", "conversation", "conversations", "messages", "tokenize"}
+# Of a template that comes with a request. The longest contexts have a tenth of these characters.
+MAX_SECONDS, MAX_CHARACTERS = 10, 2**26
 
 
 def as_conversations(
@@ -51,14 +59,34 @@ def render(
     /,
     **variables: Any,
 ) -> str:
-    """Return the text of a conversation. `variables` are passed to `apply_chat_template`."""
-    if chat_template is not None:
-        check_scalar("chat_template", chat_template, str)
+    """Return the text of a conversation. `variables` are passed to `apply_chat_template`.
+
+    A template that comes with a request is a program, which may never end: it has a limit of time.
+    """
+    if chat_template is None:
+        return render_without_limit(conversation, tokenizer, None, variables)
+    check_scalar("chat_template", chat_template, str)
+    try:
+        return call_with_limit(
+            lambda: render_without_limit(conversation, tokenizer, chat_template, variables),
+            MAX_SECONDS,
+        )
+    except TimeoutError:
+        raise ValueError(
+            f"chat_template={chat_template!r:.80} takes more than {MAX_SECONDS} seconds; "
+            "end its loops earlier"
+        ) from None
+
+
+def render_without_limit(
+    conversation: Iterable[Message],
+    tokenizer: Tokenizer,
+    chat_template: str | None,
+    variables: dict[str, Any],
+) -> str:
     messages = plain_messages(conversation, tokenizer, chat_template)
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, chat_template=chat_template, **variables
-        )
+        return apply(tokenizer, messages, chat_template, **variables)
     except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
         shown = "the tokenizer's" if chat_template is None else f"{chat_template!r:.80}"
         raise ValueError(
@@ -66,7 +94,46 @@ def render(
             f"({type(error).__name__}: {error}); change them, or pass another template "
             f"with chat_template=..., not {shown}"
         ) from error
+
+
+def apply(
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    chat_template: str | None,
+    /,
+    **variables: Any,
+) -> str:
+    if chat_template is not None:
+        limit_template(tokenizer.get_chat_template(chat_template))
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, chat_template=chat_template, **variables
+    )
     return cast(str, text)
+
+
+def limit_template(template: str) -> None:
+    """Bound the text that a template returns. Raises ValueError if it computes powers.
+
+    A power can take hours in one operation, during which no other thread runs, and Ctrl-C waits.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    tokens = [t for t in jinja2.Environment().lex(template) if t[1] != "whitespace"]
+    for (*_, before), (_, kind, token) in itertools.pairwise(tokens):
+        if kind == "operator" and token == "**" and before not in ("(", ","):
+            raise ValueError("the operator ** is not accepted")
+    # transformers keeps what it has compiled, each with its own environment.
+    _compile_jinja_template(template).environment.concat = join
+
+
+def join(parts: Iterable[str]) -> str:
+    kept, size = [], 0
+    for part in parts:
+        kept.append(part)
+        size += 1 + len(part)
+        if size > MAX_CHARACTERS:
+            raise ValueError(f"its text has more than {MAX_CHARACTERS} characters")
+    return "".join(kept)
 
 
 def plain_messages(
@@ -110,7 +177,7 @@ def takes_parts(tokenizer: Tokenizer, chat_template: str | None) -> bool:
     parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
     probe: list[Message] = [{"role": "user", "content": parts}]
     try:
-        shown = tokenizer.apply_chat_template(probe, tokenize=False, chat_template=chat_template)
+        shown = apply(tokenizer, probe, chat_template)
     except Exception:  # A template that takes strings only may fail in any way.
         return False
     return "probe text" in shown and "probe name" not in shown

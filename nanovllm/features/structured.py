@@ -11,13 +11,12 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.api.structured_outputs import StructuredOutputsParams
+from nanovllm.api.time_limit import call_with_limit
 from nanovllm.engine.detokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -26,19 +25,18 @@ if TYPE_CHECKING:
 CACHED_GRAMMARS = 64
 # Bounds of what a compilation costs. In bytes of text, by format: the time grows with their square,
 # and with the third power where terminals contain each other.
-MAX_BYTES = {"json_schema": 2**17, "lark": 2**17, "regex": 2**15, "grammar": 2**15}
+MAX_BYTES = {"json_schema": 2**17, "lark": 2**17, "regex": 2**14, "grammar": 2**14}
 # llguidance has a state for each remainder, and computes least common multiples in 32 bits.
 MAX_MULTIPLE = 2**16 - 1
 MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?)')
+ESCAPE = re.compile(r"\\u(00[4-7][0-9a-fA-F])")  # a letter
 # llguidance calls itself once for each level of a grammar: 1 kB of stack or less for a byte of text.
 STACK, STACK_PER_BYTE = 2**24, 2**12
 MAX_SECONDS = 60  # for what no other bound covers, such as 200 patterns in an allOf
+MAX_ABANDONED = 2  # compilations that took longer, which nothing can stop
+MAX_REASON = 300  # characters of an error
 # Between the parts of JSON. Where more is allowed, weak models write spaces and nothing else.
 WHITESPACE = " ?"
-
-
-T = TypeVar("T")
-stack_size_lock = threading.Lock()  # threading.stack_size is a setting of the process
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +74,7 @@ class Matcher:
             self.num_read += 1
         mask = bytearray(state.compute_bitmask())
         if state.is_error():
-            raise RuntimeError(f"structured_outputs: {reason(state)}")
+            raise RuntimeError(f"structured_outputs: {shortened(reason(state))}")
         for token in self.grammar.library_ends:
             mask[token >> 3] &= ~(1 << (token & 7))
         if state.is_accepting():
@@ -98,6 +96,7 @@ class GrammarCompiler:
     ) -> None:
         self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, eos_token_ids
         self.vocabulary: LLTokenizer | None = None  # made for the first grammar
+        self.abandoned: list[threading.Thread] = []  # compilations that took too long
         self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def compile(self, params: StructuredOutputsParams, ends: list[int]) -> Grammar:
@@ -148,11 +147,19 @@ class GrammarCompiler:
             return start
 
         check_size(field, kind, text)
+        self.abandoned = [thread for thread in self.abandoned if thread.is_alive()]
+        if len(self.abandoned) >= MAX_ABANDONED:
+            raise ValueError(
+                f"structured_outputs: {MAX_ABANDONED} compilations that took more than "
+                f"{MAX_SECONDS} seconds are still running; try again later, or start a new process"
+            )
+        stack = STACK + STACK_PER_BYTE * len(text.encode())
         try:
-            start = with_stack(start_matcher, STACK + STACK_PER_BYTE * len(text.encode()))
+            start = call_with_limit(start_matcher, MAX_SECONDS, stack)
             if start.is_error():
                 raise ValueError(reason(start))
-        except TimeoutError:
+        except TimeoutError as error:
+            self.abandoned.append(error.args[0])
             raise ValueError(
                 f"llguidance compiles the {field} of structured_outputs for more than "
                 f"{MAX_SECONDS} seconds; simplify it"
@@ -161,7 +168,7 @@ class GrammarCompiler:
             hint = "; a grammar in Lark's notation needs the rule `start`"
             hint *= field == "grammar" and "::=" not in text and "Expected ::=" in str(error)
             raise ValueError(
-                f"llguidance refuses the {field} of structured_outputs: {error}{hint}"
+                f"llguidance refuses the {field} of structured_outputs: {shortened(str(error))}{hint}"
             ) from None
         return start
 
@@ -192,7 +199,9 @@ def check_size(field: str, kind: str, text: str) -> None:
         raise ValueError(
             f"the {field} of structured_outputs has {size} bytes; the limit is {MAX_BYTES[kind]}"
         )
-    values = {abs(Fraction(number)) for number in MULTIPLE_OF.findall(text)} - {Fraction(0)}
+    # In JSON any character of the keyword may be an escape.
+    plain = ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), text)
+    values = {abs(Fraction(number)) for number in MULTIPLE_OF.findall(plain)} - {Fraction(0)}
     numerators, denumerators = [v.numerator for v in values], [v.denominator for v in values]
     common = Fraction(math.lcm(*numerators), math.gcd(*denumerators) or 1)
     for value in sorted({*values, common}):
@@ -208,28 +217,12 @@ def check_size(field: str, kind: str, text: str) -> None:
             )
 
 
-def with_stack(function: Callable[[], T], size: int) -> T:
-    """Return what `function` returns in a thread with a stack of `size` bytes.
-
-    Raises TimeoutError after MAX_SECONDS. The thread then continues, because nothing can stop it.
-    """
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # also pyo3's PanicException
-            result.set_exception(error)
-
-    with stack_size_lock:
-        before = threading.stack_size(size)
-        try:
-            threading.Thread(target=run, name="nanovllm grammar", daemon=True).start()
-        finally:
-            threading.stack_size(before)
-    return result.result(MAX_SECONDS)
-
-
 def reason(matcher: LLMatcher) -> str:
     text = matcher.get_error().partition("\n<backtrace>")[0].removesuffix("\n<non-verbose/>")
     return "it matches no text" if "NoExtension" in text else text
+
+
+def shortened(text: str) -> str:
+    """Return an error without its middle if it is long, because it can repeat a whole grammar."""
+    half = MAX_REASON // 2
+    return text if len(text) <= MAX_REASON else f"{text[:half]} ... {text[-half:]}"

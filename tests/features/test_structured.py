@@ -415,14 +415,18 @@ REFUSED = [
     ({"json": {"multipleOf": 999983}}, "multipleOf, and 999983 .*65535"),
     ({"json": {"allOf": [{"multipleOf": 999}, {"multipleOf": 998}]}}, "multipleOf, and 997002 "),
     ({"json": {"multipleOf": 0.12345678901}}, "multipleOf, and 0.12345678901 .*9 digits"),
+    (
+        {"grammar": r'start: %json {"type": "integer", "\u006dul\u0074ipleOf": 999983}'},
+        "multipleOf, and 999983 .*65535",
+    ),
     ({"json": {"multipleOf": 1e300}}, "multipleOf, and 1e.300 "),
     ({"json": {"properties": {f"a{i}": {"type": "null"} for i in range(9999)}}}, "131072"),
     ({"choice": [f"choice {i}" for i in range(10**5)]}, "the limit is 131072"),
     (
         {"regex": "a*" * 20000},
-        "the regex of structured_outputs has 40000 bytes; the limit is 32768",
+        "the regex of structured_outputs has 40000 bytes; the limit is 16384",
     ),
-    ({"grammar": "start: " + "a " * 20000}, "the limit is 32768"),
+    ({"grammar": "start: " + "a " * 20000}, "the limit is 16384"),
 ]
 
 
@@ -466,7 +470,7 @@ DEEP = {
     "allOf": {"json": as_schema(chain(2500, lambda i: {"allOf": [{"$ref": f"#/$defs/a{i}"}]}, {}))},
     "groups": {
         "grammar": as_rules(
-            chain(450, lambda i: "(" * 25 + f"r{i}" + ")" * 25, '"a"'), "start: r0", ":"
+            chain(250, lambda i: "(" * 25 + f"r{i}" + ")" * 25, '"a"'), "start: r0", ":"
         )
     },
 }
@@ -491,6 +495,50 @@ def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.Mo
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=slow))
     with pytest.raises(ValueError, match="json of structured_outputs for more than 0 seconds"):
         embedded.generate("x", params, use_tqdm=False)
+
+
+def test_compilations_that_still_run_are_few(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can stop them. Compiled grammars are used meanwhile, and others when they have ended."""
+    inputs, go_on = embedded.engine.inputs, threading.Event()
+    compiler = inputs.grammars
+    real, calls = structured_module.call_with_limit, 0
+
+    def slow(function: Callable[[], Any], seconds: float, stack: int) -> Any:
+        nonlocal calls
+        calls += 1
+
+        def wait() -> Any:
+            go_on.wait(300)
+            return function()
+
+        return real(wait, 0, stack)
+
+    def add(regex: str) -> None:
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
+        inputs.logit_rules(params)
+
+    add("before")
+    monkeypatch.setattr(structured_module, "call_with_limit", slow)
+    for i in range(4):
+        with pytest.raises(ValueError, match="more than 60 seconds" + " are still" * (i > 1)):
+            add(f"slow {i}")
+    assert calls == 2
+    add("before")
+    go_on.set()
+    for thread in compiler.abandoned:
+        thread.join(100)
+    monkeypatch.undo()
+    add("after")
+
+
+@pytest.mark.parametrize("fields", [{"regex": "a(" * 4000}, {"grammar": "start: " + "b " * 4000}])
+def test_errors_do_not_repeat_a_grammar(embedded: LLM, fields: dict) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**fields))
+    with pytest.raises(ValueError, match="llguidance refuses") as error:
+        embedded.engine.add_request("x", params)
+    assert len(str(error.value)) < 500
 
 
 def test_a_choice_of_many_strings(embedded: LLM) -> None:

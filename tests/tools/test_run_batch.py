@@ -468,6 +468,122 @@ def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
         assert body(got[f"q{i}"])["choices"][0]["message"]["content"] == want
 
 
+CRASH = """
+import os
+from nanovllm.tools.jobs import run_batch
+parse_line = run_batch.parse_line
+
+def crash(llm, line, model):
+    if b'"q3"' in line or b'"q5"' in line:
+        os.abort()
+    return parse_line(llm, line, model)
+
+run_batch.parse_line = crash
+raise SystemExit(run_batch.main({arguments!r}))
+"""
+
+
+def test_a_line_that_ends_the_process(embedded: LLM, tmp_path: Path) -> None:
+    """After the second time it gets a result with an error, and the others are computed."""
+    source, target = save(tmp_path / "in.jsonl", few(8)), tmp_path / "out.jsonl"
+    record = tmp_path / "out.jsonl.adding"
+    arguments = ["-i", str(source), "-o", str(target), "--max-in-flight", "2"]
+    for option in ("max_num_seqs=2", "dtype=float32", "device=cpu"):
+        arguments += ["--set", option]
+    codes = []
+    for _ in range(5):
+        codes.append(fresh.run(CRASH.format(arguments=arguments)).returncode)
+        assert record.exists() == (codes[-1] != 0)
+    assert codes == [-signal.SIGABRT] * 4 + [0]
+    got = results(target)
+    for name in ("q3", "q5"):
+        error = got.pop(name)["error"]["error"]
+        assert error["code"] == 500
+        assert "the process ended 2 times while this line was added" in error["message"]
+    other = tmp_path / "other.jsonl"
+    run(embedded, source, other)
+    want = results(other)
+    assert got.keys() == want.keys() - {"q3", "q5"}
+    for name, one in got.items():
+        assert one["error"] == want[name]["error"]
+        if one["error"] is None:
+            assert body(one)["choices"] == body(want[name])["choices"]
+
+
+def test_the_record_of_the_line_that_is_added(tmp_path: Path) -> None:
+    source, target = save(tmp_path / "in.jsonl", few(4)), tmp_path / "out.jsonl"
+    record = tmp_path / "out.jsonl.adding"
+
+    def end_during(number: int) -> dict[int, int]:
+        """What a start knows after the process ended while a line was added."""
+        with BatchFiles(source, target) as files:
+            for before in range(1, number):
+                with files.adding(before):
+                    pass
+            with files.adding(number):
+                left = record.read_bytes()
+        record.write_bytes(left)
+        with BatchFiles(source, target) as files:
+            return files.ends
+
+    assert end_during(3) == {3: 1}
+    assert end_during(1) == {3: 1, 1: 1}  # the first is not forgotten
+    assert end_during(4) == {3: 1, 1: 1, 4: 1}
+    assert end_during(3) == {3: 2, 1: 1, 4: 1}
+    with BatchFiles(source, target) as files:
+        error = pytest.raises(RuntimeError, match="ended 2 times .*remove this result")
+        with error, files.adding(3):
+            raise AssertionError
+        files.write(3, {"custom_id": "q2"})
+        files.write(1, {"custom_id": "q0"})
+    with BatchFiles(source, target) as files:
+        assert files.ends == {4: 1}
+    kept = record.read_bytes().splitlines(keepends=True)[0]  # longer ones were there before
+    for torn in (b"", kept[:9], kept[:-1], kept.replace(b"4:1", b"9:1"), b"\0" * 40, b"0" * 5000):
+        record.write_bytes(torn)
+        with BatchFiles(source, target) as files:
+            assert files.ends == {}
+        assert not record.exists()
+    record.write_bytes(kept)
+    with BatchFiles(save(tmp_path / "b.jsonl", few(3)), tmp_path / "b.out") as files:
+        assert files.ends == {}
+    save(source, few(5))
+    target.unlink()
+    with BatchFiles(source, target) as files:  # another input
+        assert files.ends == {}
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_ends_a_template_of_a_line(tmp_path: Path, presses: int) -> None:
+    """Once, when the limit of time ends the template; twice, at once."""
+    lines = [line("loop", CHAT, **ask("Hi", chat_template=ENDLESS)), *few(2)]
+    source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    code = f"""
+from nanovllm.api import chat
+from nanovllm.tools.jobs import run_batch
+chat.MAX_SECONDS = {2 if presses == 1 else 10**6}
+parse_line = run_batch.parse_line
+
+def begin(llm, line, model):
+    open({str(tmp_path / "began")!r}, "w").close()
+    return parse_line(llm, line, model)
+
+run_batch.parse_line = begin
+raise SystemExit(run_batch.main(["-i", {str(source)!r}, "-o", {str(target)!r}]))
+"""
+    process = fresh.Process(code)
+    until((tmp_path / "began").exists)
+    for _ in range(presses):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)  # signals of one number that wait are one
+    ended = process.wait()
+    assert ended.returncode == 130, ended
+    assert target.read_bytes().count(b"\n") == (presses == 1)
+
+
 class FullDisk:
     """A file on a disk that is full after `room` bytes."""
 

@@ -38,17 +38,22 @@ from nanovllm.llm import LLM
 from nanovllm.tools.jobs.openai_format import Job, error_body, parse
 
 RESULT = re.compile(rb'\{"id": "batch-([0-9a-f]{16})-(\d{1,18})", ')  # what each line begins with
+RECORD = re.compile(rb" *(\d{1,18}) ([0-9a-f]{16})((?: \d{1,18}:\d{1,9})*)\n")
+MAX_ENDS = 2  # of the process while a line is added; then the line gets an error
 GO_ON = "start the same command again to go on"
 
 
 class BatchFiles:
     """The two files of a run, and for each line of the input a hash, and whether it is done.
 
-    The output file is all that is kept between runs. Each result begins with its id, which is the
-    fingerprint of the input file and the number of the line that it answers. A start reads from it
-    which lines are done. A result is appended with one call of the operating system, after which
-    kill -9 cannot undo it. During that call a kill or a full disk can leave a part of it: a last line
-    without its newline, which is cut off and computed again.
+    The output file says which lines are done: each result begins with its id, which is the
+    fingerprint of the input file and the number of the line that it answers. A result is appended
+    with one call of the operating system, after which kill -9 cannot undo it. During that call a kill
+    or a full disk can leave a part of it: a last line without its newline, which is cut off and
+    computed again.
+
+    The record, a file next to the output, says which line is being added to the engine, and during
+    which lines that are left the process has ended, and how often. Without such lines it is removed.
 
     Raises OSError, or ValueError if a custom_id comes twice, if the output has the results of another
     input, or of an input that has changed since, or if another process writes to it. `left` raises
@@ -73,12 +78,20 @@ class BatchFiles:
                 raise ValueError(f"another process is writing to {target}") from None
             self.size = self._resume()  # bytes of complete lines
             self.results.truncate(self.size)
+            self.ends: dict[int, int] = {}  # of the process, by number of the line
+            self.record_path = target.with_name(target.name + ".adding")
+            self.record_path.touch()
+            self.record = files.enter_context(self.record_path.open("r+b", buffering=0))
+            self._read_record()
+            self._write_record()
             self.files = files.pop_all()
 
     def __enter__(self) -> BatchFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self.ends:
+            self.record_path.unlink(missing_ok=True)
         self.files.close()
 
     def _scan(self) -> tuple[int, str]:
@@ -140,6 +153,34 @@ class BatchFiles:
         self.num_done += not self.done[number]
         self.done[number] = 1
 
+    def _read_record(self) -> None:
+        """Count the end of the process that left the record, if it was adding a line."""
+        match = RECORD.match(self.record.read())
+        if match and match[2].decode() == self.fingerprint:
+            pairs = [pair.split(b":") for pair in match[3].split()]
+            counts = {int(number): int(count) for number, count in pairs}
+            counts[int(match[1])] = counts.get(int(match[1]), 0) + 1
+            left = range(1, len(self.done))
+            self.ends = {n: count for n, count in counts.items() if n in left and not self.done[n]}
+
+    def _write_record(self, adding: int = 0) -> None:
+        pairs = "".join(f" {number}:{count}" for number, count in self.ends.items())
+        os.pwrite(self.record.fileno(), f"{adding:18} {self.fingerprint}{pairs}\n".encode(), 0)
+
+    @contextlib.contextmanager
+    def adding(self, number: int) -> Iterator[None]:
+        """Record that a line is added. Raises RuntimeError if that ended the process twice before."""
+        if self.ends.get(number, 0) >= MAX_ENDS:
+            raise RuntimeError(
+                f"the process ended {MAX_ENDS} times while this line was added: it crashed, or was "
+                "killed; to try the line again, remove this result from the output"
+            )
+        self._write_record(number)
+        try:
+            yield
+        finally:
+            self._write_record()
+
     def left(self) -> Iterator[tuple[int, bytes]]:
         """Read the lines that are not done, with their numbers, as they are asked for.
 
@@ -172,6 +213,8 @@ class BatchFiles:
             raise OSError(error.errno, os.strerror(error.errno or 0), str(self.target)) from error
         self.size += len(line)
         self._note(number)
+        if self.ends.pop(number, None):
+            self._write_record()
 
 
 def hash_of(custom_id: str) -> int:
@@ -243,8 +286,10 @@ def run_batch(
                     number, line = item
                     custom_id = custom_id_of(line)
                     try:
-                        job = parse_line(llm, line, model)
-                        flying[number] = custom_id, job, job.submit(llm)
+                        with files.adding(number):
+                            with interrupt:  # Ctrl-C, the second time, ends a chat template
+                                job = parse_line(llm, line, model)
+                            flying[number] = custom_id, job, job.submit(llm)
                     except Exception as error:
                         write(number, custom_id, None, error_body(error))
                 if not flying:
