@@ -160,8 +160,8 @@ class LLMEngine(EngineCore):
         )
         first = prompt.task.start(request, prompt.token_ids, prompt.max_length)
         self.num_requests += 1
-        self.outputs.add(request)
         try:
+            self.outputs.add(request)
             self.scheduler.add(first)
         except BaseException:
             self.outputs.remove(request)

@@ -34,7 +34,7 @@ class OutputProcessor:
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Output] = {}  # by the id of the request; not returned yet
         self.progress = Progress()  # of all requests
-        self.num_watched = 0  # requests whose tasks receive every token
+        self.watched: set[Request] = set()  # whose tasks receive every token
         # Of the last step: which sequences its results end, and the requests whose own data raised
         # an error.
         self.ended: list[tuple[Sequence, Ending]] = []
@@ -45,11 +45,12 @@ class OutputProcessor:
 
     def add(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self.num_watched += request.is_watched
+        if request.is_watched:
+            self.watched.add(request)
 
     def remove(self, request: Request) -> None:
-        if self.requests.pop(request.request_id, None) is not None:
-            self.num_watched -= request.is_watched
+        self.requests.pop(request.request_id, None)
+        self.watched.discard(request)
 
     def record_scheduled(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -67,7 +68,7 @@ class OutputProcessor:
             if not step.seqs[row].request.ended:
                 self._record_error(step.seqs[row].request, error)
         results = results_by_sequence(step, output)
-        if self.num_watched:
+        if self.watched:
             for seq in updated:
                 if seq.request.is_watched:
                     results.setdefault(seq, NOTHING)

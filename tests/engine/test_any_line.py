@@ -22,7 +22,7 @@ from nanovllm import (
     StructuredOutputsParams,
 )
 from nanovllm.engine.request import Request
-from nanovllm.features import beam_search
+from nanovllm.features.loglikelihood import tokenize_pairs
 
 PLAIN = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 PROMPT = "What is 12 + 30?\n"
@@ -31,9 +31,10 @@ PROMPT = "What is 12 + 30?\n"
 
 # What runs for each request. _claim_step and run_step run for a step.
 FILES = (
-    *(f"engine/{name}.py" for name in ("scheduler", "block_manager", "host_tier", "request")),
-    *("engine/output_processor.py", "beam_search.py", "detokenizer.py", "scoring.py"),
-    *("pooling.py", "structured.py", "outputs.py"),
+    *(f"engine/{name}.py" for name in ("scheduler", "block_manager", "request", "sampling")),
+    *("engine/output_processor.py", "engine/detokenizer.py", "host_tier/blocks.py"),
+    *("features/beam_search.py", "features/loglikelihood.py", "embeddings/pooling.py"),
+    *("features/structured.py", "api/outputs.py"),
 )
 
 
@@ -43,7 +44,7 @@ def sampled(**fields: Any) -> Callable[[LLM], Request]:
 
 
 def scored(llm: LLM) -> Request:
-    [(prompt, params)] = llm.engine.inputs.tokenize_pairs(PROMPT, "12 + 30 = 42")
+    [(prompt, params)] = tokenize_pairs(llm.engine.inputs, PROMPT, "12 + 30 = 42")
     return llm.engine.submit(prompt, params)
 
 
@@ -53,7 +54,7 @@ KINDS: dict[str, Callable[[LLM], Request]] = {
     "stream": lambda llm: llm.engine.submit(PROMPT, PLAIN, stream=True),
     "embedding": lambda llm: llm.engine.submit(PROMPT, PoolingParams()),
     "score": scored,
-    "beams": lambda llm: beam_search.submit(llm.engine, PROMPT, BeamSearchParams(3, 5)),
+    "beams": lambda llm: llm.engine.submit(PROMPT, BeamSearchParams(3, 5)),
     "structured": sampled(
         structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), repetition_penalty=1.1
     ),
@@ -64,8 +65,8 @@ def result(request: Request) -> Any:
     """What the caller of a request gets."""
     if request.stream:
         return [(sample.text, sample.seq.output_ids) for sample in request.samples]
-    if isinstance(request.task, PoolingParams):
-        return request.embedding
+    if isinstance(request.params, PoolingParams):
+        return request.state
     if isinstance(request.output, LoglikelihoodOutput):
         return request.output.token_logprobs, request.output.token_ids
     if isinstance(request.output, BeamSearchOutput):
@@ -106,7 +107,6 @@ def small(asynchronous: bool) -> LLM:
     return LLM(
         dtype="float32", device="cpu", async_scheduling=asynchronous, attention_backend="sdpa",
         num_kvcache_blocks=14, kvcache_block_size=4, max_model_len=40, swap_space=0.01,
-        swap_min_blocks=1,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.request import Request
+from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.logit_rules import RowRules, RulesState
@@ -142,8 +142,8 @@ FAULTS = [
     (Detokenizer, "add", dict(stop=["never"])),
     (Detokenizer, "flush", dict(stop=["never"])),
     (Detokenizer, "decode", {}),
-    (Request, "decode_logprobs", dict(logprobs=2)),
-    (Request, "decode_logprobs", dict(prompt_logprobs=2)),
+    (Sampling, "decode_logprobs", dict(logprobs=2)),
+    (Sampling, "decode_logprobs", dict(prompt_logprobs=2)),
 ]
 
 

@@ -20,7 +20,8 @@ from nanovllm.engine import core
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import WaitingQueue
-from nanovllm.engine.request import Call, Request
+from nanovllm.engine.request import Progress, Request
+from nanovllm.engine.sampling import read_stream
 from nanovllm.engine.sequence import Sequence
 from nanovllm.llm import show_progress
 from nanovllm.plan import RowSampling
@@ -34,7 +35,7 @@ def make_engine(**options: Any) -> LLMEngine:
     return LLMEngine(EngineConfig(max_num_seqs=8, **options), NoModel(), inputs)
 
 
-def add(engine: LLMEngine, count: int, call: Call | None = None, **more: Any) -> list[Request]:
+def add(engine: LLMEngine, count: int, call: Progress | None = None, **more: Any) -> list[Request]:
     requests: list[Request] = []
     pairs = [([i % 999, 7, 8, 9], PARAMS) for i in range(count)]
     for _ in engine.add(engine.check(pairs), requests, call, **more):
@@ -67,18 +68,18 @@ def test_a_step_does_as_much_with_many_waiting(policy: str, stream: bool) -> Non
     """Also the progress bar, the counters of `stats` and what a stream reads."""
     found = []
     for count in (100, 10_000):
-        engine, call = make_engine(scheduling_policy=policy), Call()
+        engine, call = make_engine(scheduling_policy=policy), Progress()
         steps = engine.run(add(engine, count, call, stream=stream))
         bar = Mock(n=0)
 
         def turn(
-            engine: LLMEngine = engine, call: Call = call, steps: Any = steps, bar: Any = bar
+            engine: LLMEngine = engine, call: Progress = call, steps: Any = steps, bar: Any = bar
         ) -> None:
             next(steps)
             show_progress(bar, call, 1.0)
             engine.stats()
             for request in list(call.changed):
-                request.read_stream(0)
+                read_stream(request, 0)
             call.changed.clear()
 
         for _ in range(4):  # the first requests end, and others take their rows in the next step
@@ -102,7 +103,7 @@ def test_ending_one_request_does_as_much_with_many_waiting(policy: str) -> None:
 
 def test_progress_is_counted() -> None:
     """The counters are those of a pass over all requests, after each step and with aborts."""
-    engine, call, other = make_engine(), Call(), Call()
+    engine, call, other = make_engine(), Progress(), Progress()
     requests = add(engine, 40, call)
     add(engine, 5, other)
     for step, _ in enumerate(engine.run(requests)):
@@ -193,20 +194,21 @@ def test_texts_are_tokenized_in_batches(embedded: LLM, monkeypatch: pytest.Monke
 
 
 def test_parameters_are_checked_once_for_each_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, calls, check = make_engine(), [], InputProcessor.check_params
+    engine, calls = make_engine(), []
+    make_task = engine.make_task
 
-    def counted(self: InputProcessor, params: Any) -> Any:
+    def counted(params: Any) -> Any:
         calls.append(params)
-        return check(self, params)
+        return make_task(params)
 
-    monkeypatch.setattr(InputProcessor, "check_params", counted)
+    monkeypatch.setattr(engine, "make_task", counted)
     a, b = SamplingParams(max_tokens=2), SamplingParams(max_tokens=3)
     checked = engine.check([([1, 2], p) for p in (a, b, None, a, b, None, a)])
     assert calls == [a, b, None]
-    lengths = [prompt.asked.params.max_tokens for prompt in checked]
+    lengths = [prompt.task.params.max_tokens for prompt in checked]
     assert lengths == [2, 3, 64, 2, 3, 64, 2]
     a.max_tokens = 9  # a later change is not one of a request that was checked
-    assert checked[0].asked.params.max_tokens == 2
+    assert checked[0].task.params.max_tokens == 2
 
 
 @pytest.mark.parametrize(
@@ -266,7 +268,7 @@ def test_the_lock_is_free_while_many_are_added_and_aborted(
     monkeypatch.setattr(core.time, "sleep", pause)
     thread = threading.Thread(target=use, daemon=True)
     thread.start()
-    call = Call()
+    call = Progress()
     requests = add(engine, 3500, call)
     engine.abort_all()
     stopped = True

@@ -6,21 +6,24 @@ its block table, so that one wrong slot changes the result. A failing history na
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiers import TieredHistory
 from xxhash import xxh64_intdigest
 
+from nanovllm.api.outputs import RequestMetrics
 from nanovllm.engine import scheduler
-from nanovllm.engine.request import Sample
+from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.task import RowResult
 from nanovllm.features.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.plan import StepPlan, Yield
 from nanovllm.tools.oracle.mutants import Mutant, apply
 from nanovllm.tools.oracle.oracle import (
     ALPHABET,
     History,
-    make_samples,
     require,
 )
 
@@ -61,20 +64,10 @@ def definition(
     return [(ids, score) for _, score, ids in finished]
 
 
-class Request:
-    """What BeamSearch needs of one."""
-
-    tokenizer = None
-
-    def __init__(self, seq: Sequence) -> None:
-        self.samples = [Sample(seq)]
-
-
 class BeamHistory(History):
     def __init__(self, seed: int, schedulers=scheduler) -> None:
         super().__init__(seed, schedulers)
-        self.searches: list[tuple[Request, BeamSearch, list[int], int]] = []
-        self.of: dict[Sequence, tuple[Request, BeamSearch]] = {}
+        self.searches: list[tuple[Request, list[int], int]] = []
 
     def search(self) -> None:
         rng, room = self.rng, self.num_blocks * self.size
@@ -83,12 +76,14 @@ class BeamHistory(History):
         stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.6 else ())
         width = rng.randint(1, min(3, self.max_num_seqs))
         params = BeamSearchParams(width, 99, not stops, length_penalty=rng.choice((0.0, 1.0)))
-        (seq,) = make_samples(prompt, longest, self.arrivals)
+        inputs = SimpleNamespace(
+            check_head=lambda: None, vocab_size=ALPHABET, eos_token_ids=stops, tokenizer=None
+        )
+        task: Any = BeamSearch(SimpleNamespace(inputs=inputs, scheduler=self.scheduler), params)
+        request = Request("", self.arrivals, task, None, RequestMetrics(0.0), False, False)
+        seq = task.start(request, list(prompt), longest)
         self.arrivals += 1
-        search, request = BeamSearch(params, self.scheduler, stops), Request(seq)
-        search.start([seq])
-        self.searches.append((request, search, prompt, longest))
-        self.of[seq] = request, search
+        self.searches.append((request, prompt, longest))
         self.scheduler.add(seq)
 
     def run(self, plan: StepPlan) -> tuple[list[int], dict[int, Candidates]]:
@@ -114,9 +109,8 @@ class BeamHistory(History):
             for row, likely in found.items():
                 seq = step_.seqs[row]
                 if seq.status is not Status.FINISHED:
-                    request, search = self.of[seq]
-                    search.receive(request, seq, likely)
-                    self.of |= dict.fromkeys(search.scores, (request, search))
+                    request = seq.request
+                    request.task.receive(request, seq, RowResult(candidates=likely))
         self.steps += 1
 
     def abort_search(self) -> None:
@@ -144,7 +138,8 @@ class BeamHistory(History):
             self.check()
             require(self.steps < bound, "progress")
         super().drain()
-        for request, search, prompt, longest in self.searches:
+        for request, prompt, longest in self.searches:
+            search = request.task
             require(all(s.status is Status.FINISHED for s in self.beams()), "progress")
             if any(sample.seq.finish_reason == "abort" for sample in request.samples):
                 continue
@@ -219,5 +214,5 @@ FAULTS = {
 def test_faults_are_caught(name: str) -> None:
     module = apply(Mutant(scheduler, *FAULTS[name]))
     with pytest.raises(AssertionError, match=r"run_history\(\d+\) fails"):
-        for seed in range(400):
+        for seed in range(800):  # the rarest fault shows in the histories 461, 521, 554
             run_history(seed, module)

@@ -7,7 +7,6 @@ import torch
 from checkpoints import VOCAB, make_checkpoint, random_llm
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, Trace
-from nanovllm.features import beam_search
 
 ENDS = [0, 3, 17, 18, 19, 20, 21, 22]  # many, so that beams end at different lengths
 
@@ -147,7 +146,7 @@ def test_beams_beside_samples(checkpoint, llm):
     searched = llm.beam_search(beams, BeamSearchParams(3, 10), use_tqdm=False)
     engine = llm.engine
     requests = [engine.submit(prompt, params) for prompt in samples]
-    requests += [beam_search.submit(engine, prompt, BeamSearchParams(3, 10)) for prompt in beams]
+    requests += [engine.submit(prompt, BeamSearchParams(3, 10)) for prompt in beams]
     for _ in engine.run(requests):
         pass
     outputs = [request.output for request in requests]
@@ -158,7 +157,7 @@ def test_beams_beside_samples(checkpoint, llm):
 
 
 def test_an_abort_returns_the_beams_so_far(llm):
-    request = beam_search.submit(llm.engine, [40, 41, 42], BeamSearchParams(3, 50, True))
+    request = llm.engine.submit([40, 41, 42], BeamSearchParams(3, 50, True))
     for _ in range(4):
         llm.engine.run_step()
     llm.engine.abort([request])
@@ -172,7 +171,7 @@ def test_a_failed_step_changes_no_result(checkpoint, llm, monkeypatch):
     params = BeamSearchParams(4, 10)
     items = prompts(3, seed=6)
     expected = llm.beam_search(items, params, use_tqdm=False)
-    requests = [beam_search.submit(llm.engine, prompt, params) for prompt in items]
+    requests = [llm.engine.submit(prompt, params) for prompt in items]
     runner, calls = llm.engine.runner, []
     run = runner.run
 
@@ -243,7 +242,7 @@ def test_fewer_beams_than_before(embedded: LLM, width):
     pytest.importorskip("llguidance")
     grammar = StructuredOutputsParams(choice=["yes", "no"])
     params = BeamSearchParams(width, 20, structured_outputs=grammar)
-    request = beam_search.submit(embedded.engine, "What is 12 + 30?\n", params)
+    request = embedded.engine.submit("What is 12 + 30?\n", params)
     other = embedded.engine.submit([40, 41], SamplingParams(max_tokens=30, ignore_eos=True))
     for _ in embedded.engine.run([request, other]):
         pass

@@ -1,6 +1,5 @@
 """Structured outputs: what a grammar ended is valid under jsonschema and re, whatever else is asked."""
 
-import contextlib
 import json
 import random
 import re
@@ -24,8 +23,9 @@ from nanovllm import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from nanovllm.engine.sampling import Sampling, read_stream
 from nanovllm.features import structured as structured_module
-from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher, OutputComplete
+from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import Join, LogitRules, RowSampling
@@ -168,7 +168,7 @@ def test_fuzz(options: dict) -> None:
     ends: dict[tuple[int, int], Any] = {}
     for step, _ in enumerate(llm.engine.run(list(requests))):
         for i, request in enumerate(requests):
-            for new in request.read_stream(i) if request.stream else ():
+            for new in read_stream(request, i) if request.stream else ():
                 texts[i, new.index] = texts.get((i, new.index), "") + new.text
                 ends[i, new.index] = new
         if step in (5, 25):
@@ -254,7 +254,7 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
                     assert shown <= allowed, text
                 else:
                     assert shown == allowed, text
-                assert bool(batch.errors) == (not shown)  # OutputComplete
+                assert batch.completed == [1] * (not shown)
                 if not shown or (text in choices and rng.random() < 0.3):
                     break
                 output.append(rng.choice(sorted(shown)))
@@ -308,11 +308,10 @@ def test_any_part_of_a_tokenizer(kind: str) -> None:
         eos = frozenset({tokenizer.eos_token_id} if size >= len(tokenizer) else ())
         compiler, output = GrammarCompiler(tokenizer, size, eos), []
         matcher = Matcher(compiler.compile(StructuredOutputsParams(choice=[text]), sorted(eos)))
-        with contextlib.suppress(OutputComplete):
-            while (mask := matcher.mask(output)) is not None:
-                bits = int.from_bytes(mask, "little")
-                assert 0 < bits < 1 << size, (size, output)
-                output.append(bits.bit_length() - 1)
+        while mask := matcher.mask(output):
+            bits = int.from_bytes(mask, "little")
+            assert 0 < bits < 1 << size, (size, output)
+            output.append(bits.bit_length() - 1)
         assert tokenizer.decode([t for t in output if t not in eos]) == text
         largest.append(max(set(output) - eos))
     assert len(set(largest)) > 4  # the tokens that a larger model has are used
@@ -627,7 +626,7 @@ def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPat
     params = SamplingParams(temperature=0, repetition_penalty=1.1)
     embedded.generate("What is 12 + 30?\n", params, use_tqdm=False)
     assert compiler.vocabulary is None
-    assert embedded.engine.inputs.logit_rules(SamplingParams()) is None
+    assert Sampling(embedded.engine, SamplingParams()).rules is None
 
 
 def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast  # noqa: F401 (imported once)
 
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.features.beam_search import BeamSearchParams
-from nanovllm.loading.make_engine import make_engine, memory
+from nanovllm.loading import make_engine, memory
 
 with suppress(ImportError):  # without Numba
     import nanovllm.backends.cpu.backend  # noqa: F401

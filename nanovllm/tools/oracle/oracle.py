@@ -149,9 +149,12 @@ class OracleRunner:
                     raise InvariantError("slots", f"slot {slot} was written twice in a step")
                 written.add(slot)
                 memory[slot] = (token, position)
-                before = ages[self.slot(row, position - 1)] if position else self.resets
-                ages[slot] = min(before, self.resets)
             self.positions[row] = start + len(ids)
+        # A new sequence may share a block that a decode of this step completes.
+        for row, start, ids, _ in sorted(work, key=lambda item: item[0] not in plan.decode_rows):
+            for position in range(start, start + len(ids)):
+                before = ages[self.slot(row, position - 1)] if position else self.resets
+                ages[self.slot(row, position)] = min(before, self.resets)
         drawn = []
         for row, _, _, sample in work:
             if sample:
