@@ -516,7 +516,7 @@ def test_compilations_that_still_run_are_few(
 
     def add(regex: str) -> None:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex))
-        inputs.logit_rules(params)
+        embedded.engine.make_task(params)
 
     add("before")
     monkeypatch.setattr(structured_module, "call_with_limit", slow)

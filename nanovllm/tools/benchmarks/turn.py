@@ -205,4 +205,4 @@ def profile_run(llm: LLM, work: Workload) -> Result:
 
 def is_own(code: Any) -> bool:
     """Whether a code object is of this package. A clone may have the same name, and others in it."""
-    return Path(code.co_filename).is_relative_to(Path(__file__).parents[1])
+    return Path(code.co_filename).is_relative_to(Path(__file__).parents[2])
