@@ -20,9 +20,9 @@ from tqdm import tqdm
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.outputs import RequestOutput
 from nanovllm.engine.observer import NO_OBSERVER
-from nanovllm.lessons import lesson1_no_cache, lesson2_kv_cache
+from nanovllm.lessons import lesson01_no_cache, lesson02_kv_cache
 from nanovllm.lessons.lesson import Counters, make_llm, optional
-from nanovllm.lessons.lesson1_no_cache import Way
+from nanovllm.lessons.lesson01_no_cache import Way
 from nanovllm.lessons.show import say, show_table
 
 NUM_REQUESTS = 16
@@ -122,8 +122,8 @@ ASYNC = KERNELS | {"async_scheduling": True}
 static, continuous = partial(by_engine, group=ROWS), partial(by_engine, group=sys.maxsize)
 
 RUNGS = [
-    Rung(1, "no cache", PLAIN, partial(by_hand, way=lesson1_no_cache.generate, reserved=0)),
-    Rung(2, "a KV cache", PLAIN, partial(by_hand, way=lesson2_kv_cache.generate, reserved=1)),
+    Rung(1, "no cache", PLAIN, partial(by_hand, way=lesson01_no_cache.generate, reserved=0)),
+    Rung(2, "a KV cache", PLAIN, partial(by_hand, way=lesson02_kv_cache.generate, reserved=1)),
     Rung(3, "blocks", PLAIN, partial(by_engine, group=1)),
     Rung(4, f"static batches of {ROWS}", PLAIN, static),
     Rung(4, "continuous batching", PLAIN, continuous),

@@ -17,9 +17,9 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons import lesson1_no_cache
+from nanovllm.lessons import lesson01_no_cache
 from nanovllm.lessons.lesson import GREEDY, decode_plan, make_llm, runner_of, shape_of
-from nanovllm.lessons.lesson1_no_cache import LENGTHS, PROMPT, block_table, measure
+from nanovllm.lessons.lesson01_no_cache import LENGTHS, PROMPT, block_table, measure
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
@@ -50,7 +50,7 @@ def key_in_texts(llm: LLM, ids: list[int], position: int, lengths: list[int]) ->
     block, offset = block_table(llm)[position // size], position % size
     keys = []
     for length in lengths:
-        next(lesson1_no_cache.generate(llm, ids[:length], 1))
+        next(lesson01_no_cache.generate(llm, ids[:length], 1))
         keys.append(attention.cache[-1, 0, block, 0, offset].clone())
     return torch.stack(keys)
 
@@ -59,7 +59,7 @@ def compare(llm: LLM, prompt: list[int], lengths: tuple[int, ...]) -> None:
     """Print both ways side by side."""
     rows = []
     for n in lengths:
-        want, without, slow = measure(lesson1_no_cache.generate, llm, prompt, n)
+        want, without, slow = measure(lesson01_no_cache.generate, llm, prompt, n)
         tokens, computed, fast = measure(generate, llm, prompt, n)
         assert tokens == want
         rows.append((n, f"{without:,}", computed, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
