@@ -45,7 +45,7 @@ def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[in
         for seq in event.get("joins", ()):
             admitted[seq] = event["plan"]
         if "commit" in event:
-            for seq in state.of:
+            for seq in state.receivers:
                 first.setdefault(seq, event["commit"])
     return admitted, first
 
