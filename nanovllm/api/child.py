@@ -12,6 +12,6 @@ def python(code: str) -> list[str]:
     would then be imported in place of Numba.
     """
     # The last entry is for a package that was found without the path.
-    paths = [str(p) for p in sys.path if isinstance(p, str)] + [str(Path(__file__).parents[1])]
+    paths = [str(p) for p in sys.path if isinstance(p, str)] + [str(Path(__file__).parents[2])]
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *options, "-c", f"import sys; sys.path[:] = {paths!r}\n{code}"]
