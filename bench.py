@@ -1,11 +1,11 @@
-"""Benchmarks of nanovllm: its throughput, other engines on the same requests, and the roofline.
+"""Measures nanovllm's throughput, compared with other engines and with the roofline.
 
-  python bench.py                      the embedded model beside transformers
+  python bench.py                      the embedded model, compared with transformers
   python bench.py --workload nano      nano-vllm's benchmark at the shape of Qwen3-0.6B
   python bench.py --shape qwen3-8b     random weights of a known shape, without a download
   python bench.py --model Qwen/Qwen3-0.6B --workload prefix --json run.json --plot run.png
   python bench.py --workload cpu-mixed --baseline hf-batch vllm --peer-python ~/vllm/bin/python
-  python bench.py --busy               alone and beside a busy process, in turns
+  python bench.py --busy               alone and next to a busy process, in turns
   python bench.py --host-only          scheduling and batch building, without a model
   python bench.py --host-only --workload many       1,000 and 1,000,000 requests in one call
   python bench.py --workload mixed --policy fcfs sjf --set max_num_seqs=16
@@ -14,10 +14,10 @@
   python bench.py --gpu-report         GPU tests and benchmarks, written to gpu-report.txt
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early.
-They take turns (A B A B), each in a process of its own. On a CPU all are loaded before the first
-turn and have run the workload once; on a GPU a process is started for each turn, which measures its
-second run. Each figure is the median over the turns, followed by its range. Other processes
-affect the result: a figure is noisy if they took more than 3 % of the CPU time.
+They take turns (A B A B), each in a separate process. On a CPU all processes load their engine and
+run the workload once before the first turn. On a GPU each turn starts a process and measures its
+second run. Each figure is the median over the turns, followed by its range. Other processes affect
+the result: a figure is noisy if they took more than 3 % of the CPU time.
 """
 
 import argparse
@@ -42,6 +42,7 @@ MODES = ("host_only", "startup", "memory", "kernels", "gpu_report")
 
 
 def count(text: str, low: int = 1) -> int:
+    """Parse a number of the command line."""
     if not text.isdecimal() or not low <= int(text) <= 100_000:
         raise argparse.ArgumentTypeError(f"{text} is out of range; give {low} to 100000")
     return int(text)
@@ -62,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--workload", choices=WORKLOADS, default="short", metavar="NAME", help="see below (short)")
     add("--model", help=f"directory or hub id (default: the shape, or {EMBEDDED})")
     add("--shape", choices=SHAPES, metavar="NAME", help=f"one of: {', '.join(SHAPES)}")
-    add("--dtype", choices=DTYPES, default="auto", help="of all engines (auto)")
+    add("--dtype", choices=DTYPES, default="auto", help="dtype of all engines (auto)")
     pair: dict[str, Any] = {"type": option, "default": [], "metavar": "OPTION=VALUE"}
     add("--set", action="append", **pair, help="an option of LLM(), like max_num_seqs=16")
     add = parser.add_argument_group("numbers of the workload").add_argument
@@ -74,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("comparison and output").add_argument
     add("--baseline", nargs="*", choices=BASELINES, metavar="NAME", help="other engines, see below")
     add("--peer-python", metavar="PATH", help="a Python with vLLM, for vllm and vllm-eager")
-    add("--busy", action="store_true", help="repeat each turn beside a process that uses one core")
+    add("--busy", action="store_true", help="repeat each turn while a process uses one core")
     add("--policy", nargs="+", choices=("fcfs", "sjf"), help="run under each of them")
     add("--repeats", **number, default=3, help="turns of each engine (3)")
     add("--sample", **number, help="limit the requests of hf (4) and hf-batch (all)")
@@ -108,7 +109,8 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--plot {args.plot}: name a .png, .pdf or .svg file")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install -e '.[bench]'")
-    mode = next((name for name in (*MODES, "policy") if getattr(args, name)), "").replace("_", "-")
+    modes_given = [name for name in (*MODES, "policy") if getattr(args, name)]
+    mode = modes_given[0].replace("_", "-") if modes_given else ""
     for name in ("json", "plot", "baseline"):
         if mode and getattr(args, name):
             raise ValueError(f"--{name} goes with the throughput only; leave out --{mode}")
@@ -117,6 +119,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command line. Returns the exit status."""
     parser = make_parser()
     args = parser.parse_args(argv)
     command = shlex.join(["bench.py", *(sys.argv[1:] if argv is None else argv)])
@@ -132,7 +135,8 @@ def main(argv: list[str] | None = None) -> int:
         for policy in args.policy or [None]:
             if policy:
                 print(f"\nscheduling policy {policy}")
-                args.baseline, options["scheduling_policy"] = [], policy
+                args.baseline = []
+                options["scheduling_policy"] = policy
             with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as temporary:
                 result = throughput(args, options, command, Path(temporary))
             print(f"\n{report.table(result)}")
@@ -147,7 +151,8 @@ def main(argv: list[str] | None = None) -> int:
         report.plot(result, args.plot)
     if args.workload == "nano":
         # The last line that nano-vllm's benchmark prints.
-        tokens, seconds = result["engines"][0]["output_tokens"], result["run"]["seconds"]
+        tokens = result["engines"][0]["output_tokens"]
+        seconds = result["run"]["seconds"]
         rate = tokens / seconds
         print(f"Total: {tokens}tok, Time: {seconds:.2f}s, Throughput: {rate:.2f}tok/s")
     return 1 if result["failed"] else 0

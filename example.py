@@ -1,6 +1,6 @@
-"""Asks a model a handful of questions: `python example.py`, or with `--model Qwen/Qwen3-0.6B`.
+"""Asks a model six questions: `python example.py`, or with `--model Qwen/Qwen3-0.6B`.
 
-`python example.py --trace` prints each step of two prompts that share a prefix instead.
+`python example.py --trace` instead prints each step of two prompts that share a prefix.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
         llm = LLM(args.model)
     except ValueError as error:
         parser.error(str(error))
-    # All questions are one batch. Without sampling_params the checkpoint's own defaults apply.
+    # All questions are one batch. Without sampling_params, the defaults of the checkpoint apply.
     outputs = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS])
     for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"\n> {question}\n{output.outputs[0].text}")

@@ -1,1 +1,1 @@
-"""What a caller gives and gets, and the checks of both."""
+"""Options, parameters, prompts and results of calls, and how they are checked."""

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Message = dict[str, Any]
-# Variables and arguments that have their values already.
-TAKEN = {"self", "conversation", "conversations", "messages", "tokenize"}
+# Arguments of apply_chat_template that `render` sets itself.
+RESERVED = {"self", "conversation", "conversations", "messages", "tokenize"}
 # Of a template that comes with a request. The longest contexts have a tenth of these characters.
 MAX_SECONDS, MAX_CHARACTERS = 10, 2**26
 
@@ -30,26 +30,27 @@ def as_conversations(
             'messages must be a list like [{"role": "user", "content": "..."}], or a list of '
             f"such lists, not {messages!r}"
         )
-    one = not messages or not isinstance(messages[0], list | tuple)
-    conversations = [messages] if one else list(messages)
+    is_one = not messages or not isinstance(messages[0], list | tuple)
+    conversations = [messages] if is_one else list(messages)
     if not all(conversations):
         raise ValueError("the conversation is empty; give at least one message")
     return cast("list[Sequence[Message]]", conversations)
 
 
-def template_variables(own: dict[str, Any], more: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of `apply_chat_template`: as in vLLM, `more`, which a caller calls
-    chat_template_kwargs, overrules its other arguments.
+def template_variables(variables: dict[str, Any], more: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template`.
+
+    more: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
     """
     more = {} if more is None else more
     check_scalar("chat_template_kwargs", more, dict)
     for name in more:
-        if not isinstance(name, str) or name in TAKEN:
+        if not isinstance(name, str) or name in RESERVED:
             raise ValueError(
                 f"chat_template_kwargs has {name!r:.80}, which is no variable that a chat template "
                 "can be given; remove it"
             )
-    return own | more
+    return variables | more
 
 
 def render(
@@ -140,7 +141,8 @@ def plain_messages(
     conversation: Iterable[Message], tokenizer: Tokenizer, chat_template: str | None
 ) -> list[Message]:
     """Check the messages. Join content parts, unless the chat template accepts parts."""
-    messages, joins = [], None  # whether parts are joined; tested at the first message with parts
+    messages = []
+    joins_parts = None  # found out at the first message with parts
     for message in conversation:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
@@ -148,9 +150,9 @@ def plain_messages(
         if isinstance(content, list | tuple):
             texts = [part_text(part) for part in content]
             parts = [{"type": "text", "text": text} for text in texts]
-            if joins is None:
-                joins = not takes_parts(tokenizer, chat_template)
-            message = message | {"content": "\n".join(texts) if joins else parts}
+            if joins_parts is None:
+                joins_parts = not takes_parts(tokenizer, chat_template)
+            message = message | {"content": "\n".join(texts) if joins_parts else parts}
         elif not isinstance(content, str) and message["role"] in ("system", "user"):
             raise TypeError(
                 f"the content of a message must be a string or a list of parts, not {content!r}"
@@ -173,7 +175,7 @@ def part_text(part: Any) -> str:
 
 
 def takes_parts(tokenizer: Tokenizer, chat_template: str | None) -> bool:
-    """Whether the chat template renders the text of a content part, and nothing else of it."""
+    """Return whether the chat template renders the text of a content part, and nothing else."""
     parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
     probe: list[Message] = [{"role": "user", "content": parts}]
     try:

@@ -1,7 +1,7 @@
-"""Checks of fields and of their names, with errors that say what is accepted.
+"""Checks of fields and their names. Each error says what is accepted.
 
-The type of a field says what it accepts: Annotated[int, 1, 9] is a number from 1 to 9,
-Annotated[str, "a", "b"] one of these strings.
+The type of a field says what it accepts: Annotated[int, 1, 9] is a number from 1 to 9, and
+Annotated[str, "a", "b"] is one of these strings.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ Seed: TypeAlias = Annotated[int, -(2**63), 2**64 - 1]
 
 @functools.cache
 def scalar_fields(cls: type) -> dict[str, tuple[type, tuple[Any, ...], bool]]:
-    """The int, float, bool and str fields of a dataclass: name -> (type, limits, whether optional).
+    """Return the scalar fields of a dataclass: name -> (type, limits, whether it may be None).
 
-    Limits are the lowest and the highest number, or the strings to choose from.
+    Scalar fields have a type of KINDS. Limits are the lowest and the highest number, or the strings
+    to choose from.
     """
     fields = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
@@ -56,7 +57,7 @@ def check_scalars(thing: Any) -> None:
 
 
 def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...] = ()) -> None:
-    """Raise TypeError or ValueError with the name, the value and what is accepted."""
+    """Raise TypeError or ValueError for a wrong value. The message says what is accepted."""
     accepted: Any = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise TypeError(f"{name} must be {KINDS[kind]}, not {value!r:.200}")
@@ -74,13 +75,13 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...] = ()
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return an error message for an unknown name, with the most similar known one."""
+    """Return an error message for an unknown name. It suggests the most similar known name."""
     known = list(known)
     return f"unknown {kind} {name!r}; {similar(name, known) or 'known: ' + ', '.join(known)}"
 
 
 def similar(name: str, known: Iterable[str]) -> str:
-    """Return a question about the most similar known name; empty if there is none."""
+    """Return "did you mean ...?" with the most similar known name; empty if there is none."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"did you mean {near[0]!r}?" if near else ""
 
@@ -88,10 +89,13 @@ def similar(name: str, known: Iterable[str]) -> str:
 def refuse_unknown_fields(
     kind: str, elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[type[T]], type[T]]:
-    """A decorator of a dataclass, whose errors about unknown fields name a similar one.
+    """Return a decorator that makes a dataclass suggest a similar field for an unknown one.
 
-    kind: what the messages call a field. elsewhere: name -> what to use instead. The decorated class
-    raises TypeError for an argument, AttributeError for an attribute that is set.
+    The decorated class raises TypeError for an unknown argument, and AttributeError when an unknown
+    attribute is set.
+
+    kind: what the messages call a field.
+    elsewhere: name -> what to use instead.
     """
 
     def explain(cls: Any, name: str) -> str:
@@ -100,19 +104,21 @@ def refuse_unknown_fields(
         return unknown_name(kind, name, cls.__dataclass_fields__)
 
     def decorate(cls: Any) -> Any:
-        def new(cls: Any, *args: Any, **given: Any) -> Any:
+        dataclass_init = cls.__init__
+
+        @functools.wraps(dataclass_init)
+        def checked_init(self: Any, *args: Any, **given: Any) -> None:
             for name in given:
                 if name not in cls.__dataclass_fields__:
                     raise TypeError(explain(cls, name))
-            return object.__new__(cls)
+            dataclass_init(self, *args, **given)
 
         def set_field(self: Any, name: str, value: object) -> None:
             if name not in self.__dataclass_fields__:
-                raise AttributeError(explain(self, name))
+                raise AttributeError(explain(cls, name))
             object.__setattr__(self, name, value)
 
-        # inspect.signature and help() follow __wrapped__ to the fields and their defaults.
-        cls.__new__ = functools.update_wrapper(new, cls.__init__, assigned=(), updated=())
+        cls.__init__ = checked_init
         if not cls.__dataclass_params__.frozen:
             cls.__setattr__ = set_field
         return cls
@@ -122,7 +128,7 @@ def refuse_unknown_fields(
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Put `where` before the message of a TypeError or ValueError of the block."""
+    """Put `where` before the message of a TypeError or ValueError that the block raises."""
     try:
         yield
     except (TypeError, ValueError) as error:

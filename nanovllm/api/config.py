@@ -25,63 +25,78 @@ DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 class EngineConfig:
     """The parameters of LLM(). Raises TypeError for a wrong type, ValueError for a wrong value."""
 
+    # ---- the model ----
+
     model: str | os.PathLike[str] = EMBEDDED  # a directory, a hub id or "qwen3-nano"
     _: KW_ONLY
     device: str = "auto"  # "auto": "cuda" if torch finds a GPU, else "cpu"
     # "auto": on a GPU the checkpoint's; on a CPU bfloat16 if that is fast, else float32.
     dtype: Dtype = "auto"
-    seed: Seed = 0  # for requests without a seed, and for load_format="dummy"
-    # Prompt and output tokens, at least one each. None: the checkpoint's maximum, or as many as fit
-    # the memory.
-    max_model_len: Annotated[int, 2, math.inf] | None = None
-    max_num_seqs: Annotated[int, 1, 2**20] = 256  # sequences that run at a time
-    max_logprobs: Annotated[int, -1, math.inf] = 20  # of a request, for each token; -1: no limit
-    max_num_batched_tokens: Positive = 8192  # the token budget of one step
-    # Fraction of the GPU's memory that the engine may use.
-    gpu_memory_utilization: Annotated[float, 0, 1] = 0.9
-    # "auto": `dtype`; "fp8" or "fp8_e4m3": half as large as bfloat16
-    kv_cache_dtype: Annotated[str, "auto", "fp8", "fp8_e4m3"] = "auto"
-    kv_cache_memory_bytes: Positive | None = None  # of the KV cache; None: what the memory allows
-    kvcache_block_size: Annotated[int, 1, 2**20] = 16  # tokens
-    num_kvcache_blocks: Positive | None = None  # for requests; the null block is additional
-    # GiB of host memory to which evicted KV blocks are saved.
-    swap_space: Annotated[float, 0, math.inf] = 0
-    enable_prefix_caching: bool = True
-    enforce_eager: bool = False  # no CUDA graphs
-    # Plan and launch a step before the tokens of the previous step are read. None: on a GPU only,
-    # which works while the host plans. On a CPU it would compute an unused token for each sequence.
-    async_scheduling: bool | None = None
-    scheduling_policy: Annotated[str, "fcfs", "sjf"] = "fcfs"  # "sjf": shortest job first
-    # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
-    attention_backend: Annotated[str, "auto", "triton", "numba", "sdpa"] = "auto"
-    tensor_parallel_size: Positive = 1  # ranks that share the model, started by torchrun
-    # "dummy": random weights; needs config.json only.
-    load_format: Annotated[str, "auto", "dummy"] = "auto"
     # "int8": linear layers and head are quantized while loading.
     quantization: Annotated[str, "int8"] | None = None
     tokenizer: str | None = None  # a directory or hub id; None: the model's
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only
+    seed: Seed = 0  # for requests without a seed, and for load_format="dummy"
+
+    # ---- the capacity ----
+
+    # Prompt and output tokens, at least one each. None: the checkpoint's maximum, or as many as fit
+    # into the memory.
+    max_model_len: Annotated[int, 2, math.inf] | None = None
+    max_num_seqs: Annotated[int, 1, 2**20] = 256  # sequences that run at a time
+    max_num_batched_tokens: Positive = 8192  # the token budget of one step
+    # Fraction of the GPU's memory that the engine may use.
+    gpu_memory_utilization: Annotated[float, 0, 1] = 0.9
+    # Size of the KV cache. None: what the memory allows.
+    kv_cache_memory_bytes: Positive | None = None
+    # Blocks for requests. The null block is additional. None: what the memory allows.
+    num_kvcache_blocks: Positive | None = None
+    # "auto": `dtype`; "fp8" or "fp8_e4m3": half as large as bfloat16
+    kv_cache_dtype: Annotated[str, "auto", "fp8", "fp8_e4m3"] = "auto"
+    # GiB of host memory to which evicted KV blocks are saved.
+    swap_space: Annotated[float, 0, math.inf] = 0
+    tensor_parallel_size: Positive = 1  # ranks that share the model, started by torchrun
+
+    # ---- advanced ----
+
+    kvcache_block_size: Annotated[int, 1, 2**20] = 16  # tokens
+    enable_prefix_caching: bool = True
+    scheduling_policy: Annotated[str, "fcfs", "sjf"] = "fcfs"  # "sjf": shortest job first
+    # Plan and launch a step before the tokens of the previous step are read. None: on a GPU only,
+    # which works while the host plans. On a CPU it would compute an unused token for each sequence.
+    async_scheduling: bool | None = None
+    enforce_eager: bool = False  # no CUDA graphs
+    # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
+    attention_backend: Annotated[str, "auto", "triton", "numba", "sdpa"] = "auto"
+    # Largest `logprobs` of a request. -1: no limit.
+    max_logprobs: Annotated[int, -1, math.inf] = 20
+    # "dummy": random weights; needs config.json only.
+    load_format: Annotated[str, "auto", "dummy"] = "auto"
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """Check the names of the options. Options of vLLM that change nothing here are ignored."""
-        known, own = [field.name for field in dataclasses.fields(cls)], dict(options)
+        """Return a config. Raises TypeError for an unknown option.
+
+        Options of vLLM that change nothing here are ignored.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        values = dict(options)
         for other, name in OTHER_NAMES.items():
-            if (value := own.pop(other, None)) is not None:
-                given = own.setdefault(name, value)
+            if (value := values.pop(other, None)) is not None:
+                given = values.setdefault(name, value)
                 if given is not value and given != value:
                     raise ValueError(
                         f"{other}={value!r} and {name}={given!r} are two names of one option; "
                         "give one of them"
                     )
-        for name in [name for name in own if name not in known]:
-            value = own.pop(name)
+        for name in [name for name in values if name not in known]:
+            value = values.pop(name)
             if name not in VLLM_OPTIONS:
                 raise TypeError(unknown_name("option", name, known))
             check_unused(name, value, *VLLM_OPTIONS[name])
             logger.debug(f"{name}={value!r} is an option of vLLM and changes nothing here")
-        return cls(**own)
+        return cls(**values)
 
     def __post_init__(self) -> None:
         # A dtype may be torch's own: str(torch.float32) is "torch.float32".
@@ -96,25 +111,27 @@ class EngineConfig:
             )
         if self.swap_space and not self.enable_prefix_caching:
             raise ValueError(
-                f"swap_space={self.swap_space} needs the prefix cache, which finds the blocks again; "
-                "set swap_space=0 or enable_prefix_caching=True"
+                f"swap_space={self.swap_space} needs the prefix cache, which finds the blocks "
+                "again; set swap_space=0 or enable_prefix_caching=True"
             )
         if (size := self.tensor_parallel_size) > 1:
             if ":" in self.device:
                 raise ValueError(
                     f"device={self.device!r} would be the GPU of all {size} ranks; use 'cuda', and "
-                    "each takes that of its LOCAL_RANK"
+                    "each takes the GPU of its LOCAL_RANK"
                 )
             started = os.environ.get("WORLD_SIZE", "1")
             if started != str(size) or "RANK" not in os.environ:
-                found = f"WORLD_SIZE is {started}" if started != str(size) else "RANK is not set"
+                problem = "RANK is not set"
+                if started != str(size):
+                    problem = f"WORLD_SIZE is {started}"
                 script = os.path.basename(sys.argv[0]) or "script.py"
                 raise ValueError(
-                    f"tensor_parallel_size={size} needs {size} processes, and {found}; start them "
-                    f"with: torchrun --nproc-per-node {size} {script}"
+                    f"tensor_parallel_size={size} needs {size} processes, and {problem}; start "
+                    f"them with: torchrun --nproc-per-node {size} {script}"
                 )
 
     @property
     def rank(self) -> int:
-        """Which of the processes that share the model this is. torchrun sets RANK."""
+        """The number of this process among those that share the model. torchrun sets RANK."""
         return int(os.environ["RANK"]) if self.tensor_parallel_size > 1 else 0

@@ -1,4 +1,4 @@
-"""The log of the package, and the progress bars that are shown with it."""
+"""The log of the package, and progress bars that appear only if the log shows INFO."""
 
 import logging
 import threading
@@ -25,6 +25,6 @@ def show_log() -> None:
 def progress_bar(
     what: str, unit: str, items: Iterable[Any] | None = None, total: int | None = None
 ) -> "tqdm[Any]":
-    """A bar of work that takes more than a second; none if the log hides INFO."""
+    """Return a progress bar, shown after a second unless the log hides INFO."""
     quiet = not logger.isEnabledFor(logging.INFO)
     return tqdm(items, desc=what, unit=unit, total=total, delay=1, disable=quiet)

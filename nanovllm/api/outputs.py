@@ -1,4 +1,4 @@
-"""The results of requests, which the engine creates.
+"""The results of requests.
 
 A result can be read as in vLLM (`out.outputs[0].text`) and as in nano-vllm (`out["text"]`).
 """
@@ -21,7 +21,9 @@ class Logprob:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    index: int
+    """One sample of a prompt."""
+
+    index: int  # among the samples of the prompt
     text: str  # without the stop token or string; "" without a tokenizer or detokenize=False
     token_ids: list[int]  # including the stop token, if one ended the output
     finish_reason: str | None  # "stop", "length", "abort" or "error"
@@ -41,7 +43,7 @@ class StreamOutput:
     finish_reason: str | None  # None until the last output; then as in CompletionOutput
     stop_reason: int | str | None = None  # as in CompletionOutput
     logprobs: list[dict[int, Logprob]] | None = None  # one dict per token of token_ids
-    # In the first output of sample 0, if requested, as in RequestOutput.
+    # In the first output of sample 0, if requested; as in RequestOutput.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
@@ -90,7 +92,7 @@ class RequestOutput(Mapping[str, Any]):
 
 NANO_VLLM_KEYS = ("text", "token_ids")
 
-# Fields of SamplingParams that can hide every token, alone or together.
+# Fields of SamplingParams that can exclude every token, alone or together.
 HIDING = "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logits_processors"
 
 
@@ -101,9 +103,9 @@ def why_no_token(params: Sequence[Any]) -> str:
 
 
 class GenerationError(RuntimeError):
-    """Some requests ended with finish_reason "error", because no token could be sampled.
+    """Raised if requests ended with finish_reason "error", because no token could be sampled.
 
-    The model computed NaN, or fields of their SamplingParams hid every token. `outputs` has the
+    The model computed NaN, or fields of SamplingParams excluded every token. `outputs` has the
     results of all requests of the call, in the order of its prompts.
     """
 
@@ -114,12 +116,16 @@ class GenerationError(RuntimeError):
             if any(sample.finish_reason == "error" for sample in out.outputs)
         ]
         names = ", ".join(f"prompts[{i}] (request {outputs[i].request_id})" for i in failed)
+        reason = why_no_token([params[i] for i in failed])
         super().__init__(
-            f"no token could be sampled for {names}: {why_no_token([params[i] for i in failed])}; the "
-            "attribute `outputs` of this error has the results of all requests"
+            f"no token could be sampled for {names}: {reason}; the attribute `outputs` of this "
+            "error has the results of all requests"
         )
         self.outputs = outputs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy the message and the attributes. Exception would call __init__ with the message."""
+        """Make copies from the message and the attributes.
+
+        Exception would call __init__ with the message alone.
+        """
         return type(self).__new__, (type(self), *self.args), vars(self)

@@ -1,4 +1,4 @@
-"""Prompts: the forms in which a caller may give them, and what they are as plain lists."""
+"""Reads prompts in every form that callers may pass, and makes plain text and lists of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENCODING_KEYS = {"input_ids", "attention_mask", "token_type_ids", "special_token
 
 
 def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[Prompt]:
-    """Return a list of prompts. Token ids are one prompt, or one for each row."""
+    """Return a list of prompts. Token ids are one prompt, or one prompt for each row."""
     items = plain_ids(prompts)
     if isinstance(items, str | Mapping):
         return [items]
@@ -38,26 +38,33 @@ def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[P
         raise TypeError(
             f"{name} must be a string, token ids, a dict, or a list of these, not {prompts!r}"
         )
-    # An empty array is an empty prompt, but an empty list has no prompts. A number, which may be of
-    # the wrong type, is no prompt but a part of one.
-    is_number = (isinstance(i, int | float) or getattr(i, "shape", None) == () for i in items)
-    return [list(items)] if (items or items is not prompts) and all(is_number) else list(items)
+    if not items:
+        # An empty array is an empty prompt, but an empty list has no prompts.
+        return [] if items is prompts else [[]]
+    is_one_prompt = all(is_number(item) for item in items)
+    return [list(items)] if is_one_prompt else list(items)
+
+
+def is_number(item: Any) -> bool:
+    """Return whether an item is part of a prompt, even if it is a number of a wrong type."""
+    return isinstance(item, int | float) or getattr(item, "shape", None) == ()
 
 
 def pair_up(
     prompts: Prompt | Iterable[Prompt], params: Any, kind: type, name: str, optional: bool = True
 ) -> list[tuple[Prompt, Any]]:
-    """Return each prompt with its parameters of a `kind`; a single object is repeated.
+    """Return each prompt with its parameters. A single object is for all prompts.
 
-    optional: whether they may be None.
+    kind: the class of the parameters. name: the argument that has them. optional: whether they may
+    be None.
     """
     items = as_list(prompts)
     each = list(params) if isinstance(params, list | tuple) else [params] * len(items)
     if len(each) != len(items):
         raise ValueError(f"{len(items)} prompts but {len(each)} {name}; give one, or one for each")
-    for one in each:
-        if not isinstance(one, kind) and not (optional and one is None):
-            raise TypeError(f"{name} must be a {kind.__name__}, not {one!r}")
+    for item in each:
+        if not isinstance(item, kind) and not (optional and item is None):
+            raise TypeError(f"{name} must be a {kind.__name__}, not {item!r}")
     return list(zip(items, each, strict=True))
 
 
@@ -88,19 +95,20 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
 
 
 def as_int(token: Any) -> int:
-    """Return a token id, which may be an integer of NumPy or torch, as an int."""
+    """Return a token id as an int. It may be an integer of NumPy or torch."""
     try:
         if not isinstance(token, bool):
             return operator.index(token)
-    except Exception:  # a tensor can raise any
+    except Exception:  # a tensor can raise any error
         pass
     raise TypeError(f"a token id must be an int, not {token!r}")
 
 
 def plain_ids(prompt: Any) -> Any:
-    """Return the token ids of an array, a tensor or a BatchEncoding as lists; else `prompt` itself.
+    """Return the token ids of an array, a tensor or a BatchEncoding as lists.
 
-    An attention mask removes padding. Several rows give a list of lists.
+    An attention mask removes padding. Several rows give a list of lists. Anything else is returned
+    unchanged.
     """
     if getattr(prompt, "ndim", 0) > 2:
         raise ValueError(
@@ -118,9 +126,10 @@ def plain_ids(prompt: Any) -> Any:
 
 
 def dense(array: Any) -> Any:
+    """Return the values of an array or tensor as lists."""
     try:
         return array.tolist()
-    except Exception as error:  # of a tensor that is sparse, or on the device "meta"
+    except Exception as error:  # a tensor that is sparse, or on the device "meta"
         raise TypeError(
             f"token ids cannot be read from {type(array).__name__} ({type(error).__name__}: "
             f"{error!s:.200}); give a list or a dense tensor"
@@ -128,7 +137,7 @@ def dense(array: Any) -> Any:
 
 
 def unpadded(ids: Any, mask: Any) -> list[Any]:
-    """Return the token ids whose attention mask is 1, or a list of these for each row."""
+    """Return the token ids whose attention mask is 1, as a list, or as one list for each row."""
     ids, mask = plain_ids(ids), plain_ids(mask)
     are_lists = isinstance(ids, list | tuple) and isinstance(mask, list | tuple)
     if not are_lists or len(ids) != len(mask):

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of one request are sampled and when it ends, with vLLM's names."""
+"""SamplingParams: how one request is sampled and when it ends, with the names of vLLM."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Annotated, Any, TypeAlias
 from nanovllm.api.checks import Positive, Seed, check_scalar, check_scalars, refuse_unknown_fields
 from nanovllm.api.structured_outputs import StructuredOutputsParams
 
-# (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits). Called on the
-# device's tensor for each token of the request.
+# (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits) -> logits.
+# Called for each token of the request, with logits on the engine's device.
 LogitsProcessor: TypeAlias = "Callable[..., Any]"
 
 # Fields of vLLM that do not exist here, and what to use instead.
@@ -45,25 +45,25 @@ class SamplingParams:
     top_p: keep the smallest set of tokens whose probability reaches p.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     min_p: keep tokens at least this likely, relative to the most likely.
-    seed: of the random numbers; None: the engine chooses one for each request.
-    max_tokens: of the output; None: as many as max_model_len leaves.
-    min_tokens: of the output, which does not end before.
+    seed: seeds the random numbers; None: the engine chooses a seed for each request.
+    max_tokens: largest number of output tokens; None: as many as max_model_len leaves.
+    min_tokens: smallest number of output tokens.
     stop: a string or strings that end the output.
     stop_token_ids: further tokens that end the output.
-    include_stop_str_in_output: whether the text has the stop string, and the text of a stop token.
+    include_stop_str_in_output: keep the stop string, or the text of a stop token, in the text.
     ignore_eos: continue after the checkpoint's end-of-sequence tokens.
     presence_penalty: subtracted from the logits of tokens in the output.
     frequency_penalty: the same, times the number of occurrences.
     repetition_penalty: divides the logits of tokens in prompt or output (Keskar et al. 2019,
         arXiv:1909.05858).
-    logit_bias: token id -> number that is added to its logit.
-    allowed_token_ids: only these tokens are sampled.
-    bad_words: words that are never completed.
-    logprobs: report the log-probabilities of the sampled and the k most likely tokens; -1: of the
-        whole vocabulary. max_logprobs of LLM() is the limit.
+    logit_bias: token id -> number added to the logit of the token.
+    allowed_token_ids: sample only these tokens.
+    bad_words: words that the output never completes.
+    logprobs: report the log-probabilities of the sampled and the k most likely tokens; -1 reports
+        all tokens of the vocabulary. max_logprobs of LLM() is the limit.
     prompt_logprobs: the same for each prompt token except the first.
     skip_special_tokens: leave special tokens out of the text.
-    detokenize: False: no text, token ids only.
+    detokenize: False returns token ids without text.
     logits_processors: functions (output ids, logits) -> logits or (prompt ids, output ids, logits)
         -> logits, called for each token with lists of ids and float32 logits [V].
     structured_outputs: a grammar that the output follows; see StructuredOutputsParams.
@@ -101,12 +101,15 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
-        """Return an object with these fields. A field that cannot be None has its default instead."""
-        own = {name for name, f in cls.__dataclass_fields__.items() if "None" not in f.type}
-        return cls(**{n: v for n, v in fields.items() if v is not None or n not in own})
+        """Return an object with these fields. None stands for the default of a field, as in vLLM,
+        unless None is a value of the field.
+        """
+        known = cls.__dataclass_fields__
+        required = {name for name, field in known.items() if "None" not in field.type}
+        return cls(**{n: v for n, v in fields.items() if v is not None or n not in required})
 
     def clone(self) -> SamplingParams:
-        """Return a checked copy with its own lists and logit_bias; logits processors are shared."""
+        """Return a checked copy. Lists and logit_bias are copied; logits processors are shared."""
         return replace(self, logit_bias=copy.copy(self.logit_bias))
 
     def __post_init__(self) -> None:
@@ -166,14 +169,14 @@ class SamplingParams:
 
 
 def takes_prompt(processor: LogitsProcessor) -> bool:
-    """Whether it takes (prompt ids, output ids, logits) and not (output ids, logits), as in vLLM.
+    """Return whether a processor takes (prompt ids, output ids, logits), as in vLLM.
 
-    Raises TypeError if it takes neither.
+    If not, it takes (output ids, logits). Raises TypeError if it takes neither.
     """
     try:
         signature = inspect.signature(processor)
     except (TypeError, ValueError):
-        return False  # of a function in C
+        return False  # a function in C has no signature
     for count in (2, 3):
         try:
             signature.bind(*range(count))
@@ -181,8 +184,8 @@ def takes_prompt(processor: LogitsProcessor) -> bool:
             continue
         return count == 3
     raise TypeError(
-        "a logits processor is called with (output ids, logits) or (prompt ids, output ids, logits), "
-        f"which {processor!r} does not take"
+        "a logits processor is called with (output ids, logits) or "
+        f"(prompt ids, output ids, logits), which {processor!r} does not take"
     )
 
 

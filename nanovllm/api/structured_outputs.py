@@ -1,4 +1,7 @@
-"""StructuredOutputsParams: what the text of an output must be. features/structured.py compiles it."""
+"""StructuredOutputsParams: what the text of an output must be.
+
+features/structured.py compiles it to a grammar.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ ELSEWHERE = {
     "disable_any_whitespace": "JSON is always on one line",
     "disable_fallback": "llguidance is the only backend",
     "structural_tag": "write a grammar of the whole output, with its tags",
-    "whitespace_pattern": 'put it into the schema: {"x-guidance": {"whitespace_pattern": "..."}, ...}',
+    "whitespace_pattern": (
+        'put it into the schema: {"x-guidance": {"whitespace_pattern": "..."}, ...}'
+    ),
 }
 
 
@@ -30,8 +35,9 @@ class StructuredOutputsParams:
     grammar: a context-free grammar in Lark's notation, with the rule `start`, or in GBNF.
     json_object: True: the output is any JSON object.
 
-    Raises TypeError for a wrong type or an unknown field, ValueError if no field or several are given, or if `json` is
-    not JSON. The grammar itself is compiled, and may be refused, when a request uses it.
+    Raises TypeError for a wrong type or an unknown field. Raises ValueError if no field or several
+    are given, or if `json` is not JSON. The grammar itself is compiled, and may be refused, when a
+    request uses it.
     """
 
     json: Any = None
@@ -85,5 +91,6 @@ def schema_text(schema: Any) -> str:
     except (TypeError, ValueError) as error:
         raise ValueError(f"json={schema!r:.80} is not JSON: {error}") from None
     raise TypeError(
-        f"json must be a JSON schema, as a dict or a string, or a pydantic model, not {schema!r:.80}"
+        "json must be a JSON schema, as a dict or a string, or a pydantic model, not "
+        f"{schema!r:.80}"
     )

@@ -17,10 +17,10 @@ class Stopped(SystemExit):
 
 
 def call_with_limit(function: Callable[[], T], seconds: float, stack: int = 0) -> T:
-    """Return what `function` returns in a thread of its own, with a stack of `stack` bytes.
+    """Return what `function` returns in another thread, with a stack of `stack` bytes.
 
-    Raises TimeoutError(thread) after `seconds`. That, and an error such as KeyboardInterrupt while this
-    thread waits, stop the other one at its next line of Python. Nothing can stop it in C or Rust.
+    Raises TimeoutError(thread) after `seconds`. A timeout, and an error in this thread such as
+    KeyboardInterrupt, stop the other thread at its next line of Python. Nothing stops C or Rust.
     """
     result: futures.Future[T] = futures.Future()
     ending = threading.Lock()  # while it is held, the thread cannot end and free its number

@@ -12,9 +12,9 @@ from nanovllm.api.checks import similar, unknown_name
 # Options of `LLM()` that have another name here, or two names there.
 OTHER_NAMES = {"block_size": "kvcache_block_size", "kv_offloading_size": "swap_space"}
 
-# What is accepted of an argument beside None, without an effect, and why other values are refused.
+# (ignored values, reason): values that are accepted and ignored, as None is, and why any other
+# value is an error. Without a reason any value is ignored.
 Unused = tuple[tuple[object, ...], str]
-# Options of `LLM()`. Those without a reason accept every value.
 GENERATES_TEXT = "nanovllm has text, embeddings and log-likelihoods, all from text"
 ONE_DEVICE = "use 1; tensor_parallel_size divides the model among several devices"
 EDIT_CONFIG = "edit config.json in a copy of the checkpoint"
@@ -35,7 +35,7 @@ VLLM_OPTIONS: dict[str, Unused] = {
     "kv_offloading_backend": (("native",), "features/host_tier/blocks.py is the only one"),
     "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
     "logprobs_mode": (("raw_logprobs",), "log-probabilities are computed before all rules"),
-    "model_impl": (("auto", "vllm"), "the models are those of nanovllm/models"),
+    "model_impl": (("auto", "vllm"), "all models are in nanovllm/models"),
     "num_gpu_blocks_override": ((), "use num_kvcache_blocks"),
     "override_generation_config": (({},), "pass a SamplingParams"),
     "pipeline_parallel_size": ((1,), ONE_DEVICE),
@@ -48,47 +48,95 @@ VLLM_OPTIONS: dict[str, Unused] = {
     "tokenizer_revision": ((), "download that revision and pass its directory as tokenizer"),
     "trust_remote_code": ((False,), "nanovllm never runs the code of a checkpoint"),
 }
+# Options of vLLM that accept any value and change nothing here.
 NO_EFFECT = (
-    "compilation_config cudagraph_capture_sizes disable_async_output_proc disable_cascade_attn "
-    "disable_custom_all_reduce disable_log_requests disable_log_stats distributed_executor_backend "
-    "enable_chunked_prefill limit_mm_per_prompt max_cudagraph_capture_size "
-    "max_parallel_loading_workers max_seq_len_to_capture optimization_level "
-    "prefix_caching_hash_algo safetensors_load_strategy served_model_name use_tqdm_on_load"
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "disable_async_output_proc",
+    "disable_cascade_attn",
+    "disable_custom_all_reduce",
+    "disable_log_requests",
+    "disable_log_stats",
+    "distributed_executor_backend",
+    "enable_chunked_prefill",
+    "limit_mm_per_prompt",
+    "max_cudagraph_capture_size",
+    "max_parallel_loading_workers",
+    "max_seq_len_to_capture",
+    "optimization_level",
+    "prefix_caching_hash_algo",
+    "safetensors_load_strategy",
+    "served_model_name",
+    "use_tqdm_on_load",
 )
-VLLM_OPTIONS |= dict.fromkeys(NO_EFFECT.split(), ((), ""))
+VLLM_OPTIONS |= dict.fromkeys(NO_EFFECT, ((), ""))
 
 TEXT_ONLY = "nanovllm takes text and has no classification heads; use transformers"
 
-# Attributes of LLM, and names that are imported from vllm.
-_NAMES = {
-    TEXT_ONLY: "classify reset_mm_cache reward ClassificationOutput ClassificationRequestOutput",
-    "use embed, whose results are EmbeddingRequestOutput": "encode PoolingOutput "
-    "PoolingRequestOutput",
-    "use loglikelihood: docs/api.md shows a reranker's score with it": "score ScoringOutput "
-    "ScoringRequestOutput",
-    "its name is StructuredOutputsParams now, for structured_outputs of SamplingParams": "GuidedDecodingParams",
-    ADAPTER: "LoRARequest",
-    "use the methods of LLM(...).engine: add_request, step, has_unfinished_requests, "
-    "abort_request": "LLMEngine abort_request add_request enqueue enqueue_chat exit "
-    "has_unfinished_requests is_finished step wait_for_completion",
-    "pass the options to LLM(model, **options)": "AsyncEngineArgs EngineArgs",
-    "use LLM.stream for tokens as they are generated": "AsyncLLMEngine RequestOutputKind",
-    "annotate with str, list[int], TextPrompt or TokensPrompt": "PromptType",
-    "the models are those of nanovllm/models": "ModelRegistry",
-    "use stats(), and the metrics of each RequestOutput": "get_metrics",
-    "use Trace for the steps and torch.profiler for the kernels": "start_profile stop_profile",
-    "`del llm` frees the memory; create another LLM later": "sleep wake_up",
+# What to use instead of attributes of LLM, and of names that are imported from vllm.
+USE_EMBED = "use embed, whose results are EmbeddingRequestOutput"
+USE_LOGLIKELIHOOD = "use loglikelihood: docs/api.md shows a reranker's score with it"
+USE_ENGINE = (
+    "use the methods of LLM(...).engine: add_request, step, has_unfinished_requests, abort_request"
+)
+USE_OPTIONS = "pass the options to LLM(model, **options)"
+USE_STREAM = "use LLM.stream for tokens as they are generated"
+USE_TRACE = "use Trace for the steps and torch.profiler for the kernels"
+USE_DEL = "`del llm` frees the memory; create another LLM later"
+NO_CONTROLLER = (
     "no rank controls the others; each has llm.engine.runner.model, or "
-    "llm.engine.runner.runner.model with tensor_parallel_size": "apply_model collective_rpc get_world_size initialize_ray_cluster",
-    "read config.json, or use get_default_sampling_params": "default_sampling_params model_config",
-    "use get_tokenizer().apply_chat_template": "preprocess_chat",
-    "pass tokenizer=... to LLM()": "set_tokenizer",
+    "llm.engine.runner.runner.model with tensor_parallel_size"
+)
+READ_CONFIG = "read config.json, or use get_default_sampling_params"
+INSTEAD = {
+    "abort_request": USE_ENGINE,
+    "add_request": USE_ENGINE,
+    "apply_model": NO_CONTROLLER,
+    "AsyncEngineArgs": USE_OPTIONS,
+    "AsyncLLMEngine": USE_STREAM,
+    "ClassificationOutput": TEXT_ONLY,
+    "ClassificationRequestOutput": TEXT_ONLY,
+    "classify": TEXT_ONLY,
+    "collective_rpc": NO_CONTROLLER,
+    "default_sampling_params": READ_CONFIG,
+    "encode": USE_EMBED,
+    "EngineArgs": USE_OPTIONS,
+    "enqueue": USE_ENGINE,
+    "enqueue_chat": USE_ENGINE,
+    "exit": USE_ENGINE,
+    "get_metrics": "use stats(), and the metrics of each RequestOutput",
+    "get_world_size": NO_CONTROLLER,
+    "GuidedDecodingParams": "its name is StructuredOutputsParams now, for structured_outputs of "
+    "SamplingParams",
+    "has_unfinished_requests": USE_ENGINE,
+    "initialize_ray_cluster": NO_CONTROLLER,
+    "is_finished": USE_ENGINE,
+    "LLMEngine": USE_ENGINE,
+    "LoRARequest": ADAPTER,
+    "model_config": READ_CONFIG,
+    "ModelRegistry": "all models are in nanovllm/models",
+    "PoolingOutput": USE_EMBED,
+    "PoolingRequestOutput": USE_EMBED,
+    "preprocess_chat": "use get_tokenizer().apply_chat_template",
+    "PromptType": "annotate with str, list[int], TextPrompt or TokensPrompt",
+    "RequestOutputKind": USE_STREAM,
+    "reset_mm_cache": TEXT_ONLY,
+    "reward": TEXT_ONLY,
+    "score": USE_LOGLIKELIHOOD,
+    "ScoringOutput": USE_LOGLIKELIHOOD,
+    "ScoringRequestOutput": USE_LOGLIKELIHOOD,
+    "set_tokenizer": "pass tokenizer=... to LLM()",
+    "sleep": USE_DEL,
+    "start_profile": USE_TRACE,
+    "step": USE_ENGINE,
+    "stop_profile": USE_TRACE,
+    "wait_for_completion": USE_ENGINE,
+    "wake_up": USE_DEL,
 }
-INSTEAD = {name: sentence for sentence, names in _NAMES.items() for name in names.split()}
 
 
 def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
-    """Return an error that says what to use instead of `name`, or names a similar one of `known`."""
+    """Return an error that says what to use instead of `name`, or suggests a name of `known`."""
     hint = INSTEAD.get(name) or similar(name, known)
     message = f"{owner} has no attribute {name!r}" + f"; {hint}" * bool(hint)
     # If `obj` were not None, Python would append a similar name itself.
@@ -114,18 +162,18 @@ CALL_ARGUMENTS: dict[str, Unused] = {
     "prompt_token_ids": ((), "pass the token ids as `prompts`"),
     "tokenization_kwargs": (({},), "call get_tokenizer() and pass its token ids as `prompts`"),
 }
-ONE_FOR_EACH = "lora_request", "priority"  # a list has one for each prompt
+ONE_FOR_EACH = ("lora_request", "priority")  # may be lists with an item for each prompt
 
 
 def check_call(call: Callable[..., Any], arguments: Mapping[str, object]) -> None:
-    """Raise TypeError for an unknown argument, ValueError for a value that would change a result."""
+    """Raise TypeError for an unknown argument, ValueError for a value with an effect."""
     for name, value in arguments.items():
         if name not in CALL_ARGUMENTS:
-            own = list(inspect.signature(call).parameters)[:-1]  # without `**arguments`
-            raise TypeError(unknown_name(f"argument of {call.__name__}", name, own))
+            known = list(inspect.signature(call).parameters)[:-1]  # without `**arguments`
+            raise TypeError(unknown_name(f"argument of {call.__name__}", name, known))
         several = isinstance(value, list | tuple) and name in ONE_FOR_EACH
-        for one in cast("list[object]", value) if several else [value]:
-            check_unused(name, one, *CALL_ARGUMENTS[name])
+        for item in cast("list[object]", value) if several else [value]:
+            check_unused(name, item, *CALL_ARGUMENTS[name])
 
 
 def check_unused(name: str, value: object, accepted: tuple[object, ...], reason: str) -> None:

@@ -1,1 +1,1 @@
-"""Eight lessons, the ladder and exercises: `nanovllm lessons`. Nothing imports them."""
+"""Lessons, the ladder and exercises, which `nanovllm lessons` runs. No other place imports them."""

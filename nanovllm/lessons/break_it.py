@@ -1,8 +1,8 @@
 """Exercises that break the engine: a fault of one line, and the shortest history that shows it.
 
 `nanovllm lessons break N` makes the N-th fault of mutants.py in memory and runs the random
-histories of oracle.py. It makes the first that fails shorter, as long as it fails, prints its trace
-and asks which invariant broke.
+histories of oracle.py. It shortens the first failing histories as long as they fail, prints the
+trace of the shortest, and asks which invariant broke.
 """
 
 import contextlib
@@ -22,14 +22,16 @@ from nanovllm.tools.oracle.oracle import INVARIANTS, Action, History, InvariantE
 from nanovllm.tools.trace.trace import Trace
 
 SEEDS = 300  # histories to try
-FAILURES = 3  # that many of those that fail are made shorter, and the shortest is shown
+FAILURES = 3  # failing histories that are shortened; the shortest is shown
 NAMES = list(MUTANTS)
 
 
 class Theme(NamedTuple):
     name: str
     exercises: tuple[int, ...]
-    invariants: tuple[str, ...]  # those that its faults violate first; a reader chooses among them
+    invariants: tuple[
+        str, ...
+    ]  # the invariants that its faults violate first; a reader chooses one
 
 
 SHARING = ("slots", "owners", "partition", "index", "cached", "progress")
@@ -55,7 +57,7 @@ class Attempt:
     actions: tuple[Action, ...]
 
     def failure(self) -> tuple[int, ...] | None:
-        """Run it. Returns how long and how complicated it is if it fails, and None if not."""
+        """Run it. Returns its length and complexity if it fails, else None."""
         history = History(self.seed, **self.modules)
         try:
             oracle.replay(history, self.actions)
@@ -66,7 +68,7 @@ class Attempt:
         return None
 
     def trace(self) -> tuple[Trace, History, InvariantError]:
-        """Run it once more with a Trace, up to the failure, which the trace does not name."""
+        """Run it again with a Trace, up to the failure. The trace does not name the failure."""
         history = History(self.seed, **self.modules)
         with Trace(history) as trace:
             try:
@@ -76,7 +78,7 @@ class Attempt:
         raise ValueError("this history does not fail")
 
     def variations(self) -> Iterator["Attempt"]:
-        """The same without one of its actions, with other requests, or in another engine."""
+        """Yield variations: without one of the actions, with other requests, in another engine."""
         actions = self.actions
         for i in reversed(range(len(actions))):
             yield replace(self, actions=actions[:i] + actions[i + 1 :])
@@ -105,16 +107,16 @@ def shorten(attempt: Attempt) -> tuple[tuple[int, ...], Attempt]:
 
 
 def show_sequences(history: History) -> None:
-    """Print the requests, what the model's definition gives, and what they have at the end."""
+    """Print the requests, the output by the model's definition, and the output at the end."""
     rows = []
     for seq in history.seqs:
         prompt = seq.token_ids[: seq.num_prompt]
         want = oracle.answer(prompt, seq.max_length, seq.stop_token_ids, seq.sampling.seed)
         texts = (" ".join(map(str, ids)) for ids in (prompt, want, seq.output_ids))
-        one = seq.parent is None and all(other.parent is not seq for other in history.seqs)
-        name = seq.request_id if one else f"{seq.request_id}.{seq.index}"  # as in the trace
+        is_single = seq.parent is None and all(other.parent is not seq for other in history.seqs)
+        name = seq.request_id if is_single else f"{seq.request_id}.{seq.index}"  # as in the trace
         rows.append((name, *texts, seq.status.name.lower()))
-    say("""The sequences, 0.1 being the second sample of request 0. What each must get until it ends is
+    say("""The sequences. 0.1 is the second sample of request 0. The tokens that each must get are
         computed from its prompt, without an engine:""")
     show_table(("sequence", "prompt", "must get", "has got at the end", "and is"), rows)
 
@@ -128,8 +130,8 @@ def show_blocks(history: History) -> None:
             held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
             cached = memoryview(block.token_ids).cast("I").tolist() if block.identity else ""
             rows.append((block.block_id, block.ref_count, cached, held))
-    say("""The blocks at the end that are owned or cached: the reference count, the tokens that the
-        prefix index says, and what each slot holds, token@position:""")
+    say("""The owned or cached blocks at the end: the reference count, the tokens by the prefix
+        index, and the content of each slot, token@position:""")
     show_table(("block", "ref_count", "cached as", "holds"), rows)
 
 
@@ -141,9 +143,9 @@ def show_failure(mutant: Mutant) -> InvariantError:
     failing = (attempt for attempt in attempts if attempt.failure() is not None)
     _, attempt = min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])
     trace, history, error = attempt.trace()
-    say("""Random requests run on a model whose next token depends on every slot that it reads. This is
-        the shortest history that was found in which something goes wrong, up to the step that does.
-        Tokens are 0, 1 and 2.""")
+    say("""Random requests run on a model. Its next token depends on every slot that it reads. This
+        is the shortest failing history of those that were tried, up to the step that fails. Tokens
+        are 0, 1 and 2.""")
     show_sequences(history)
     if history.size == 1:
         say("Blocks have one slot each: the slot of position p is block_table[p].")
@@ -153,7 +155,7 @@ def show_failure(mutant: Mutant) -> InvariantError:
 
 
 def run(which: str | None, answers: list[str] | None) -> None:
-    """The N-th exercise. Without a number all are listed; with `answers` it is solved."""
+    """Run an exercise, or list all without a number. With `answers`, compare or show answers."""
     if which is None:
         for theme in THEMES:
             print(f"{theme.name[0].upper()}{theme.name[1:]}:")
@@ -179,14 +181,15 @@ def run(which: str | None, answers: list[str] | None) -> None:
             "Which of these is the first that was found not to hold?",
             str(theme.invariants.index(error.name) + 1),
             f"{error}.",
-            f"Look at the last step of the trace and at the state after it. The theme is {theme.name}.",
+            "Look at the last step of the trace and at the state after it. The theme is "
+            f"{theme.name}.",
         ),
         Question(
             f"Which function of {file} has the fault: {', '.join(sorted(functions))}?",
             mutant.function,
             f"{name[0].upper()}{name[1:]}. {describe(mutant)}.",
-            "Find the first line of the trace or of the tables that should be different. Which of the "
-            "functions decides that?",
+            "Find the first line of the trace or of the tables that should be different. Which of "
+            "the functions decides that?",
         ),
     ]
     if answers is None:

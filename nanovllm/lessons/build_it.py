@@ -1,4 +1,4 @@
-"""Build it: small parts of an engine, with checks. `build NAME` copies a stub, which says what to do."""
+"""Build it: small parts of an engine, with checks. `build NAME` copies a stub with its task."""
 
 import ast
 from pathlib import Path

@@ -23,15 +23,15 @@ from nanovllm.lessons import break_it, build_it, ladder, lesson10_puzzles
 from nanovllm.lessons.show import fill, say, show_answers, show_questions
 
 LESSONS = (
-    "lesson1_no_cache",
-    "lesson2_kv_cache",
-    "lesson3_blocks",
-    "lesson4_batching",
-    "lesson5_roofline",
-    "lesson6_prefix_sharing",
-    "lesson7_scheduling",
-    "lesson8_sampling",
-    "lesson9_beams",
+    "lesson01_no_cache",
+    "lesson02_kv_cache",
+    "lesson03_blocks",
+    "lesson04_batching",
+    "lesson05_roofline",
+    "lesson06_prefix_sharing",
+    "lesson07_scheduling",
+    "lesson08_sampling",
+    "lesson09_beams",
     "lesson10_puzzles",
     "lesson11_paged_attention",
     "lesson12_overlap",
@@ -49,13 +49,13 @@ def load(number: str) -> ModuleType:
 
 
 def title(number: str) -> str:
-    """The first line of the lesson's docstring."""
+    """Return the first line of the lesson's docstring."""
     source = Path(__file__).with_name(f"{LESSONS[int(number) - 1]}.py").read_text()
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
 def run_lesson(number: str, answers: list[str] | None) -> None:
-    """Run a lesson. With `answers` only its questions are printed, and compared with these."""
+    """Run a lesson. With `answers`, print only its questions, and compare or show answers."""
     lesson, command = load(number), f"nanovllm lessons {number} --answers"
     if answers is None:
         say(str(lesson.__doc__))
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
         "--answers", nargs="*", metavar="YOURS", help="show the answers, or compare yours with them"
     )
     parser.add_argument(
-        "-h", "--help", action="store_true", help="show this text, or that of a lesson"
+        "-h", "--help", action="store_true", help="show this text, or the text of a lesson"
     )
     args = parser.parse_args(argv)
     if args.help:

@@ -1,7 +1,7 @@
 """The ladder: the same 16 requests on every rung, from no cache to the defaults of LLM().
 
-Each rung adds one idea to the one before and gives the same tokens. The table says what each gains. It
-takes about a minute, and 15 to 30 s more if the CPU's kernels have to be compiled first. Timings
+Each rung adds one idea to the previous rung and gives the same tokens. The table shows the gains.
+It takes about a minute, and 15 to 30 s more if the CPU's kernels have to be compiled first. Timings
 mean little while other programs run.
 """
 
@@ -20,9 +20,9 @@ from tqdm import tqdm
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.outputs import RequestOutput
 from nanovllm.engine.observer import NO_OBSERVER
-from nanovllm.lessons import lesson1_no_cache, lesson2_kv_cache
+from nanovllm.lessons import lesson01_no_cache, lesson02_kv_cache
 from nanovllm.lessons.lesson import Counters, make_llm, optional
-from nanovllm.lessons.lesson1_no_cache import Way
+from nanovllm.lessons.lesson01_no_cache import Way
 from nanovllm.lessons.show import say, show_table
 
 NUM_REQUESTS = 16
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     tokens: list[list[int]]  # the output of each request
     steps: int
     computed: int  # tokens
-    slots: int  # the most slots of the KV cache that were reserved in a step
+    slots: int  # largest number of reserved slots of the KV cache
     first_token: float  # seconds from the start to a request's first token, the mean
     longest_step: float  # seconds
     seconds: float
@@ -95,9 +95,9 @@ def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
             params = SamplingParams(temperature=0, max_tokens=num_output)
             ids.append(engine.add_request(prompt, params))
         while engine.has_unfinished_requests():
-            before = time.monotonic()
+            step_start = time.monotonic()
             outputs |= {output.request_id: output for output in engine.step()}
-            longest = max(longest, time.monotonic() - before)
+            longest = max(longest, time.monotonic() - step_start)
     seconds = time.monotonic() - start
     engine.observer = NO_OBSERVER
     tokens = [outputs[i].outputs[0].token_ids for i in ids]
@@ -110,7 +110,7 @@ def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
 class Rung(NamedTuple):
     lesson: int
     adds: str
-    options: dict[str, Any]  # of the LLM, in addition to those of make_llm
+    options: dict[str, Any]  # of the LLM, in addition to the options of make_llm
     run: Callable[[LLM, list[Request]], Run]
 
 
@@ -122,8 +122,8 @@ ASYNC = KERNELS | {"async_scheduling": True}
 static, continuous = partial(by_engine, group=ROWS), partial(by_engine, group=sys.maxsize)
 
 RUNGS = [
-    Rung(1, "no cache", PLAIN, partial(by_hand, way=lesson1_no_cache.generate, reserved=0)),
-    Rung(2, "a KV cache", PLAIN, partial(by_hand, way=lesson2_kv_cache.generate, reserved=1)),
+    Rung(1, "no cache", PLAIN, partial(by_hand, way=lesson01_no_cache.generate, reserved=0)),
+    Rung(2, "a KV cache", PLAIN, partial(by_hand, way=lesson02_kv_cache.generate, reserved=1)),
     Rung(3, "blocks", PLAIN, partial(by_engine, group=1)),
     Rung(4, f"static batches of {ROWS}", PLAIN, static),
     Rung(4, "continuous batching", PLAIN, continuous),
@@ -136,7 +136,7 @@ RUNGS = [
 
 
 def has_numba(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the CPU's kernels can run. They are compiled on the first call, in 15 to 30 s."""
+    """Return whether the CPU's kernels can run. The first call compiles them, in 15 to 30 s."""
     if (compile_ := optional("nanovllm.backends.cpu.compile")) is not None:
         compile_.compile_now(dtype)
     return compile_ is not None
@@ -147,7 +147,7 @@ def climb(
 ) -> list[tuple[Rung, list[Run]]]:
     """Run `number` requests on all rungs in turns, `repeats` times -> each rung and its runs.
 
-    Raises AssertionError if the tokens of a rung are not those of the first.
+    Raises AssertionError if the tokens of a rung differ from the first rung.
     """
     results: list[tuple[Rung, list[Run]]] = [(rung, []) for rung in rungs]
     llms = [make_llm(**rung.options) for rung in rungs]
@@ -165,12 +165,12 @@ def median(runs: list[Run]) -> Run:
     return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
 
-def gain(before: list[Run], now: list[Run]) -> str:
-    """How many times as many tokens per second: the median, and the lowest and the highest ratio.
+def gain(previous: list[Run], now: list[Run]) -> str:
+    """Return how many times as fast: the median, the lowest and the highest ratio of the turns.
 
-    The runs of a turn are compared. The result has no more digits than the spread supports.
+    The result has no more digits than the spread supports.
     """
-    ratios = sorted(b.seconds / n.seconds for b, n in zip(before, now, strict=True))
+    ratios = sorted(b.seconds / n.seconds for b, n in zip(previous, now, strict=True))
     low, ratio, high = ratios[0], ratios[len(ratios) // 2], ratios[-1]
     digits = min(2, max(1, -math.floor(math.log10(high - low)))) if high > low else 2
     middle = "about 1" if low <= 1 <= high else f"{ratio:.{digits}f}"
@@ -178,30 +178,32 @@ def gain(before: list[Run], now: list[Run]) -> str:
 
 
 def show(results: list[tuple[Rung, list[Run]]]) -> None:
-    """Print the table. The gain is that over the rung before."""
-    rows, before = list[tuple[object, ...]](), list[Run]()
+    """Print the table. A gain compares a rung with the previous rung."""
+    rows: list[tuple[object, ...]] = []
+    previous: list[Run] = []
     for rung, runs in results:
         run = median(runs)
         speed = f"{sum(map(len, run.tokens)) / run.seconds:,.0f}"
         counts = (run.steps, f"{run.computed:,}", f"{run.slots:,}")
         times = (f"{1e3 * run.first_token:,.0f}", f"{1e3 * run.longest_step:,.0f}")
-        gained = gain(before, runs) if before else ""
+        gained = gain(previous, runs) if previous else ""
         rows.append((f"{rung.lesson} {rung.adds}", speed, gained, *counts, *times))
-        before = runs
+        previous = runs
     names = ("lesson", "tokens/s", "gain", "steps", "computed", "slots", "first ms", "step ms")
     show_table(names, rows)
 
 
 def run() -> None:
     say(str(__doc__))
-    say(f"""The requests begin with the same conversation and have {min(LENGTHS)} to {max(LENGTHS)} output
-        tokens, in float32. Timings are from the median of 3 runs after a short one to warm up.
+    say(f"""The requests begin with the same conversation and have {min(LENGTHS)} to {max(LENGTHS)}
+        output tokens, in float32. Timings are from the median of 3 runs after a short one to warm
+        up.
 
-        gain: tokens per second divided by those of the rung before, with the lowest and the highest
-        ratio of the three turns; "about 1" if these do not say whether it gains. computed: tokens that
-        the model computed, in so many steps. slots: the most slots of the KV cache that were reserved at a
-        time. first: mean time from the start until a request has its first token. step: the longest
-        step, which is how long a running request may wait for a token.""")
+        gain: tokens per second compared with the previous rung, with the lowest and the highest
+        ratio of the three turns; "about 1" if the ratios are on both sides of 1. computed: tokens
+        that the model computed in all steps. slots: the largest number of reserved slots of the KV
+        cache. first: mean time from the start until a request has its first token. step: the
+        longest step, which a running request may have to wait for its next token.""")
     rungs = RUNGS
     if not has_numba():
         say("Without Numba, the rung of its kernels is left out; later ones run in plain torch.")
@@ -210,6 +212,7 @@ def run() -> None:
     show(climb(rungs, NUM_REQUESTS, repeats=3))
     say("""Lessons 2, 4, 6 and 11 are about speed. Blocks are about memory: compare the slots of the
         two rungs. A small token budget is about waiting: a step with many prompt tokens is cut into
-        chunks, so that the longest step is shorter, in a few more steps. Async scheduling is for a GPU; a
-        CPU does not compute while the host plans. The defaults run all requests at once, with a budget of
-        8,192 tokens. A gain of less than 1 is a loss; gains depend on the machine and its other work.""")
+        chunks: the longest step is shorter, and there are a few more steps. Async scheduling is for
+        a GPU; a CPU does not compute while the host plans. The defaults run all requests at once,
+        with a budget of 8,192 tokens. A gain of less than 1 is a loss; gains depend on the machine
+        and its other work.""")

@@ -1,4 +1,4 @@
-"""What the lessons run: the embedded model, plans that are written by hand, and timing."""
+"""Functions that the lessons share: the embedded model, plans written by hand, and timing."""
 
 import importlib
 import os
@@ -26,7 +26,7 @@ GREEDY = RowSampling(temperature=0, seed=0)  # always the most likely token
 
 
 def timed(function: Callable[[], T], repeats: int = 3) -> tuple[T, float]:
-    """Call it `repeats` times. Returns the last result and the median of the seconds."""
+    """Call a function several times. Returns the last result and the median of the seconds."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -36,13 +36,13 @@ def timed(function: Callable[[], T], repeats: int = 3) -> tuple[T, float]:
 
 
 def make_llm(**options: Any) -> LLM:
-    """The embedded model in float32, in which near-ties do not change tokens, on the CPU."""
+    """Load the embedded model on the CPU in float32, where near-ties do not change tokens."""
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_logprobs": -1}
     return LLM(**(settings | options))
 
 
 def ask(llm: LLM, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:
-    """`llm.generate` with these fields of SamplingParams, greedy if no temperature is among them."""
+    """Call `llm.generate` with these fields of SamplingParams. The default is greedy."""
     return llm.generate(prompts, SamplingParams(**{"temperature": 0} | params), use_tqdm=False)
 
 
@@ -52,7 +52,7 @@ class Counters(Observer):
 
     llm: LLM
     tokens: list[int] = field(default_factory=list)  # of each step
-    blocks: int = 0  # that sequences own, at most
+    blocks: int = 0  # largest number that sequences owned
 
     def scheduled(self, step: InFlightStep | None) -> None:
         if step is not None:
@@ -72,7 +72,7 @@ def embedded_config() -> ModelConfig:
 
 
 def shape_of(name: str, **sizes: int) -> ModelConfig:
-    """A model of SHAPES, such as "qwen3-0.6b", or with other `sizes`. Nothing is loaded."""
+    """Return the config of a model of SHAPES, such as "qwen3-0.6b", with other `sizes`."""
     hidden, inner, layers, heads, kv_heads, dim, vocab, tied, _ = SHAPES[name]
     config = replace(
         embedded_config(),
@@ -89,7 +89,7 @@ def shape_of(name: str, **sizes: int) -> ModelConfig:
 
 
 def prompt_plan(prompts: Sequence[list[int]], tables: Sequence[list[int]]) -> StepPlan:
-    """The plan of a step that computes whole prompts, each in the blocks of its table.
+    """Return the plan of a step that computes complete prompts, each in the blocks of its table.
 
     Prompt i takes row i and samples greedily.
     """
@@ -102,15 +102,15 @@ def prompt_plan(prompts: Sequence[list[int]], tables: Sequence[list[int]]) -> St
 
 
 def decode_plan(num_rows: int) -> StepPlan:
-    """The plan of a step that computes the next token of the rows 0, 1, ..."""
+    """Return the plan of a step that computes the next token of the rows 0, 1, ..."""
     return StepPlan(decode_rows=list(range(num_rows)), num_tokens=num_rows)
 
 
 def optional(module: str) -> Any:
-    """Import a module; None if the package that it needs, Triton or Numba, is not installed.
+    """Import a module. Returns None if it needs Triton or Numba, which is not installed.
 
     Without a GPU, Triton's kernels run in its interpreter. Triton reads TRITON_INTERPRET when it is
-    imported and when a kernel is defined, so it is set before both.
+    imported and when a kernel is defined, so it is set first.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")

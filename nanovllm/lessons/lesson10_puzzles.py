@@ -40,15 +40,15 @@ PUZZLES = (
     Puzzle(
         "add",
         "vector add: out = x + y",
-        "The line stores the sums. 19 numbers are added by 3 programs of 8, and what lies behind the "
-        "19 in memory must stay as it is.",
-        "tl.store(pointers, values, mask=...): the pointers are those of the loads, from `out`.",
+        "The line stores the sums. 19 numbers are added by 3 programs of 8, and the memory after "
+        "the 19 numbers must not change.",
+        "tl.store(pointers, values, mask=...): the pointers are as in the loads, but from `out`.",
     ),
     Puzzle(
         "softmax",
         "softmax of each row of a matrix",
-        "The line computes `weights`, which the next line divides by their sum. The numbers are near "
-        "100, and exp(100) is infinite in float32.",
+        "The line computes `weights`, which the next line divides by their sum. The numbers are "
+        "near 100, and exp(100) is infinite in float32.",
         "exp(score - c) has the same softmax for every c. With which c is the largest exp 1?",
     ),
     Puzzle(
@@ -62,37 +62,39 @@ PUZZLES = (
         "online_softmax",
         "online softmax: the scores arrive a tile at a time",
         "The line computes `factor`, by which the sums so far are multiplied when m becomes new_m.",
-        "The sums contain exp(score - m), and should contain exp(score - new_m). Divide the second by "
-        "the first.",
+        "The sums contain exp(score - m), and should contain exp(score - new_m). Divide the "
+        "second by the first.",
     ),
     Puzzle(
         "paged",
         "attention of one query over a block table",
-        "The line computes `slot`, the slots of the positions, through the block table. Slots of other "
-        "sequences contain NaN.",
-        "tl.load(table + ...) loads physical blocks. Which logical block has a position? Lesson 3 has "
-        "the formula of a slot.",
+        "The line computes `slot`, the slots of the positions, through the block table. Slots of "
+        "other sequences contain NaN.",
+        "tl.load(table + ...) loads physical blocks. Which logical block has a position? Lesson "
+        "3 has the formula of a slot.",
     ),
 )
 
 
 def hidden_line(kernels: ModuleType, puzzle: Puzzle) -> tuple[list[str], int, str]:
-    """The lines of a kernel, the index of the one that is hidden, and its indentation."""
+    """Return the lines of a kernel, the index of the hidden line, and its indentation."""
     lines = inspect.getsource(getattr(kernels, puzzle.kernel).fn).splitlines()
-    (at,) = (i for i, line in enumerate(lines) if line.endswith("# puzzle"))
-    return lines, at, lines[at][: -len(lines[at].lstrip())]
+    (index,) = (i for i, line in enumerate(lines) if line.endswith("# puzzle"))
+    return lines, index, lines[index][: -len(lines[index].lstrip())]
 
 
 def check(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
-    """`compare` in a process of its own: in the interpreter, a wrong pointer can end the process."""
-    if torch.cuda.is_available():  # where it raises an error, and a forked process has no GPU
+    """Run `compare` in a separate process, which a wrong pointer can end in the interpreter."""
+    if (
+        torch.cuda.is_available()
+    ):  # a wrong pointer raises an error, and a forked process has no GPU
         return compare(kernels, puzzle, line)
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
 
     def run() -> None:
         faulthandler.disable()  # the answer says what happened
-        torch.set_num_threads(1)  # those of this process do not exist there
+        torch.set_num_threads(1)  # a forked process has no threads of its parent
         send.send(compare(kernels, puzzle, line))
 
     child = context.Process(target=run)
@@ -108,15 +110,15 @@ def check(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
 
 
 def compare(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
-    """Run the kernel with a reader's line. Returns "" if it computes what torch does, or what is wrong.
+    """Run the kernel with a reader's line. Returns "" if the result is as in torch, else the fault.
 
     The module is written to a file with that line, because Triton reads the source of a kernel.
     """
-    lines, at, indent = hidden_line(kernels, puzzle)
+    lines, index, indent = hidden_line(kernels, puzzle)
     text = Path(str(kernels.__file__)).read_text()
     quiet = warnings.catch_warnings(action="ignore")  # NumPy warns of NaN in the interpreter
     with quiet, tempfile.NamedTemporaryFile("w", suffix=".py") as file:
-        file.write(text := text.replace(lines[at], indent + line.strip()))
+        file.write(text := text.replace(lines[index], indent + line.strip()))
         file.flush()
         module = ModuleType(puzzle.kernel)
         try:
@@ -124,7 +126,8 @@ def compare(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
             got, want = module.__dict__[f"check_{puzzle.kernel}"](module)
         except Exception as error:  # whatever a reader's line can raise
             cause = error.__cause__ or error
-            return f"It raises {type(cause).__name__}: {(str(cause).splitlines() or [''])[-1].strip()}."
+            message = (str(cause).splitlines() or [""])[-1].strip()
+            return f"It raises {type(cause).__name__}: {message}."
     wrong = ~torch.isclose(got, want, rtol=1e-3, atol=1e-4)
     if not wrong.any():
         return ""
@@ -147,14 +150,14 @@ def run_puzzle(which: str | None, answers: list[str] | None) -> None:
     if which not in numbers:
         raise ValueError(f"puzzle takes a number from 1 to {len(PUZZLES)}, not {which!r}")
     puzzle = PUZZLES[int(which) - 1]
-    lines, at, indent = hidden_line(kernels, puzzle)
+    lines, index, indent = hidden_line(kernels, puzzle)
     if answers is None:
         say(f"Puzzle {which}: {puzzle.title}. {puzzle.task}")
-        lines[at] = f"{indent}...  # the missing line"
+        lines[index] = f"{indent}...  # the missing line"
         print("\n".join(lines), end="\n\n")
         print(f"Check a line, in quotes:\n  {COMMAND} {which} --answers '...'")
     elif not answers:
-        print(lines[at].strip().removesuffix("# puzzle").rstrip())
+        print(lines[index].strip().removesuffix("# puzzle").rstrip())
     elif wrong := check(kernels, puzzle, " ".join(answers)):
         say(f"That is not right. {wrong} Hint: {puzzle.hint}")
     else:
@@ -167,9 +170,10 @@ def show_tile() -> None:
     offsets = i[:, None] * columns + j[None, :]
     matrix = torch.arange(4 * columns).view(4, columns)
     assert torch.equal(matrix.flatten()[offsets], matrix[2:4, 4:8])
-    say(f"""A tile of a matrix has two dimensions. The matrix below has 4 rows of {columns} numbers, and
-        each number is its own offset in memory. With i = [2, 3] and j = [4, 5, 6, 7] the expression
-        i[:, None] * {columns} + j[None, :] gives the offsets of the tile in brackets:""")
+    say(f"""A tile of a matrix has two dimensions. The matrix below has 4 rows of {columns} numbers,
+        and each number is equal to its offset in memory. With i = [2, 3] and j = [4, 5, 6, 7] the
+        expression i[:, None] * {columns} + j[None, :] gives the offsets of the tile in
+        brackets:""")
     for row, line in enumerate(matrix.tolist()):
         cells = [f"[{n:2}]" if row in i and n % columns in j else f" {n:2} " for n in line]
         print("  " + "".join(cells))
@@ -186,8 +190,8 @@ def run() -> list[Question]:
     for puzzle in PUZZLES:
         got, want = getattr(kernels, f"check_{puzzle.kernel}")(kernels)
         rows.append((puzzle.title, f"{(got - want).abs().max():.0e}"))
-    say(f"""Five kernels lead from a sum to the attention of lesson 11. Each has about 20 lines, and the
-        puzzles leave out one of them: `{COMMAND} 1` shows the first. Complete, they compute
+    say(f"""Five kernels lead from a sum to the attention of lesson 11. Each has about 20 lines, and
+        the puzzles leave out one of them: `{COMMAND} 1` shows the first. Complete, they compute
         what torch does:""")
     show_table(("puzzle", "largest difference"), rows)
     engine = optional("nanovllm.backends.gpu.kernels.attention")

@@ -35,13 +35,13 @@ CPU = torch.device("cpu")
 BLOCK, TILE = 16, 128  # slots of a block, keys of a tile
 SPLIT = 256  # keys of a split here; the engine's kernel splits into 64 and more
 CONTEXT = 600  # tokens of the sequence that is attended to tile by tile
-# What an online softmax keeps of some keys: m [], their largest score; the sum of exp(score - m) [],
-# which is l in the papers; acc [D], the sum of exp(score - m) * value.
+# The state of an online softmax after some keys: m [], their largest score; l [], the sum of
+# exp(score - m); acc [D], the sum of exp(score - m) * value.
 Partial: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[Partial, list[list[str]]]:
-    """Attention of q [D] over tiles of k and v [L, D], not divided by l, and a table of the tiles."""
+    """Return the state of q [D] after tiles of k and v [L, D], and a table of the tiles."""
     m, total, acc, rows = torch.tensor(-torch.inf), torch.tensor(0.0), torch.zeros(len(q)), []
     for k, v in tiles:
         scores = k @ q / len(q) ** 0.5
@@ -57,21 +57,21 @@ def attend_tiles(q: Tensor, tiles: Iterable[Any]) -> tuple[Partial, list[list[st
 
 
 def merge(parts: list[Partial]) -> Tensor:
-    """Attention over the keys of all parts, by the same rescaling: to the largest m of all."""
+    """Return the attention over the keys of all parts, rescaled to the largest m."""
     m, total, acc = (torch.stack(values) for values in zip(*parts, strict=True))
     factors = torch.exp(m - m.max())
     return factors @ acc / (factors @ total)
 
 
 def paged_tiles(kv: Tensor, block_table: Tensor, start: int, end: int) -> Iterator[Tensor]:
-    """The tiles of the positions [start, end). kv [2, blocks, B, D]: one KV head of a layer."""
+    """Yield tiles of the positions [start, end). kv [2, blocks, B, D]: one KV head of a layer."""
     for first in range(start, end, TILE):
         position = torch.arange(first, min(first + TILE, end))
         yield kv[:, block_table[position // BLOCK], position % BLOCK]  # [2, TILE, D]
 
 
 def make_steps(contexts: list[int]) -> tuple[ForwardBatch, ForwardBatch]:
-    """A step that computes all tokens of some sequences but the last, and the decode after it.
+    """Return a step that computes all tokens but the last of each sequence, and the next decode.
 
     The runner's Rows build both. The blocks of a sequence are anywhere in the cache.
     """
@@ -87,22 +87,22 @@ def make_steps(contexts: list[int]) -> tuple[ForwardBatch, ForwardBatch]:
     return batches[0], batches[1]
 
 
-def attend_by_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, most_splits: int) -> Tensor:
-    """The engine's kernel, on a GPU or in Triton's interpreter."""
+def attend_by_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, max_splits: int) -> Tensor:
+    """Attend with the engine's kernel, on a GPU or in Triton's interpreter."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     order = step.context_lens.argsort(descending=True)
     tensors = [x.to(device) for x in (q, *kv, order, step.context_lens, step.block_tables)]
     out = torch.empty_like(tensors[0])
     tile = Tile(num_rows=16, num_keys=TILE, num_warps=4, num_stages=1)
-    optional(KERNELS).attend_decode(*tensors, tile, most_splits, out)
+    optional(KERNELS).attend_decode(*tensors, tile, max_splits, out)
     return out.cpu()
 
 
-def show_splits(q: Tensor, kv: Tensor, table: Tensor, wanted: Tensor) -> None:
-    """Attend to each split of the context alone, print what it keeps, and merge the splits."""
+def show_splits(q: Tensor, kv: Tensor, table: Tensor, expected: Tensor) -> None:
+    """Attend to each split of the context alone, print the states, and merge the splits."""
     splits = [(start, min(start + SPLIT, CONTEXT)) for start in range(0, CONTEXT, SPLIT)]
     parts = [attend_tiles(q, paged_tiles(kv, table, *split))[0] for split in splits]
-    torch.testing.assert_close(merge(parts), wanted)
+    torch.testing.assert_close(merge(parts), expected)
     rows = []
     for (start, end), (m, total, acc) in zip(splits, parts, strict=True):
         numbers = (m, total, acc[0], torch.exp(m - max(m for m, *_ in parts)))
@@ -119,13 +119,13 @@ def show_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, expected: Tensor) -> 
     say("""The engine's Triton kernel does all this for all heads. Without a GPU it runs in Triton's
         interpreter. Compared with PlainAttention:""")
     rows = []
-    for most_splits in (1, -(-CONTEXT // SPLIT)):
-        out = attend_by_kernel(q, kv, step, most_splits)
+    for max_splits in (1, -(-CONTEXT // SPLIT)):
+        out = attend_by_kernel(q, kv, step, max_splits)
         torch.testing.assert_close(out, expected)
-        rows.append((most_splits, f"{(out - expected).abs().max():.0e}"))
+        rows.append((max_splits, f"{(out - expected).abs().max():.0e}"))
     show_table(("splits, at most", "largest difference"), rows)
-    say("""The lines of that kernel which do what the first table above shows: row_max is m, row_sum is
-        l, correction is the factor. Its scores are multiplied by log2(e), so that exp2, one
+    say("""The lines of that kernel which do what the first table above shows: row_max is m, row_sum
+        is l, correction is the factor. Its scores are multiplied by log2(e), so that exp2, one
         instruction, takes the place of exp:""")
     show_lines(kernels._attend_tile.fn, "scores = tl.dot", "return acc")
     return [
@@ -147,26 +147,27 @@ def run() -> list[Question]:
     attention.store(0, k[-1:], v[-1:], step)
     attention.prepare(step)
     expected = attention.attend(0, q, step).view_as(q)
-    first_q, wanted = q[0, 0], expected[0, 0]  # of the first head
+    first_q, first_expected = q[0, 0], expected[0, 0]  # of the first head
     kv, table = attention.cache[0], step.block_tables[0].long()
 
     say(f"""One query attends to a context of {CONTEXT} random keys, with the sizes of the embedded
-        model. They are in a paged cache, [layers, 2, blocks, K, B, D] = {list(attention.cache.shape)},
-        with the block table {table[:6].tolist()} and so on. A tile gathers the slots of {TILE} positions.
-        When m rises, l and acc are multiplied by the factor exp(old m - new m):""")
+        model. They are in a paged cache, [layers, 2, blocks, K, B, D] =
+        {list(attention.cache.shape)}, with the block table {table[:6].tolist()} and so on. A tile
+        gathers the slots of {TILE} positions. When m rises, l and acc are multiplied by the factor
+        exp(old m - new m):""")
     (_, total, acc), rows = attend_tiles(first_q, paged_tiles(kv[:, :, 0], table, 0, CONTEXT))
     show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
-    torch.testing.assert_close(acc / total, wanted)
+    torch.testing.assert_close(acc / total, first_expected)
     print(f"acc / l begins with        {(acc / total)[:3].tolist()}")
-    print(f"all scores at once give it {wanted[:3].tolist()}\n")
+    print(f"all scores at once give it {first_expected[:3].tolist()}\n")
     say("""On a GPU one program would do this while others are idle. Instead, the context is split,
         and a program computes each split. Then the l and acc of all splits are rescaled to the
         largest m and added:""")
-    show_splits(first_q, kv[:, :, 0], table, wanted)
+    show_splits(first_q, kv[:, :, 0], table, first_expected)
     links = show_kernel(q, kv, step, expected)
     tile = prefill_tile(GpuInfo(shared_memory_kib=227), 128, torch.bfloat16)
     score_bytes = {n: 16 * n * n * 4 for n in (4096, 8192)}
-    say(f"""What is gained is memory. All float32 scores of a prompt of 4,096 tokens and 16 heads
+    say(f"""This saves memory. All float32 scores of a prompt of 4,096 tokens and 16 heads
         take {score_bytes[4096] / 2**20:,.0f} MiB. A program of the kernel for prompts keeps the
         scores of one tile, {tile.num_rows} x {tile.num_keys} on a large GPU:
         {tile.num_rows * tile.num_keys * 4 / 2**10:.0f} KiB for a prompt of any length. Contexts
@@ -187,7 +188,7 @@ def run() -> list[Question]:
             f"{score_bytes[8192] / 2**30:g}",
             "Twice as many queries times twice as many keys: four times as much as for 4,096 "
             "tokens. The tile of a program has the same size for both.",
-            "The lesson says how many MiB those of 4,096 tokens take. There is a score for each pair "
-            "of a query and a key.",
+            "The lesson says how many MiB the scores of 4,096 tokens take. There is a score for "
+            "each pair of a query and a key.",
         ),
     ]

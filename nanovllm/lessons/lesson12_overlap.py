@@ -1,6 +1,6 @@
 """Lesson 12: overlap and graphs.
 
-A GPU works on its own, and the host only launches what it does. Two things can make the GPU wait.
+A GPU works asynchronously: the host only launches its work. Two things can make the GPU wait.
 The host reads the tokens of a step before it plans the next one: with async scheduling, step N+1 is
 planned and launched before the tokens of step N are read (as in NanoFlow, Zhu et al. 2024,
 arXiv:2408.12757, and in vLLM). And a step is hundreds of launches: a CUDA graph records them once
@@ -32,7 +32,7 @@ DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
 
 
 class Device:
-    """A Runner without a model. Its device takes DEVICE_SECONDS a step and works on its own.
+    """A Runner without a model. Its device takes DEVICE_SECONDS a step, asynchronously.
 
     The token that is sampled after n tokens of a sequence is n.
     """
@@ -62,7 +62,7 @@ class Device:
 
 
 class Host(Observer):
-    """An Observer that notes the order of events. It takes HOST_SECONDS for each plan."""
+    """An Observer that records the order of events. It takes HOST_SECONDS for each plan."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -70,14 +70,14 @@ class Host(Observer):
 
     def scheduled(self, step: InFlightStep | None) -> None:
         if step is not None:
-            self.note("plan")
+            self.record("plan")
             time.sleep(HOST_SECONDS)
 
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
-        self.note("commit")
+        self.record("commit")
         self.dropped += len(step.sampling_seqs) - len(updated)
 
-    def note(self, what: str) -> None:
+    def record(self, what: str) -> None:
         self.events.append(f"{what} {1 + sum(event.startswith(what) for event in self.events)}")
 
 
@@ -114,22 +114,24 @@ def show_overlap(params: list[SamplingParams]) -> None:
     head = ("async_scheduling", "ms a step", "tokens sampled", "returned", "dropped")
     show_table(head, rows)
     device, both = DEVICE_SECONDS * 1e3, (DEVICE_SECONDS + HOST_SECONDS) * 1e3
-    say(f"""A step takes {steps[0]:.1f} ms without overlap, when the device and the host work in turn
-        ({both:g} ms at least), and {steps[1]:.1f} ms with it, when the slower of the two decides
-        ({device:g} ms at least). The price: step N+1 is planned when the tokens of step N are counted
-        but not known. The scheduler knows then whether a sequence reaches max_tokens, but not that it
-        sampled a stop token. That sequence is computed once more, and the token is dropped.""")
+    say(f"""A step takes {steps[0]:.1f} ms without overlap, when the device and the host work in
+        turn ({both:g} ms at least), and {steps[1]:.1f} ms with it, when the slower of the two
+        decides ({device:g} ms at least). The price: step N+1 is planned when the tokens of step N
+        are counted but not known. The scheduler knows then whether a sequence reaches max_tokens,
+        but not that it sampled a stop token. That sequence is computed once more, and the token is
+        dropped.""")
 
 
 def run() -> list[Question]:
     by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
     show_overlap([by_token, by_length])
     sizes = batch_sizes(8)
-    say(f"""Then graphs. Each of torch's operators that a step calls is about one launch, and a decode step
-        has hundreds. Each costs the host microseconds, whatever it computes. A CUDA graph replays all of
-        them by one call, and the copy of the tokens to the host remains. A graph has a fixed number of
-        rows: with max_num_seqs=8, graphs are captured for {", ".join(map(str, sizes))} sequences. On a CPU
-        calls cost time as well: with AMX or AVX512-BF16 and bfloat16, one call computes all layers.""")
+    say(f"""Then graphs. Each of torch's operators that a step calls is about one launch, and a
+        decode step has hundreds. Each costs the host microseconds, whatever it computes. A CUDA
+        graph replays all of them by one call, and the copy of the tokens to the host remains. A
+        graph has a fixed number of rows: with max_num_seqs=8, graphs are captured for
+        {", ".join(map(str, sizes))} sequences. On a CPU calls cost time as well: with AMX or
+        AVX512-BF16 and bfloat16, one call computes all layers.""")
     show_source(
         link(EngineCore.run_step, "max_in_flight"),
         link(Scheduler.commit, "Status.FINISHED"),
@@ -149,6 +151,7 @@ def run() -> list[Question]:
             "rows does the GPU compute?",
             str(min(size for size in sizes if size >= 5)),
             "The batch is padded to the next captured size. Padding rows use the null block.",
-            "A graph has a fixed number of rows. Which of the captured numbers is the next after 5?",
+            "A graph has a fixed number of rows. Which of the captured numbers is the next after "
+            "5?",
         ),
     ]

@@ -1,6 +1,6 @@
 """Lesson 13: int8 weights, and what they lose.
 
-A decode takes as long as reading the weights (lesson 5), so that smaller weights make it faster. With
+A decode takes as long as reading the weights (lesson 5), so smaller weights make it faster. With
 quantization="int8" each weight of a linear layer is stored in 8 bits. Each row of weights, which
 computes one output, has a scale (as in LLM.int8(), Dettmers et al. 2022, arXiv:2208.07339):
 
@@ -8,8 +8,8 @@ computes one output, has a scale (as in LLM.int8(), Dettmers et al. 2022, arXiv:
     values             31     -127       64        2   weight / scale, rounded
     value * scale  0.0310  -0.1270   0.0640   0.0020   at most scale / 2 away
 
-This is done when the weights are loaded. On a CPU the activations, which are the inputs of a layer,
-are rounded in the same way for each token, so that integers are multiplied.
+The weights are rounded when they are loaded. On a CPU the activations, which are the inputs of a
+layer, are rounded in the same way for each token, and the products are products of integers.
 """
 
 from torch import Tensor, tensor
@@ -28,7 +28,7 @@ ROUNDINGS = ((8, True), (8, False), (4, True), (3, True))  # bits, and a scale f
 
 
 def rounded(weight: Tensor, bits: int, by_row: bool) -> Tensor:
-    """A weight [O, I] after rounding to integers of `bits` bits, times their scale."""
+    """Return a weight [O, I] rounded to integers of `bits` bits, times their scale."""
     largest = weight.abs().amax(dim=1, keepdim=True) if by_row else weight.abs().max()
     scale = largest.clamp(min=1e-30) / (2 ** (bits - 1) - 1)
     restored: Tensor = (weight / scale).round() * scale
@@ -36,8 +36,8 @@ def rounded(weight: Tensor, bits: int, by_row: bool) -> Tensor:
 
 
 def grade(llm: LLM, said: list[RequestOutput]) -> tuple[str, str]:
-    """How many answers are right, and the mean log-probability of a token of those that were said."""
-    llm.reset_prefix_cache()  # it has the keys and values of other weights
+    """Return how many answers are right, and the mean log-probability of the tokens of `said`."""
+    llm.reset_prefix_cache()  # the keys and values are of other weights
     right = len(SAMPLES) - len(wrong_answers(llm, SAMPLES))
     prompts = [output.prompt_token_ids for output in said]
     scores = llm.loglikelihood(prompts, [out["token_ids"] for out in said], use_tqdm=False)
@@ -46,7 +46,7 @@ def grade(llm: LLM, said: list[RequestOutput]) -> tuple[str, str]:
 
 
 def show_losses(llm: LLM) -> None:
-    """Round the weights of the model in several ways, and print what it still knows."""
+    """Round the weights of the model in several ways, and print how well it still answers."""
     layers = list(runner_of(llm).model.linears())
     originals = [layer.weight.clone() for layer in layers]
     size = sum(float(weight.square().sum()) for weight in originals)
@@ -68,15 +68,16 @@ def show_losses(llm: LLM) -> None:
 def run() -> list[Question]:
     llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=256)
     weight = next(runner_of(llm).model.linears()).weight
-    say(f"""What is lost: the embedded model answers {len(SAMPLES)} questions that were not in its
-        training, with its weights rounded in several ways. The third line is what the engine does on a
-        CPU with quantization="int8". The error is the length of the difference of all weights, divided by
-        their own length. The log-probability is the mean of the tokens that the float32 model said; 0 is
-        certainty:""")
+    say(f"""Rounding loses accuracy: the embedded model answers {len(SAMPLES)} questions that were
+        not in its training, with its weights rounded in several ways. The third line is what the
+        engine does on a CPU with quantization="int8". The error is the length of the difference of
+        all weights, divided by their length. The log-probability is the mean of the tokens that the
+        float32 model said; 0 is certainty:""")
     show_losses(llm)
-    say("""With fewer bits the steps between two integers are wider. With one scale for a whole weight
-        its largest row sets the width of the steps for all rows. A small model that was trained for
-        few tasks may bear more rounding than others. docs/performance.md says what was measured.""")
+    say("""With fewer bits the steps between two integers are wider. With one scale for all rows of
+        a weight, its largest row sets the width of the steps for all rows. A small model that was
+        trained for few tasks may bear more rounding than others. docs/performance.md says what was
+        measured.""")
     show_source(link(quantize), link(Int8Weight.copy_), link(dynamic, "integer_product"))
     values, scale = quantize(tensor([[0.5, -2.54, 1.0, 0.01]]))
     outputs, inputs = weight.shape
@@ -88,8 +89,8 @@ def run() -> list[Question]:
             "The largest magnitude becomes 127. What is the scale, and what is 1.0 divided by it?",
         ),
         Question(
-            f"The first layer has {outputs} outputs and {inputs} inputs. How many bytes do its values "
-            "and its scales, which are float32, take?",
+            f"The first layer has {outputs} outputs and {inputs} inputs. How many bytes do its "
+            "values and its scales, which are float32, take?",
             str(Int8Weight.empty(weight.new_empty, outputs, inputs).nbytes),
             "One byte for each weight, and 4 for the scale of each output. In float32 the weights "
             f"take {weight.nbytes:,}.",

@@ -1,17 +1,17 @@
 """Lesson 14: a second tier in host memory.
 
-When no block is free, the prefix cache evicts one, and its keys and values are lost (lesson 6). With
-swap_space (GiB) they are saved to host memory first, and loaded when a request needs them again:
-after a preemption, or in the next turn of a conversation. This is the swapping of PagedAttention
-(Kwon et al. 2023, arXiv:2309.06180, section 4.5), block by block.
+When no block is free, the prefix cache evicts one, and its keys and values are lost (lesson 6).
+With swap_space (GiB) they are saved to host memory first, and loaded when a request needs them
+again: after a preemption, or in the next turn of a conversation. This is the swapping of
+PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4.5), block by block.
 
     device   owned --release--> cached --eviction--> holds other tokens
                ^                   |
                | load              | save, unless the host has a copy
     host       +------------ host block --eviction--> lost
 
-Host memory is larger than that of a GPU and slower to reach. A block is worth a load only if the copy
-takes less time than computing the block's tokens again.
+Host memory is larger than a GPU's memory and slower to reach. Loading a block is useful only if the
+copy takes less time than computing the block's tokens again.
 """
 
 from nanovllm import LLM, Trace
@@ -28,14 +28,14 @@ LINK, GPU = 25e9, 400e12  # bytes per second to host memory, FLOPs per second: a
 
 
 def make(num_blocks: int, host_blocks: int) -> LLM:
-    """An LLM with small blocks, and with so many of them in host memory."""
+    """Make an LLM with small blocks on the device and in host memory."""
     options = dict(kvcache_block_size=SLOTS, num_kvcache_blocks=num_blocks)
     swap_space = host_blocks * embedded_config().block_bytes(SLOTS, 4) / 2**30
     return make_llm(**options, swap_space=swap_space, attention_backend="sdpa")
 
 
 def converse(llm: LLM) -> tuple[int, int]:
-    """Take turns with all conversations -> how many prompt tokens there are, and are computed."""
+    """Take turns with all conversations -> prompt tokens, and how many of them are computed."""
     tokens = computed = 0
     for turn in range(1, TURNS + 1):
         for chat in range(CHATS):
@@ -47,15 +47,15 @@ def converse(llm: LLM) -> tuple[int, int]:
 
 
 def micros(config: ModelConfig) -> tuple[float, float]:
-    """The microseconds to load the keys and values of a token, and to compute them, in bfloat16."""
+    """Return the microseconds to load the KV of a token, and to compute it, in bfloat16."""
     return 1e6 * config.block_bytes(1, 2) / LINK, 1e6 * 2 * Qwen3.on_meta(config).num_weights / GPU
 
 
 def run() -> list[Question]:
     llm = make(4, 64)
-    say(f"""A, then B, then A again, in a pool of 4 blocks of {SLOTS} slots: A = {A!r} and B = {B!r}. The
-        blocks of A are evicted for B, and come back in step 3. A plan contains the copies, and they are
-        made before the step computes:""")
+    say(f"""A, then B, then A again, in a pool of 4 blocks of {SLOTS} slots: A = {A!r} and B =
+        {B!r}. The blocks of A are evicted for B, and come back in step 3. A plan contains the
+        copies, and they are made before the step computes:""")
     with Trace(llm) as trace:
         for prompt in (A, B, A):
             ask(llm, [prompt], max_tokens=1)
@@ -66,8 +66,9 @@ def run() -> list[Question]:
         ask(llm, [prompt], max_tokens=1)
     saves = llm.stats()["host_saves"] - saves
 
-    say(f"""What is gained: {CHATS} conversations take turns, and each turn adds {TURN} tokens to one. The
-        last turn needs {CHATS * TURNS * TURN // SLOTS} blocks for all of them:""")
+    say(f"""Host memory saves work. {CHATS} conversations take turns, and each turn adds {TURN}
+        tokens to one. The last turn needs {CHATS * TURNS * TURN // SLOTS} blocks for all of
+        them:""")
     rows: list[tuple[object, ...]] = []
     for blocks, host_blocks in ((4 * POOL, 0), (POOL, 0), (POOL, 4 * POOL)):
         stats, counts = (chats := make(blocks, host_blocks)).stats, converse(chats)
@@ -76,7 +77,7 @@ def run() -> list[Question]:
     head = ("blocks", "host blocks", "prompt tokens", "computed", "saved blocks", "loaded blocks")
     show_table(head, rows)
 
-    say(f"""What it costs is the copies. With {LINK / 1e9:g} GB per second between host and GPU, and
+    say(f"""The copies take time. With {LINK / 1e9:g} GB per second between host and GPU, and
         {GPU / 1e12:g} TFLOPs per second, a token in bfloat16 takes, calculated:""")
     small, rows = shape_of("qwen3-0.6b"), []
     for name, config in (("Qwen3-0.6B", small), ("Qwen3-14B", shape_of("qwen3-14b"))):
@@ -84,27 +85,27 @@ def run() -> list[Question]:
         load, compute = micros(config)
         rows.append((name, f"{size:,}", f"{load:.1f}", f"{flops:.1f}", f"{compute:.1f}"))
     show_table(("model", "bytes", "us to load", "GFLOPs", "us to compute"), rows)
-    say("""For the small model a load is slower than computing, unless the host is reached faster. The
-        engine does not compare the two: with swap_space it loads each block that the host has. On a CPU
-        a larger KV cache does the same without copies.""")
+    say("""For the small model a load is slower than computing, unless the host is reached faster.
+        The engine does not compare the two: with swap_space it loads each block that the host has.
+        On a CPU a larger KV cache does the same without copies.""")
     show_source(
         link(TieredBlockManager._save),
         link(TieredBlockManager._find),
         link(TieredBlockManager._load),
     )
-    least = small.block_bytes(1, 2) / micros(small)[1] / 1e3
+    min_bandwidth = small.block_bytes(1, 2) / micros(small)[1] / 1e3
     return [
         Question(
-            "After step 3, B and A run once more, and the same blocks are evicted and loaded. How many "
-            "blocks are saved?",
+            "After step 3, B and A run once more, and the same blocks are evicted and loaded. "
+            "How many blocks are saved?",
             str(saves),
             "The host has a copy of each of them already.",
-            "Is there a block whose content the host does not have?",
+            "Is there a block that has no copy in the host's memory?",
         ),
         Question(
             "How many GB per second must the link to host memory have, so that loading a token of "
             "Qwen3-0.6B takes as long as computing it? Round to a whole number.",
-            f"{least:.0f}",
+            f"{min_bandwidth:.0f}",
             f"{small.block_bytes(1, 2):,} bytes in {micros(small)[1]:.2f} us.",
             "Divide the bytes of a token by the time that it takes to compute it.",
         ),

@@ -2,16 +2,17 @@
 
 A model that is too large or too slow for one device is divided: each rank, a process with a device,
 has a part of every layer and of the KV cache (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
-Two products follow each other in a layer. The first weight is divided by rows, so that a rank
-computes some outputs, the second by columns, so that it needs these outputs only:
+Two products follow each other in a layer. The first weight is divided by rows: a rank computes some
+of the outputs. The second is divided by columns: a rank needs only the outputs that it has
+computed.
 
                   first weight    second weight
     rank 0   x -> [ rows 0-3 ] -> [ columns 0-3 ] -> y0 --.
                                                            >--> y0 + y1
     rank 1   x -> [ rows 4-7 ] -> [ columns 4-7 ] -> y1 --'     on both
 
-Only the sum needs the other rank. It is called an all-reduce. A layer has two: one of the attention,
-whose heads are divided, and one of the feed-forward network.
+Only the sum needs the other rank. It is called an all-reduce. A layer has two: one in the
+attention, where heads are divided, and one in the feed-forward network.
 """
 
 import json
@@ -51,9 +52,9 @@ def start_ranks(size: int) -> list[dict[str, Any]]:
     ranks = list[Popen[bytes]]()
     with ExitStack() as stack:
         for i in range(size):
-            own = os.environ | shared | {"RANK": str(i), "WORLD_SIZE": str(size)}
+            variables = os.environ | shared | {"RANK": str(i), "WORLD_SIZE": str(size)}
             # Ctrl-C does not reach another session: this process ends its ranks.
-            rank = Popen(command, env=own, stdout=PIPE, start_new_session=True)
+            rank = Popen(command, env=variables, stdout=PIPE, start_new_session=True)
             ranks.append(stack.enter_context(rank))
             stack.callback(rank.kill)
         while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
@@ -64,7 +65,7 @@ def start_ranks(size: int) -> list[dict[str, Any]]:
 
 
 def run_rank() -> dict[str, Any]:
-    """What this process has of the model, what it generates, and what a decode exchanges."""
+    """Return this rank's part of the model, its output, and what a decode exchanges."""
     calls, all_reduce = list[int](), Ranks.all_reduce
 
     def counted(self: Ranks, x: Tensor) -> Tensor:
@@ -92,12 +93,13 @@ def show_by_hand() -> None:
     down, half = mlp.down_proj.weight, len(gate) // 2  # [E, F]
     x = torch.randn(1, gate.shape[1], generator=torch.Generator().manual_seed(0))
     y = []
-    for some in (slice(0, half), slice(half, None)):
-        inner = silu_and_mul(x @ torch.cat((gate[some], up[some])).T)
-        y.append(inner @ down[:, some].T)
+    for part in (slice(0, half), slice(half, None)):
+        inner = silu_and_mul(x @ torch.cat((gate[part], up[part])).T)
+        y.append(inner @ down[:, part].T)
     torch.testing.assert_close(y[0] + y[1], mlp(x))
-    say(f"""By hand, in one process: the feed-forward network of the first layer has {2 * half} inner units.
-        Rank 0 has the first {half} of them, and rank 1 the others. The first numbers of the results:""")
+    say(f"""By hand, in one process: the feed-forward network of the first layer has {2 * half}
+        inner units. Rank 0 has the first {half} of them, and rank 1 the others. The first numbers
+        of the results:""")
     results = {"y0": y[0], "y1": y[1], "y0 + y1": y[0] + y[1], "one device": mlp(x)}
     show_table(
         ("result", *"1234"), [(n, *(f"{v:.4f}" for v in r[0, :4])) for n, r in results.items()]
@@ -106,10 +108,10 @@ def show_by_hand() -> None:
 
 def run() -> list[Question]:
     show_by_hand()
-    say("""Now two real ranks. torchrun would start a script once for each and tell it its RANK in the
-        environment; here the lesson does. Each makes LLM(..., tensor_parallel_size=2) and the same calls.
-        Nothing sends them plans: both schedulers see the same requests and so plan the same steps. Before
-        each step the ranks compare a hash of the plan.""")
+    say("""Now two real ranks. torchrun would start a script once for each and tell it its RANK in
+        the environment; here the lesson does. Each makes LLM(..., tensor_parallel_size=2) and the
+        same calls. Nothing sends them plans: both schedulers see the same requests and so plan the
+        same steps. Before each step the ranks compare a hash of the plan.""")
     [one], both = start_ranks(1), start_ranks(2)
     names = ("one device", "rank 0 of 2", "rank 1 of 2")
     head = ("query heads", "KV heads", "MiB of weights", "all-reduces", "bytes of them")
@@ -118,15 +120,16 @@ def run() -> list[Question]:
     assert both[0]["tokens"] == both[1]["tokens"] == one["tokens"]
     *_, calls, size = both[0]["has"]
     layers, large = embedded_config().num_layers, shape_of("qwen3-0.6b")
-    say(f"""The last two columns are of a decode of {len(PROMPTS)} sequences. Each of the {layers} layers has two
-        all-reduces, and the embeddings, whose rows are divided too, have one. One adds up
-        {size // calls:,} bytes: {len(PROMPTS)} tokens of {embedded_config().hidden_size} numbers in
-        float32. At the end each rank has the logits of one half of the vocabulary. The ranks exchange
-        these and sample the same tokens, which are also those of one device.""")
-    say(f"""A step takes {one["ms"]:.1f} ms on one device and {both[0]["ms"]:.1f} ms on two: two ranks are
-        {faster(one["ms"], both[0]["ms"])}. Here a rank is a process with one thread, and an all-reduce is
-        a message between processes. On GPUs it takes microseconds, and each rank reads a half of the
-        weights.""")
+    say(f"""The last two columns are of a decode of {len(PROMPTS)} sequences. Each of the {layers}
+        layers has two all-reduces, and the embeddings, whose rows are divided too, have one. One
+        adds up {size // calls:,} bytes: {len(PROMPTS)} tokens of {embedded_config().hidden_size}
+        numbers in float32. At the end each rank has the logits of one half of the vocabulary. The
+        ranks exchange these and sample the same tokens, which are also the tokens of one
+        device.""")
+    say(f"""A step takes {one["ms"]:.1f} ms on one device and {both[0]["ms"]:.1f} ms on two: two
+        ranks are {faster(one["ms"], both[0]["ms"])}. Here a rank is a process with one thread, and
+        an all-reduce is a message between processes. On GPUs it takes microseconds, and each rank
+        reads a half of the weights.""")
     show_source(
         link(config_of_rank, "num_heads=heads // size"),
         link(tensors_of_rank, "BY_COLUMNS"),
@@ -138,14 +141,14 @@ def run() -> list[Question]:
             f"Qwen3-0.6B has {large.num_layers} layers. How many all-reduces does a step have?",
             str(calls + 2 * (large.num_layers - layers)),
             "Two in each layer, and one of the embeddings.",
-            f"The {layers} layers of the embedded model have {calls}, with that of the embeddings.",
+            f"The {layers} layers of the embedded model and its embeddings have {calls}.",
         ),
         Question(
-            "How many bytes does one of them add up in a decode of 16 sequences in bfloat16? A token "
-            f"has {large.hidden_size:,} numbers between the layers of Qwen3-0.6B.",
+            "How many bytes does one of them add up in a decode of 16 sequences in bfloat16? A "
+            f"token has {large.hidden_size:,} numbers between the layers of Qwen3-0.6B.",
             str(16 * large.hidden_size * 2),
-            "A number has 2 bytes. The messages have this size however many weights a layer has: the "
-            "larger the model, the less they count.",
+            "A number has 2 bytes. The size does not depend on the number of weights, so messages "
+            "matter less in larger models.",
             "As in the text above: tokens * numbers * bytes of a number.",
         ),
     ]

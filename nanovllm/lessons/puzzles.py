@@ -53,8 +53,8 @@ def product(x, y, out, inner, columns, SIZE: tl.constexpr):
 @triton.jit
 def online_softmax(scores, values, out, n, SIZE: tl.constexpr, D: tl.constexpr):
     # out [D] = softmax(scores [n]) @ values [n, D], SIZE scores at a time. m is the largest score
-    # so far, total (l in the papers) is the sum of exp(score - m), and acc that of exp(score - m) *
-    # value. A larger m makes what was summed before too large by the same factor.
+    # so far, total (l in the papers) is the sum of exp(score - m), and acc is the sum of
+    # exp(score - m) * value. A larger m makes both earlier sums too large by the same factor.
     d = tl.arange(0, D)
     m, total = float("-inf"), 0.0
     acc = tl.zeros([D], tl.float32)
@@ -95,7 +95,7 @@ def paged(q, keys, values, table, out, n, BLOCK: tl.constexpr, D: tl.constexpr):
 
 
 def place(x: Tensor) -> Tensor:
-    """Copy x into a much larger tensor of NaN, so that a wrong offset is no segmentation fault."""
+    """Copy x into a much larger tensor of NaN. A wrong offset then reads NaN and does not crash."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     memory = torch.full((x.numel() + 2**19,), torch.nan, device=device)
     view = memory[2**18 : 2**18 + x.numel()].view(x.shape)
@@ -103,7 +103,7 @@ def place(x: Tensor) -> Tensor:
 
 
 def random(*shape: int) -> Tensor:
-    """Numbers that are the same in every run."""
+    """Return numbers that are the same in every run."""
     return place(3 * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
 
 

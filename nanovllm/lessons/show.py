@@ -1,4 +1,4 @@
-"""What the lessons print: text, tables, links to the engine's source, and questions."""
+"""Prints the output of lessons: text, tables, links to the engine's source, and questions."""
 
 import inspect
 import os
@@ -13,13 +13,13 @@ class Question(NamedTuple):
     """A question at the end of a lesson. The lesson computes its answer with the engine."""
 
     text: str
-    answer: str  # one short word or number, so that a reader's answer can be compared with it
+    answer: str  # one short word or number, which a reader's answer is compared with
     why: str
     hint: str  # is printed after a wrong answer
 
 
 def width() -> int:
-    """The columns of what is printed: those of the terminal, and 100 at most."""
+    """Return the columns of the terminal, at most 100."""
     return max(40, min(100, shutil.get_terminal_size((100, 24)).columns))
 
 
@@ -55,16 +55,16 @@ def show_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
 
 
 def link(function: Any, text: str = "") -> str:
-    """Where the engine does it: the file, the line of `function` that contains `text`, its name.
+    """Return a link: the file, the line of `function` that contains `text`, and its name.
 
-    Raises ValueError if no line contains it, so that links do not outlive what they point to.
+    Raises ValueError if no line contains it, so a link cannot become wrong unnoticed.
     """
     lines, start = inspect.getsourcelines(function)
-    at = next((i for i, line in enumerate(lines) if text in line), None)
-    if at is None:
+    index = next((i for i, line in enumerate(lines) if text in line), None)
+    if index is None:
         raise ValueError(f"no line of {function.__qualname__} contains {text!r}")
     path = os.path.relpath(inspect.getsourcefile(function) or "", Path(__file__).parents[2])
-    return f"{path}:{start + at}  {function.__qualname__}"
+    return f"{path}:{start + index}  {function.__qualname__}"
 
 
 def show_source(*links: str) -> None:
@@ -72,7 +72,7 @@ def show_source(*links: str) -> None:
 
 
 def show_lines(function: Any, begin: str, end: str) -> None:
-    """Print the lines of `function` from the first that contains `begin` to that with `end`."""
+    """Print the lines of `function` from the one that contains `begin` to the one with `end`."""
     lines, _ = inspect.getsourcelines(function)
     first = next(i for i, line in enumerate(lines) if begin in line)
     last = next(i for i, line in enumerate(lines) if i >= first and end in line)
@@ -81,7 +81,7 @@ def show_lines(function: Any, begin: str, end: str) -> None:
 
 
 def faster(before: float, after: float) -> str:
-    """What became of the speed of something that took `before` seconds and now takes `after`."""
+    """Return a phrase that compares two times in seconds, like "2.0 times as fast"."""
     ratio = before / after
     if 1 / 1.1 < ratio < 1.1:
         return "about as fast"  # other work of the machine changes a timing as much
@@ -89,7 +89,7 @@ def faster(before: float, after: float) -> str:
 
 
 def show_questions(questions: list[Question], command: str) -> None:
-    """Print questions without their answers. `command` shows these."""
+    """Print questions without their answers, and the command that shows the answers."""
     print("Questions:\n")
     for i, question in enumerate(questions, 1):
         print(fill(question.text, f"{i}. ", "   "))
@@ -116,7 +116,7 @@ def show_answers(questions: list[Question], answers: list[str]) -> None:
 
 
 def is_same(given: str, answer: str) -> bool:
-    """Whether answers are equal but for case, "()" and the way in which a number is written."""
+    """Return whether answers are equal, except for case, "()" and the notation of a number."""
     given, answer = (
         text.strip().lower().removesuffix("()").replace(",", "") for text in (given, answer)
     )

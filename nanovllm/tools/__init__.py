@@ -1,1 +1,1 @@
-"""Optional programs around the engine: trace, batch files, benchmarks, tests' oracle, training."""
+"""Optional programs: chat, trace, batch jobs, benchmarks, the oracle of the tests, training."""

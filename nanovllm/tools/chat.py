@@ -1,4 +1,4 @@
-"""A conversation with a model in the terminal, streamed.
+"""Runs a conversation with a model in the terminal. Answers are streamed.
 
   nanovllm chat
   nanovllm chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --set dtype=bfloat16
@@ -58,7 +58,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default=EMBEDDED, help="a directory or hub id (%(default)s)")
     add("--system", metavar="TEXT", help="a system message")
     add("--temperature", type=float, help="0 is greedy (the checkpoint's default)")
-    add("--max-tokens", type=int, metavar="N", help="tokens of an answer (no limit of its own)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="largest number of tokens of an answer (as many as fit)",
+    )
     pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
     add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=1")
     return parser

@@ -10,7 +10,7 @@ import fresh
 import pytest
 
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons import command, lesson3_blocks
+from nanovllm.lessons import command, lesson03_blocks
 from nanovllm.lessons.lesson import make_llm
 from nanovllm.lessons.show import (
     Question,
@@ -89,11 +89,11 @@ def test_tables_are_aligned(capsys: pytest.CaptureFixture[str]) -> None:
 def test_lesson_3(capsys: pytest.CaptureFixture[str]) -> None:
     """The same answer from blocks anywhere, and small blocks let more requests run."""
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=16)
-    assert lesson3_blocks.slots_of_a_sequence(llm) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
+    assert lesson03_blocks.slots_of_a_sequence(llm) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
     for table in ([1, 2, 3, 4, 5], [16, 3, 9, 1, 7]):
-        assert lesson3_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
+        assert lesson03_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
     capsys.readouterr()
-    first, second = lesson3_blocks.run()
+    first, second = lesson03_blocks.run()
     printed = capsys.readouterr().out
     assert (first.answer, second.answer) == ("29", "2")
     assert "With 4 large blocks 2 requests run at once" in printed

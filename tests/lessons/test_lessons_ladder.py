@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.lessons import ladder, lesson1_no_cache, lesson2_kv_cache
+from nanovllm.lessons import ladder, lesson01_no_cache, lesson02_kv_cache
 from nanovllm.lessons.lesson import make_llm
-from nanovllm.lessons.lesson1_no_cache import PROMPT
+from nanovllm.lessons.lesson01_no_cache import PROMPT
 
 NUM_OUTPUT = 12  # more than the answer has: both ways go on after the end-of-sequence token
 
@@ -25,8 +25,8 @@ def test_both_ways_give_the_engines_tokens(embedded: LLM) -> None:
     prompt = embedded.get_tokenizer().encode(PROMPT)
     params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
     want = embedded.generate(PROMPT, params, use_tqdm=False)[0]["token_ids"]
-    cached = list(lesson2_kv_cache.generate(embedded, prompt, NUM_OUTPUT))
-    without = list(lesson1_no_cache.generate(embedded, prompt, NUM_OUTPUT))
+    cached = list(lesson02_kv_cache.generate(embedded, prompt, NUM_OUTPUT))
+    without = list(lesson01_no_cache.generate(embedded, prompt, NUM_OUTPUT))
     assert [token for token, _ in without] == [token for token, _ in cached] == want
     assert [n for _, n in without] == [len(prompt) + i for i in range(NUM_OUTPUT)]
     assert [n for _, n in cached] == [len(prompt)] + [1] * (NUM_OUTPUT - 1)
@@ -34,9 +34,9 @@ def test_both_ways_give_the_engines_tokens(embedded: LLM) -> None:
 
 def test_a_key_depends_on_the_tokens_up_to_its_own() -> None:
     llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
-    keys = lesson2_kv_cache.key_in_texts(llm, [20, 21, 22, 23, 24], 2, [3, 5])
-    later = lesson2_kv_cache.key_in_texts(llm, [20, 21, 22, 30, 31], 2, [5])
-    earlier = lesson2_kv_cache.key_in_texts(llm, [20, 30, 22, 23, 24], 2, [5])
+    keys = lesson02_kv_cache.key_in_texts(llm, [20, 21, 22, 23, 24], 2, [3, 5])
+    later = lesson02_kv_cache.key_in_texts(llm, [20, 21, 22, 30, 31], 2, [5])
+    earlier = lesson02_kv_cache.key_in_texts(llm, [20, 30, 22, 23, 24], 2, [5])
     assert torch.allclose(keys[0], keys[1], atol=1e-4)
     assert torch.allclose(keys[0], later[0], atol=1e-4)
     assert not torch.allclose(keys[0], earlier[0], atol=1e-2)
@@ -44,7 +44,7 @@ def test_a_key_depends_on_the_tokens_up_to_its_own() -> None:
 
 @pytest.mark.slow
 def test_lesson_1(capsys: pytest.CaptureFixture[str]) -> None:
-    questions = lesson1_no_cache.run()
+    questions = lesson01_no_cache.run()
     printed = capsys.readouterr().out
     rows = numbers(printed, "output tokens")
     assert [row[:2] for row in rows] == [[20, 390], [40, 1180], [80, 3960], [160, 14320]]
@@ -56,8 +56,8 @@ def test_lesson_1(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_lesson_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the longest, which takes as long as all others together, and lesson 1 has it too.
-    monkeypatch.setattr(lesson2_kv_cache, "LENGTHS", lesson2_kv_cache.LENGTHS[:-1])
-    questions = lesson2_kv_cache.run()
+    monkeypatch.setattr(lesson02_kv_cache, "LENGTHS", lesson02_kv_cache.LENGTHS[:-1])
+    questions = lesson02_kv_cache.run()
     printed = capsys.readouterr().out
     rows = re.findall(
         r"^ *(\d+) +([\d,]+) +(\d+) .* times as (?:fast|slow)$", printed, re.MULTILINE

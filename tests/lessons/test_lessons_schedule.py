@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from nanovllm.lessons import lesson4_batching as batching
-from nanovllm.lessons import lesson5_roofline as roofline
-from nanovllm.lessons import lesson6_prefix_sharing as sharing
-from nanovllm.lessons import lesson7_scheduling as scheduling
-from nanovllm.lessons import lesson8_sampling as sampling
-from nanovllm.lessons import lesson9_beams as beams
+from nanovllm.lessons import lesson04_batching as batching
+from nanovllm.lessons import lesson05_roofline as roofline
+from nanovllm.lessons import lesson06_prefix_sharing as sharing
+from nanovllm.lessons import lesson07_scheduling as scheduling
+from nanovllm.lessons import lesson08_sampling as sampling
+from nanovllm.lessons import lesson09_beams as beams
 from nanovllm.lessons.lesson import make_llm, shape_of
 
 

@@ -158,8 +158,8 @@ def test_the_commit_is_that_of_this_project(tmp_path):
         who = ["-c", "user.name=a", "-c", "user.email=a"]
         subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
 
-    parts = ("nanovllm", "benchmarks", "machine.py")
-    places = [tmp_path.joinpath(*place.split("/"), *parts) for place in (".venv/lib", "a/b", ".")]
+    parts = machine.__name__.replace(".", "/") + ".py"
+    places = [tmp_path.joinpath(place, parts) for place in (".venv/lib", "a/b", ".")]
     for file in places:
         file.parent.mkdir(parents=True)
         file.touch()

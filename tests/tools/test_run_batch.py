@@ -456,7 +456,7 @@ def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
             assert ended.returncode == 130
             kept = len(results(target))
             said = (
-                f"interrupted; {kept} of 30 lines are done: start the same command again to go on"
+                f"interrupted; {kept} of 30 lines are done: start the same command again to resume"
             )
             assert ended.stderr.splitlines()[-1] == said
         assert target.read_bytes().count(b"\n") < 30
@@ -635,7 +635,7 @@ def test_a_file_that_may_not_grow(
     assert 0 < kept < 7
     said = capsys.readouterr().err.splitlines()[-1]
     assert "File too large" in said
-    assert said.endswith(f"{kept} of 7 lines are done: start the same command again to go on")
+    assert said.endswith(f"{kept} of 7 lines are done: start the same command again to resume")
     assert main(arguments) == 0
     assert "7 results in" in capsys.readouterr().out
     assert len(results(target)) == 7

@@ -11,8 +11,8 @@ What must stay true:
   - Tokens computed in pieces of any size give what they give in one piece, also one by one.
   - A group of H / K query heads shares a KV head: query head h reads KV head h // (H // K).
 
-Where it goes. PlainAttention.store and attend in nanovllm/models/attention.py, with blocks. The check
-makes an engine's model attend through your cache, and asks it a question.
+Where it goes. PlainAttention.store and attend in nanovllm/models/attention.py, with blocks. The
+check makes an engine's model attend through your cache, and asks it a question.
 
 Hints: torch.cat grows a tensor. Tensor.repeat_interleave repeats KV heads. exp(-inf) is 0.
 """

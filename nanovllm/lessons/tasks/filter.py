@@ -21,7 +21,8 @@ keep_top_p is similar, and FILTERS in nanovllm/plan.py. The check generates with
 SamplingParams(typical_p=...).
 
 Hints: 0 * log 0 is NaN in torch, and Tensor.nansum leaves NaN out. Work in the sorted order to find
-the distance of the last token that is kept, which is the first whose sum with those before reaches p.
+the distance of the last kept token: the first token at which the sum of the probabilities reaches
+p.
 """
 
 from torch import Tensor

@@ -2,13 +2,13 @@
 
 The task. Write a policy that admits first the request that may generate the most tokens ("longest
 processing time first", Graham 1969). Suppose that 2 sequences run at a time, and that five requests
-may generate 40, 40, 40, 40 and 160 tokens. In the order of arrival everything takes 80 + 160 steps. If
-the long one starts first, the short ones run beside it: 160 steps.
+may generate 40, 40, 40, 40 and 160 tokens. In the order of arrival everything takes 80 + 160 steps.
+If the long one starts first, the short ones run next to it: 160 steps.
 
 In a stream of requests, a short one must not wait forever. A request therefore counts as AGING =
 16 tokens longer for each request that arrives after it. Example: requests 0, 1 and 2, in this
-order of arrival, may generate 8, 40 and 24 tokens. Request 0 counts as 8 + 2 * 16 = 40 beside
-request 2, and as 8 + 16 = 24 beside request 1. The order is 1, 0, 2.
+order of arrival, may generate 8, 40 and 24 tokens. Compared with request 2, request 0 counts as
+8 + 2 * 16 = 40. Compared with request 1, it counts as 8 + 16 = 24. The order is 1, 0, 2.
 
 What must stay true:
   - A request that arrives d requests later is admitted earlier only if it is more than 16 * d

@@ -4,8 +4,8 @@ The task. Block b of B slots has the slots b * B to b * B + B - 1. The block tab
 one entry for each logical block: the physical block that holds it. Write the slots of the positions
 start, start + 1, ..., start + count - 1, and the number of blocks that must be appended first.
 
-Example: B = 4, block table [7, 2]. Positions 2 to 5 have the slots 30, 31, 8, 9. To hold positions 6
-to 8, one block must be appended, because two blocks have room for the positions 0 to 7.
+Example: B = 4, block table [7, 2]. Positions 2 to 5 have the slots 30, 31, 8, 9. To hold positions
+6 to 8, one block must be appended, because two blocks have room for the positions 0 to 7.
 
 What must stay true: neither function changes its arguments; `count` may be 0.
 

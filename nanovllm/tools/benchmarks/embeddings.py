@@ -1,9 +1,9 @@
-"""Texts per second of LLM.embed beside sentence-transformers, in turns, on the same checkpoint.
+"""Measures texts per second of LLM.embed and of sentence-transformers, in turns.
 
     python -m nanovllm.tools.benchmarks.embeddings --shape qwen3-0.6b --dtype bfloat16
 
-The texts are paragraphs about the engine, once as they are and once behind a common instruction. The
-prefix cache is empty at the beginning of each turn.
+Both load the same checkpoint. The texts are paragraphs about the engine, once alone and once after
+a common instruction. The prefix cache is empty at the beginning of each turn.
 """
 
 import argparse
@@ -25,15 +25,26 @@ from nanovllm.tools.benchmarks.machine import cpu_seconds, describe, describe_lo
 from nanovllm.tools.benchmarks.workloads import SHAPES, write_shape, write_weights
 from nanovllm.tools.training.topics import TOPICS
 
-INSTRUCTION = "Instruct: Given a question about an inference engine, retrieve the passages that answer it\nQuery:"
+INSTRUCTION = (
+    "Instruct: Given a question about an inference engine, retrieve the passages that answer it\n"
+    "Query:"
+)
 MODULES = [
-    {"idx": i, "name": str(i), "path": f"{i}_{kind}" * (i > 0), "type": f"sentence_transformers.models.{kind}"}
+    {
+        "idx": i,
+        "name": str(i),
+        "path": f"{i}_{kind}" * (i > 0),
+        "type": f"sentence_transformers.models.{kind}",
+    }
     for i, kind in enumerate(("Transformer", "Pooling", "Normalize"))
-]  # fmt: skip
+]
 
 
 def write_checkpoint(shape: str, parent: Path, dtype: torch.dtype) -> Path:
-    """A sentence-transformers checkpoint with random weights and the embedded model's tokenizer."""
+    """Write a sentence-transformers checkpoint with random weights. Returns its directory.
+
+    The tokenizer is the embedded model's.
+    """
     path = write_shape(shape, parent)
     write_weights(path, dtype)
     for file in find_checkpoint("qwen3-nano").glob("*token*"):
@@ -57,12 +68,15 @@ def main() -> None:
     from sentence_transformers import SentenceTransformer
 
     rng = random.Random(0)
-    texts = [" ".join(t.text for t in rng.sample(TOPICS, rng.randint(1, 4))) for _ in range(args.count)]  # fmt: skip
+    texts = []
+    for _ in range(args.count):
+        texts.append(" ".join(topic.text for topic in rng.sample(TOPICS, rng.randint(1, 4))))
     with tempfile.TemporaryDirectory() as parent:
         path = write_checkpoint(args.shape, Path(parent), getattr(torch, args.dtype))
         llm = LLM(path, dtype=args.dtype, enforce_eager=True)
         runner: Any = llm.engine.runner
-        device, settings = runner.device, {"dtype": getattr(torch, args.dtype)}
+        device = runner.device
+        settings = {"dtype": getattr(torch, args.dtype)}
         theirs = SentenceTransformer(str(path), device=str(device), model_kwargs=settings)
 
     def ours(prompt: str) -> Any:
@@ -75,7 +89,7 @@ def main() -> None:
 
     engines: dict[str, Callable[[str], Any]] = {"nanovllm": ours, "sentence-transformers": peer}
     print(*(f"{name}: {value}" for name, value in describe(device).items()), sep="\n")
-    for title, prompt in (("texts alone", ""), ("behind an instruction", INSTRUCTION)):
+    for title, prompt in (("texts alone", ""), ("after an instruction", INSTRUCTION)):
         lengths = [len(llm.engine.inputs.encode(prompt + text)) for text in texts]
         times: dict[str, list[float]] = {name: [] for name in engines}
         load = cpu_seconds()
@@ -88,8 +102,8 @@ def main() -> None:
                     times[name].append(args.count / (time.perf_counter() - start))
         cosine = torch.cosine_similarity(vectors[0], vectors[1]).min()
         print(
-            f"\n{title}: {args.count} of {min(lengths)} to {max(lengths)} tokens, cosine of the two "
-            f"at least {cosine:.6f}, other processes {describe_load(other_load(load))}"
+            f"\n{title}: {args.count} of {min(lengths)} to {max(lengths)} tokens, cosine of the "
+            f"two at least {cosine:.6f}, other processes {describe_load(other_load(load))}"
         )
         for name, rates in times.items():
             low, high = min(rates), max(rates)

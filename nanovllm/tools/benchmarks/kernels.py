@@ -1,6 +1,6 @@
-"""Measures each Triton kernel, as a fraction of the GPU's own copy bandwidth or matmul rate.
+"""Measures each Triton kernel as a fraction of the GPU's copy bandwidth or matmul rate.
 
-A CUDA graph contains all calls, so that launches cost nothing. The inputs of all calls together are
+A CUDA graph contains all calls, so launches cost nothing. The inputs of all calls together are
 larger than the L2 cache. SDPA, torch's attention, gets the same lengths in a contiguous KV cache.
 """
 
@@ -26,7 +26,7 @@ from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.int8 import Int8Weight
 
-Layer: Any = SimpleNamespace  # what a product reads of a Linear
+Layer: Any = SimpleNamespace  # takes the place of a Linear
 # The sizes of Qwen3-0.6B, and a number of rows.
 H, K, D, BLOCK, HIDDEN, FFN, VOCAB, ROWS = 16, 8, 128, 16, 1024, 3072, 151_936, 256
 L2_BYTES = 512 << 20
@@ -35,13 +35,17 @@ index: Any = partial(torch.randperm, device="cuda")
 
 
 def main() -> None:
-    a, b, source, target = data(8192, 8192), data(8192, 8192), data(1 << 29), data(1 << 29)
-    copy, matmul = seconds([lambda: target.copy_(source)]), seconds([lambda: a @ b])
+    """Print a table of all kernels."""
+    a, b = data(8192, 8192), data(8192, 8192)
+    source, target = data(1 << 29), data(1 << 29)
+    copy = seconds([lambda: target.copy_(source)])
+    matmul = seconds([lambda: a @ b])
     peaks = {"GB/s": (4 << 29) / copy / 1e9, "TFLOP/s": 2 * 8192**3 / matmul / 1e12}
     lines = [", ".join(f"{rate:,.0f} {unit}" for unit, rate in peaks.items()) + " at most"]
     lines += [f"{'kernel':34}{'us':>10}{'rate':>17}{'of that':>9}{'torch SDPA us':>15}"]
     for name, work, unit, calls, dense in tqdm(cases(), desc="Kernels"):
-        time, other = seconds(calls), f"{1e6 * seconds(dense):15.1f}" if dense else ""
+        time = seconds(calls)
+        other = f"{1e6 * seconds(dense):15.1f}" if dense else ""
         rate = work / time / (1e9 if unit == "GB/s" else 1e12)
         share = rate / peaks[unit]
         lines.append(f"{name:34}{1e6 * time:10.1f}{rate:9,.0f} {unit:7}{share:9.0%}{other}")
@@ -50,7 +54,7 @@ def main() -> None:
 
 def seconds(calls: list[Callable[[], object]]) -> float:
     """Return the median time of a call, or nan if it runs out of memory."""
-    # do_bench_cudagraph uses a stream of its own, which does not wait until the inputs are written.
+    # do_bench_cudagraph uses another stream, which does not wait until the inputs are written.
     torch.cuda.synchronize()
     try:
         time = do_bench_cudagraph(lambda: [call() for call in calls], return_mode="median")
@@ -60,31 +64,34 @@ def seconds(calls: list[Callable[[], object]]) -> float:
 
 
 def cache_dtypes() -> list[torch.dtype]:
-    """The dtypes of the cache that Triton can convert on this GPU."""
+    """Return the dtypes of the cache that Triton can convert on this GPU."""
     has_fp8 = torch.version.hip or torch.cuda.get_device_capability() >= (8, 9)
     return [torch.bfloat16, FP8] if has_fp8 else [torch.bfloat16]
 
 
 def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
     """Yield (name, bytes to move or FLOPs, their unit, calls, calls of SDPA)."""
-    gpu, dense = GpuInfo.of(torch.device("cuda")), partial(sdpa, enable_gqa=True)
+    gpu = GpuInfo.of(torch.device("cuda"))
+    dense = partial(sdpa, enable_gqa=True)
     rest: tuple[Any, ...]
     lengths = (128, 1024, 8192, 32_768)
     for dtype, batch, length in product(cache_dtypes(), (1, 8, 64, 256), lengths):
         tile = decode_tile(gpu, D, torch.bfloat16)
-        size, blocks = 2 * dtype.itemsize * batch * length * K * D, batch * length // BLOCK
+        size = 2 * dtype.itemsize * batch * length * K * D
+        blocks = batch * length // BLOCK
         if 5 / dtype.itemsize * size > torch.cuda.mem_get_info()[0]:
             continue
         # Block 0 is the null block.
         dense_kv = data(2, min(1024, -(-L2_BYTES // size)), blocks + 1, K, BLOCK, D)
         kv = dense_kv.to(dtype)
-        tables, lens = (index(blocks).int() + 1).view(batch, -1), index(batch) * 0 + length
+        tables = (index(blocks).int() + 1).view(batch, -1)
+        lens = index(batch) * 0 + length
         q, out = data(batch, H, D), data(batch, H, D)
         splits = num_splits(batch, K, tile.programs_per_sm * gpu.num_sms)
         rest = (lens.argsort(), lens, tables, tile, splits, out)
         paged = [partial(attend_decode, q, k, v, *rest) for k, v in zip(*kv, strict=True)]
-        whole = dense_kv[:, :, 1:].view(2, -1, batch, K, length, D).unbind(1)
-        other = [partial(dense, q[:, :, None], *pair) for pair in whole] if dtype != FP8 else []
+        pairs = dense_kv[:, :, 1:].view(2, -1, batch, K, length, D).unbind(1)
+        other = [partial(dense, q[:, :, None], *pair) for pair in pairs] if dtype != FP8 else []
         name = f"decode{' fp8' * (dtype == FP8)} {batch} x {length:,} tokens"
         yield name, size, "GB/s", paged, other
 
@@ -97,11 +104,9 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         lens, tables = np.array([length]), index(length // BLOCK)
         tiles = torch.from_numpy(query_tiles(lens, tile.num_rows // (H // K))).cuda()
         rest = (tiles, starts, starts[1:].long(), tables.int()[None] + 1, tile, out)
-        whole = (q.transpose(0, 1)[None], *dense_kv[:, None, 1:].reshape(2, 1, K, length, D))
-        paged, other = (
-            [partial(attend, q, kv[0], kv[1], *rest)],
-            [partial(dense, *whole, is_causal=True)] if dtype != FP8 else [],
-        )
+        qkv = (q.transpose(0, 1)[None], *dense_kv[:, None, 1:].reshape(2, 1, K, length, D))
+        paged = [partial(attend, q, kv[0], kv[1], *rest)]
+        other = [partial(dense, *qkv, is_causal=True)] if dtype != FP8 else []
         flops = 2 * H * D * length * (length + 1)
         yield f"prefill{' fp8' * (dtype == FP8)} {length:,} tokens", flops, "TFLOP/s", paged, other
 

@@ -1,4 +1,4 @@
-"""The machine: its description, and the CPU time of other processes."""
+"""Describes the machine, and measures the CPU time of other processes."""
 
 import os
 import platform
@@ -23,23 +23,25 @@ except ImportError:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """CPU seconds since boot: of the whole machine, including idle ones, and of other processes."""
+    """Return CPU seconds since boot: of the machine, idle time included, and of other processes."""
     if psutil is None:
         return 0.0, 0.0
-    machine, own = psutil.cpu_times(), 0.0
-    # On Linux, the fields after those that are summed here are included in them.
+    machine = psutil.cpu_times()
+    ours = 0.0  # of this process and its children
+    # On Linux, the first eight fields include the time of the others.
     total = sum(machine[:8])
     process = psutil.Process()
     for p in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):
-            own += sum(p.cpu_times()[:4])
-    return total, total - machine.idle - getattr(machine, "iowait", 0.0) - own
+            ours += sum(p.cpu_times()[:4])
+    return total, total - machine.idle - getattr(machine, "iowait", 0.0) - ours
 
 
 def other_load(since: tuple[float, float]) -> float | None:
-    """Return the share of the machine's CPU time that other processes took since `cpu_seconds()`.
+    """Return the share of the machine's CPU time that other processes took.
 
-    None without psutil. A second busy process makes torch on two cores up to ten times slower.
+    since: an earlier result of `cpu_seconds`. Returns None without psutil. A second busy process
+        makes torch on two cores up to ten times slower.
     """
     total, others = (now - then for now, then in zip(cpu_seconds(), since, strict=True))
     return max(0.0, others) / total if total else None
@@ -61,9 +63,9 @@ def busy_process() -> Iterator[None]:
 
 
 def commit(file: Path) -> str:
-    """Return the commit that `file` is of, or "" if its package is in no repository of this project.
+    """Return the commit of `file`, or "" if no repository of this project tracks it.
 
-    The package may be in a virtual environment inside a repository, which does not track it.
+    The package may be in a virtual environment inside a repository that does not track it.
     """
 
     def git(*arguments: str) -> str:
@@ -72,12 +74,13 @@ def commit(file: Path) -> str:
 
     with suppress(OSError):
         tracked = git("ls-files", "--full-name", "--", file.name).strip()
-        if tracked == file.relative_to(file.parents[2]).as_posix():
+        if tracked == file.relative_to(file.parents[3]).as_posix():
             return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").strip()
     return ""
 
 
 def describe(device: torch.device) -> dict[str, Any]:
+    """Return the hardware, the versions of packages, the commit and the date."""
     packages = ("nanovllm", "torch", "transformers", "triton", "numba")
     cpuinfo = Path("/proc/cpuinfo")
     cpu = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""

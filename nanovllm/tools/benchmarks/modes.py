@@ -1,4 +1,4 @@
-"""The measurements of bench.py other than throughput: host time, start-up, memory."""
+"""Measurements of bench.py other than throughput: host time, start-up, memory."""
 
 import argparse
 import importlib
@@ -31,7 +31,7 @@ from nanovllm.tools.benchmarks import machine
 
 
 class NoModel:
-    """A runner without a model: each row that yields a token yields 1."""
+    """A runner without a model. Every sampled token is 1."""
 
     num_blocks, is_async = 4096, False
 
@@ -57,7 +57,8 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
         tracemalloc.stop()
         engine.abort_all()
         requests.clear()
-        start, num_steps = time.perf_counter(), 0
+        num_steps = 0
+        start = time.perf_counter()
         for _ in engine.add(engine.check(pairs), requests):
             pass
         added = time.perf_counter()
@@ -68,21 +69,26 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
 
 
 def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 200) -> None:
+    """Measure the host's work for a decode step."""
     if args is not None and args.workload == "many":
         many()
         return
     torch.set_num_threads(1)
     print("\nhost time of a decode step without a model, in us, after prompts of 1,000 tokens")
     print(f"{'sequences':>9}{'schedule':>12}{'build batch':>13}{'commit':>10}{'sum':>10}")
-    rng, blocks = random.Random(0), -(-(1000 + steps) // 16) + 1
+    rng = random.Random(0)
+    blocks = -(-(1000 + steps) // 16) + 1  # of a sequence
     for n in (1, 64, 256, 1024):
         scheduler = Scheduler(BlockManager(n * blocks, 16), n, n * 1000)
         rows = Rows(n, blocks, 16, 10_000, torch.device("cpu"))
         for i in range(n):
-            ids, stop = [rng.randrange(10_000) for _ in range(1000)], frozenset({10_001})
+            ids = [rng.randrange(10_000) for _ in range(1000)]
+            stop = frozenset({10_001})
             sampling = RowSampling(temperature=0.6, seed=i)
             scheduler.add(Sequence(str(i), i, ids, 1000, 1010 + steps, stop, sampling))
-        tokens, sampled, times = torch.arange(n), list(range(n)), []
+        tokens = torch.arange(n)
+        sampled = list(range(n))
+        times = []
         for _ in range(steps + 1):
             start = time.perf_counter()
             step = scheduler.schedule()
@@ -100,13 +106,14 @@ def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 20
 
 
 def kernels(args: argparse.Namespace, options: dict[str, Any]) -> None:
+    """Measure the Triton kernels."""
     if not torch.cuda.is_available():
         raise ValueError("--kernels needs a GPU, and torch finds none; leave it out")
     # Triton is not installed everywhere.
     importlib.import_module("nanovllm.tools.benchmarks.kernels").main()
 
 
-# What --gpu-report runs, as arguments of Python in the repository's root.
+# The commands of --gpu-report: arguments of Python, in the repository's root.
 ROOT = Path(__file__).parents[3]
 GPU_REPORT = (
     "-m pytest -m gpu -rs",
@@ -125,7 +132,7 @@ def gpu_report(args: argparse.Namespace, options: dict[str, Any]) -> None:
     about = "\n".join(f"{k}: {v}" for k, v in machine.describe(torch.device("cuda")).items())
     query = "nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv"
     commands = [query.split(), *([sys.executable, *x.split()] for x in GPU_REPORT)]
-    if assembler := shutil.which("ptxas"):  # Triton has one of its own
+    if assembler := shutil.which("ptxas"):  # another one than Triton's
         commands.append(["env", f"TRITON_PTXAS_PATH={assembler}", *commands[1]])
     for command in commands:
         start = time.perf_counter()
@@ -151,8 +158,9 @@ LLM(device="cpu"); print(b - a, c - b, now() - c)
 
 
 def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Time new processes, without the first one, which loads the files into the page cache."""
-    command, times = python(STARTUP), []
+    """Time new processes. The first one, which loads the files into the page cache, is left out."""
+    command = python(STARTUP)
+    times = []
     for _ in tqdm(range(4), desc="Processes"):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         times.append([float(x) for x in done.stdout.split()])
@@ -163,12 +171,13 @@ def startup(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
 
 def memory(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Measure the memory of the process over 10,000 requests, after 1,000 that fill the KV cache."""
+    """Measure the memory of the process over 10,000 requests, after 1,000 to fill the KV cache."""
     if machine.psutil is None:
         raise ValueError("--memory needs psutil: pip install -e '.[bench]'")
     settings: dict[str, Any] = {"device": "cpu", "num_kvcache_blocks": 1024}
     llm = LLM(**settings | options)
-    rng, lines = random.Random(0), ["host memory while the embedded model runs requests on the CPU"]
+    rng = random.Random(0)
+    lines = ["host memory while the embedded model runs requests on the CPU"]
     params = SamplingParams(temperature=0.6, max_tokens=4, ignore_eos=True)
     for served in tqdm(range(-1000, 10_001, 200), desc="Batches of 200 requests"):
         if served in (0, 5000, 10_000):

@@ -1,4 +1,4 @@
-"""The result of a benchmark, a dict, as a table and as a picture."""
+"""Shows the result of a benchmark, a dict, as a table and as a picture."""
 
 import textwrap
 from pathlib import Path
@@ -23,7 +23,8 @@ def span(values: list[float], digits: str) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Return one line for each engine, then the figures of nanovllm."""
-    engines, ours = result["engines"], rates_of(result["engines"][0])
+    engines = result["engines"]
+    ours = rates_of(engines[0])
     lines = [
         f"{'':13}{'output tokens/s':^32}{'in + out':>9}{'speed-up':^26}{'other processes':>19}",
         f"{'median':>23}{'range':^22}{'tokens/s':>9}{'of nanovllm':^26}{'took CPU time':>19}",
@@ -37,7 +38,7 @@ def table(result: dict[str, Any]) -> str:
         if engine["engine"] != "nanovllm":
             ratios = f"{', '.join(f'{f:.2f}' for f in factors)} times as fast in the pairs of turns"
             spread = f"; median {median(factors):.2f} ({min(factors):.2f} to {max(factors):.2f})"
-            pairs.append(entry(f"beside {engine['name']}", ratios + spread))
+            pairs.append(entry(f"against {engine['name']}", ratios + spread))
         loads = [run["other_load"] for run in engine["runs"]]
         load = describe_load(None if None in loads else max(loads))
         figures = f"{median(rates):10,.1f}{span(rates, ',.1f'):^22}{total:9,.0f}"
@@ -53,7 +54,8 @@ def table(result: dict[str, Any]) -> str:
     largest = sorted(parts.items(), key=lambda part: -part[1])[:7]
     shares = [f"{name} {seconds / sum(parts.values()):.0%}" for name, seconds in largest]
     phases = [f"{s:,.2f} s {name} ({bound})" for name, (s, bound) in result["roofline"].items()]
-    memory, share = engines[0]["runs"][0]["peak_memory_bytes"] / 2**20, result["roofline_share"]
+    memory = engines[0]["runs"][0]["peak_memory_bytes"] / 2**20
+    share = result["roofline_share"]
     entries = {
         "steps": f"{len(run['steps']):,} with {run['mean_batch']:.1f} sequences on average; "
         f"preemptions {run['preemptions']}; {run['prefix_hit_rate']:.1%} of the prompt were cached",
@@ -86,7 +88,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     left.bar_label(left.bar(names, medians, yerr=spread, capsize=4), fmt="{:,.1f}", padding=3)
     left.set(ylabel="output tokens/s, median and range", ylim=(0, 1.15 * max(map(max, rates))))
     # The roofline is text, because a line far above the bars would leave little height for them.
-    seconds, share = sum(s for s, _ in result["roofline"].values()), result["roofline_share"]
+    seconds = sum(s for s, _ in result["roofline"].values())
+    share = result["roofline_share"]
     limit = result["engines"][0]["output_tokens"] / seconds
     left.set_title(f"roofline {limit:,.0f} tokens/s, {share:.1%} reached", fontsize=10)
     times, sizes = zip(*((s["at"], s["sequences"]) for s in result["run"]["steps"]), strict=True)

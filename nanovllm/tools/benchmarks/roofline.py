@@ -1,4 +1,4 @@
-"""Roofline: the least time that a workload can take on this machine (Williams et al. 2009).
+"""Roofline: the shortest time that a workload can take on this machine (Williams et al. 2009).
 
 It assumes an ideal schedule with a perfect prefix cache: prefill of all prompts, followed by decode
 of all requests together. Each phase takes as long as the slower of its FLOPs (compute-bound) and
@@ -29,9 +29,9 @@ def costs(
     max_num_seqs: int,
     kv_itemsize: int | None = None,
 ) -> dict[str, int]:
-    """Return FLOPs and bytes; decode reads `kv_bytes`.
+    """Return the FLOPs and bytes of a workload. Decode steps read `kv_bytes` of the KV cache.
 
-    A weight has `itemsize` bytes, and so has a KV value unless `kv_itemsize` is given.
+    itemsize: bytes of a weight. kv_itemsize: bytes of a KV value; None: `itemsize`.
     """
     linears = [linear.weight.numel() for linear in Qwen3.on_meta(config).linears()]
     head = linears.pop()
@@ -59,7 +59,8 @@ def costs(
         shared = len(commonprefix([work.prompts[i] for i in round_]))  # noqa: RUF071
         shared = shared if 1 < len(round_) <= max_num_seqs else 0
         kv_tokens += round_attended - shared * (sum(outputs) - round_steps)
-        steps, decoded = steps + round_steps, decoded + sum(outputs)
+        steps += round_steps
+        decoded += sum(outputs)
         decode_attended += round_attended
     return {
         "prefill_tokens": computed,
@@ -74,7 +75,7 @@ def costs(
 
 
 def bounds(cost: dict[str, int], peak: dict[str, float]) -> dict[str, tuple[float, str]]:
-    """Return phase -> (least seconds, the resource that bounds it)."""
+    """Return phase -> (shortest time in seconds, the resource that bounds it)."""
     return {
         phase: max(
             (cost[f"{phase}_flops"] / peak["flops"], "compute-bound"),
@@ -85,11 +86,11 @@ def bounds(cost: dict[str, int], peak: dict[str, float]) -> dict[str, tuple[floa
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, step_bytes: int) -> dict[str, float]:
-    """Return bytes read and FLOPs per second, of the fastest of many runs.
+    """Return bytes read and FLOPs per second of the fastest of many runs.
 
-    The fastest, because no workload may be faster than its roofline. The buffer is as large as the
-    `step_bytes` that a decode step reads, within limits, because a small model stays in the
-    processor's caches and is bounded by their bandwidth.
+    It is the fastest because no workload may be faster than its roofline. The buffer has the
+    `step_bytes` that a decode step reads, within limits. A small model stays in the processor's
+    caches and is bounded by their bandwidth.
     """
 
     def fastest(run: Callable[[], object]) -> float:

@@ -1,8 +1,8 @@
 """Throughput: nanovllm and its baselines take turns on one workload.
 
-prepare     the checkpoint, the requests and their costs, checked before anything long runs
-take_turns  a process for each engine: load, one run unmeasured, one run measured in each turn
-throughput  the result, one dict, which --json writes unchanged
+prepare     chooses and checks the checkpoint, the requests and their costs
+take_turns  starts a process for each engine, with an unmeasured run and a measured run in each turn
+throughput  returns the result, a dict that --json writes unchanged
 """
 
 import argparse
@@ -25,7 +25,7 @@ from nanovllm.tools.benchmarks.workloads import Workload
 
 @dataclass
 class Engine:
-    """An engine, and what its process needs: a command, its input, variables."""
+    """An engine, and the command, the input and the variables of its process."""
 
     name: str
     work: Workload
@@ -37,7 +37,7 @@ class Engine:
 
 @dataclass
 class Setup:
-    """What was asked for, checked."""
+    """The checked arguments of the command line."""
 
     work: Workload
     directory: Path
@@ -50,7 +50,7 @@ class Setup:
 
 
 def throughput(args: argparse.Namespace, options: Result, command: str, temporary: Path) -> Result:
-    """Run what the command line asks for. Raises ValueError before anything long runs."""
+    """Run the benchmark of the command line. Raises ValueError before anything long runs."""
     setup = prepare(args, options, temporary)
     print("\n".join(map(report.entry, setup.about, setup.about.values())), flush=True)
     cost = setup.cost
@@ -59,11 +59,12 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     if setup.writes_weights:
         workloads.write_weights(setup.directory, setup.dtype)
 
-    # On a GPU each engine takes most of the memory.
+    # On a GPU each engine takes nearly all memory.
     together = setup.device.type == "cpu"
     rows, failed = take_turns(setup.engines, args.repeats, args.busy, together)
-    engines, ours = list(rows.values()), rows["nanovllm"]["runs"]
-    # The run with the median time, the slower one of two.
+    engines = list(rows.values())
+    ours = rows["nanovllm"]["runs"]
+    # The run with the median time, or the slower one of two.
     run = sorted(ours, key=lambda run: run["seconds"])[len(ours) // 2]
     limits = roofline.bounds(cost, peak)
     result = {**setup.about, "machine": machine.describe(setup.device), "command": command}
@@ -77,9 +78,9 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
 def take_turns(
     engines: list[Engine], repeats: int, busy: bool, together: bool
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Run the engines alternately. Returns a row for each with its runs, and what failed and why.
+    """Run the engines in turns. Returns a row for each engine, and engine -> error.
 
-    Engines that are loaded together stay loaded; otherwise each is loaded again for each turn.
+    together: load all engines once. Otherwise each engine is loaded again for each turn.
     """
     rows: dict[str, Result] = {}
     failed: dict[str, str] = {}
@@ -103,7 +104,7 @@ def take_turns(
                 loaded[engine.name] = process
                 if i is None:
                     continue
-                before = machine.cpu_seconds()
+                cpu_at_start = machine.cpu_seconds()
                 with machine.busy_process() if load else nullcontext():
                     run = process.turn(profile=i == repeats - 1 and not load)
             except RuntimeError as error:
@@ -114,7 +115,7 @@ def take_turns(
                 continue
             output = sum(engine.work.outputs)
             run |= process.loaded
-            run["other_load"] = machine.other_load(before)
+            run["other_load"] = machine.other_load(cpu_at_start)
             run["output_tokens_per_second"] = output / run["seconds"]
             row = {"name": name, "engine": engine.name, "note": engine.note}
             row |= {"output_tokens": output, "runs": []}
@@ -158,19 +159,20 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
     others = ["hf", "hf-batch"] if model == EMBEDDED else []
     others = others if args.baseline is None else list(dict.fromkeys(args.baseline))
     # On a CPU all engines are loaded at the same time.
-    takes = cost["weight_bytes"] * (1 if cuda else 1 + len(others))
+    weight_bytes = cost["weight_bytes"] * (1 if cuda else 1 + len(others))
     # The remaining tenth is for the KV cache and the activations.
-    if takes > 0.9 * free:
+    if weight_bytes > 0.9 * free:
+        in_engines = " in all engines" if others and not cuda else ""
         raise ValueError(
-            f"{model} takes {takes / 2**30:.1f} GiB{' in all engines' * (not cuda and bool(others))}; "
+            f"{model} takes {weight_bytes / 2**30:.1f} GiB{in_engines}; "
             f"{free / 2**30:.1f} GiB are free; use a smaller --shape (qwen3-0.6b)"
         )
 
     common = {"directory": str(directory), "device": str(device), "dtype": str(dtype)[6:]}
-    own = {"skip_tokenizer_init": True, **options, "device": str(device), "dtype": str(dtype)[6:]}
+    ours = {"skip_tokenizer_init": True, **options, "device": str(device), "dtype": str(dtype)[6:]}
     if shape and not others:
-        own["load_format"] = "dummy"
-    job = {**common, "engine": "nanovllm", "work": asdict(work), "options": own}
+        ours["load_format"] = "dummy"
+    job = {**common, "engine": "nanovllm", "work": asdict(work), "options": ours}
     engines = [Engine("nanovllm", work, COMMAND, job)]
     for name in others:
         if name.startswith("vllm"):

@@ -1,10 +1,10 @@
-"""An engine in a process of its own, and one run of a workload in it.
+"""Runs an engine in a separate process, and one run of a workload in each turn.
 
-What else runs in a process affects a figure: memory that another engine keeps, threads that spin,
-code that is compiled in the first run. `Process` therefore starts a process for each engine, which
+Other work of a process affects a figure: memory that another engine keeps, threads that spin, code
+that is compiled in the first run. `Process` therefore starts a process for each engine. The process
 loads the engine, runs the workload once, and then once for each turn. It reads JSON from stdin, a
-line for the job and one for each turn, and writes a line for each to the file that argv[1] names.
-For vLLM the process runs vllm_peer.py, in an environment without nanovllm.
+line for the job and a line for each turn, and writes a line for each to the file that argv[1]
+names. For vLLM the process runs vllm_peer.py, in an environment without nanovllm.
 
 The engine has no hooks for measurements; only `run_engine` and `profile_run` use its internals.
 """
@@ -45,7 +45,7 @@ COMMAND = python("from nanovllm.tools.benchmarks.turn import main; main()")
 
 
 class Process:
-    """A loaded and warm engine. `loaded` is what it reports about its start."""
+    """A loaded engine that has run its workload once. `loaded` has the times of both."""
 
     def __init__(
         self, command: list[str], job: Result, variables: Mapping[str, str] | None = None
@@ -73,12 +73,15 @@ class Process:
         return self.ask({"profile": profile})
 
     def ask(self, question: Result) -> Result:
-        """Raises RuntimeError with what the process printed last if it has ended."""
+        """Send a line and return the answer.
+
+        Raises RuntimeError with the last lines that the process printed, if it has ended.
+        """
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(question) + "\n")
             self.process.stdin.flush()
-        # Not until the end of the file, which processes that the engine started keep open.
+        # Waiting for the end of the file could take forever: child processes keep it open.
         while not select.select([self.answers], [], [], 1)[0]:
             if self.process.poll() is not None:
                 break
@@ -107,7 +110,7 @@ def main() -> None:
 def load(job: Result) -> tuple[Result, Callable[..., Result]]:
     """Load one of the engines and run its workload once.
 
-    Returns what that took, and a function that runs the workload again.
+    Returns the times of both, and a function that runs the workload again.
     """
     work, dtype = Workload(**job["work"]), getattr(torch, job["dtype"])
     if job["engine"] == "nanovllm" and job["device"] == "cpu" and find_spec("numba"):
@@ -141,9 +144,10 @@ def run_engine(llm: LLM, work: Workload) -> Result:
     def record() -> Any:
         step = schedule()
         if step is not None:
-            plan, at = step.plan, time.perf_counter() - start
+            plan = step.plan
+            seconds = time.perf_counter() - start
             sequences = len(plan.chunks) + len(plan.decode_rows)
-            steps.append({"at": at, "sequences": sequences, "tokens": plan.num_tokens})
+            steps.append({"at": seconds, "sequences": sequences, "tokens": plan.num_tokens})
         return step
 
     start = time.perf_counter()
@@ -155,7 +159,8 @@ def run_engine(llm: LLM, work: Workload) -> Result:
     lengths = [len(out.outputs[0].token_ids) for out in outs]
     baselines.check_lengths("nanovllm", lengths, [work.outputs[i] for r in work.rounds for i in r])
     times = [out.metrics for out in outs]
-    cuda, maxrss = torch.cuda.is_initialized(), getrusage(RUSAGE_SELF).ru_maxrss
+    cuda = torch.cuda.is_initialized()
+    maxrss = getrusage(RUSAGE_SELF).ru_maxrss
     decode = zip([t.finished_time - t.first_token_time for t in times], lengths, strict=True)
     return {
         "seconds": seconds,
@@ -171,12 +176,14 @@ def run_engine(llm: LLM, work: Workload) -> Result:
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
-    """In milliseconds."""
+    """Return percentiles in milliseconds."""
     return {f"p{q}": float(1000 * np.percentile(seconds or [0.0], q)) for q in (50, 99)}
 
 
 def profile_run(llm: LLM, work: Workload) -> Result:
-    """Seconds of each function (CPU) or kernel (GPU) in the first round, 100 tokens per request.
+    """Return the seconds of each function (CPU) or kernel (GPU) in the first round.
+
+    A request has at most 100 output tokens.
 
     The profiler makes the run slower. On a CPU the model runs layer by layer, even where a decode
     step is one compiled call otherwise.
@@ -204,5 +211,5 @@ def profile_run(llm: LLM, work: Workload) -> Result:
 
 
 def is_own(code: Any) -> bool:
-    """Whether a code object is of this package. A clone may have the same name, and others in it."""
+    """Return whether a code object is in this package, by its file and not by its module's name."""
     return Path(code.co_filename).is_relative_to(Path(__file__).parents[2])

@@ -1,8 +1,8 @@
-"""Run a workload in vLLM, in an environment with vLLM and without nanovllm.
+"""Runs a workload in vLLM, in an environment with vLLM and without nanovllm.
 
-Speaks the protocol of turn.py: reads JSON from stdin, a line with the job (options of vLLM's LLM,
-sampling settings, rounds) and one for each turn, and writes a line for each to the file that
-argv[1] names. The measured time does not include loading, or the warm-up: one whole run.
+It follows the protocol of turn.py: it reads JSON from stdin, a line with the job (options of vLLM's
+LLM, sampling settings, rounds) and a line for each turn. It writes a line for each to the file that
+argv[1] names. The measured time does not include loading, or the warm-up, which is one run.
 """
 
 import json
@@ -42,7 +42,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Otherwise `import kernels` would find kernels.py beside this script and not the installed package.
+    # Otherwise `import kernels` would find kernels.py next to this script, not the installed
+    # package.
     sys.path.pop(0)
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     # GiB; the KV cache of nanovllm has at most the same size on a CPU.

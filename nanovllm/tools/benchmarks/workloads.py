@@ -1,7 +1,7 @@
-"""What a benchmark runs: the tables WORKLOADS (requests) and SHAPES (architectures).
+"""Defines the requests and models of benchmarks: the tables WORKLOADS and SHAPES.
 
-Python's `random` with seed 0 draws the requests, so that they are the same on every machine.
-The weights of a shape are those of load_format="dummy" with seed 0, and nothing is downloaded.
+Python's `random` with seed 0 draws the requests, so they are the same on every machine. The weights
+of a shape are random, as with load_format="dummy" and seed 0, and nothing is downloaded.
 """
 
 import json
@@ -23,7 +23,8 @@ from nanovllm.models.weights import CheckpointTensor, random_weights
 class Spec:
     """Requests whose lengths are drawn uniformly.
 
-    model: a shape. long_every: every n-th prompt is 10 times as long. alone: one request at a time.
+    model: a shape. alone: one request at a time.
+    long_every: every prompt with a number divisible by it is 10 times as long.
     """
 
     help: str
@@ -72,7 +73,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests, each with the number of tokens to generate. The requests of a round run together."""
+    """Requests, each with its number of output tokens. The requests of a round run together."""
 
     name: str
     prompts: list[list[int]]
@@ -82,21 +83,22 @@ class Workload:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each request, prompt and output together."""
+        """The tokens of each request, prompt and output together."""
         return [len(p) + n for p, n in zip(self.prompts, self.outputs, strict=True)]
 
     def subset(self, chosen: Sequence[int]) -> "Workload":
         """Return the chosen requests alone, in the same rounds."""
         rounds = [[chosen.index(i) for i in r if i in chosen] for r in self.rounds]
-        prompts, outputs = [self.prompts[i] for i in chosen], [self.outputs[i] for i in chosen]
+        prompts = [self.prompts[i] for i in chosen]
+        outputs = [self.outputs[i] for i in chosen]
         return Workload(self.name, prompts, outputs, [r for r in rounds if r], self.temperature)
 
 
 def make_workload(name: str, spec: Spec, vocab_size: int) -> Workload:
     """Draw the lengths and token ids of the prompts, then the lengths of the outputs.
 
-    In this order, and with ids from 0 to 10,000, `nano` is nano-vllm's benchmark token for token.
-    The answers within a conversation are drawn too, so that all engines get the same prompts.
+    This order and ids from 0 to 10,000 make `nano` the same as nano-vllm's benchmark, token for
+    token. The answers in a conversation are drawn too, so all engines get the same prompts.
     """
     rng = random.Random(0)
 
@@ -109,7 +111,7 @@ def make_workload(name: str, spec: Spec, vocab_size: int) -> Workload:
         long = spec.long_every and i % spec.long_every == 0
         prompts.append(prefix + ids(rng.randint(*spec.input) * (10 if long else 1)))
     outputs: list[int] = []
-    # Request i of a later turn continues request i of the turn before it.
+    # Request i of a later turn continues request i of the previous turn.
     for i in range(spec.count * (spec.turns - 1)):
         outputs.append(rng.randint(*spec.output))
         prompts.append(prompts[i] + ids(outputs[i]) + ids(rng.randint(*spec.input)))
@@ -126,7 +128,7 @@ def write_shape(name: str, parent: Path) -> Path:
     config |= {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
     config |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "dtype": "bfloat16"}
     if family == "Qwen2":
-        # A config.json of Qwen2 does not have it, because it follows from the other sizes.
+        # In Qwen2 the head size follows from the other sizes.
         del config["head_dim"]
     directory = parent / name
     directory.mkdir()
@@ -135,7 +137,7 @@ def write_shape(name: str, parent: Path) -> Path:
 
 
 def write_weights(directory: Path, dtype: torch.dtype) -> None:
-    """Write the random weights beside config.json, for engines that cannot make them themselves."""
+    """Write random weights next to config.json, for engines that cannot make them."""
     config = Checkpoint(directory).model_config
     tensors = list(Qwen3.on_meta(config).checkpoint_tensors())
     weights = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in tensors}

@@ -1,1 +1,1 @@
-"""Batches of requests: files in OpenAI's format, Ray Data, lm_eval."""
+"""Runs large jobs: files in OpenAI's batch format, Ray Data, lm_eval."""

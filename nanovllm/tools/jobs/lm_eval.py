@@ -1,10 +1,10 @@
-"""A model of lm_eval, the language model evaluation harness (pip install -e '.[eval]').
+"""Makes LLM a model of lm_eval, the evaluation harness (pip install -e '.[eval]').
 
     nanovllm lm-eval run --model nanovllm --model_args model=DIRECTORY \\
         --tasks hellaswag
 
-The arguments are those of `lm_eval`, which has no entry points for models of other packages. Tokens,
-windows and truncation are those of its own model "hf".
+The arguments are the same as for `lm_eval`, which cannot find models of other packages itself.
+Tokens, windows and truncation are the same as for its model "hf".
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nanovllm.api.log import logger
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-Pair = tuple[Any, list[int], list[int]]  # key of the cache, tokens before, tokens to score
+Pair = tuple[Any, list[int], list[int]]  # key of the cache, tokens of the prompt, tokens to score
 
 
 @register_model("nanovllm")
@@ -48,9 +48,12 @@ class NanoVLLM(TemplateLM):
         max_gen_toks: int = 256,
         **options: Any,
     ) -> None:
-        """model, options: as in LLM(). The engine forms batches itself, so that the sizes of batches
-        are ignored. `lm_eval` passes device="cuda:0" unless it is told another, also without a GPU;
-        then the CPU computes. Any other device is that of LLM(), which raises if it does not exist.
+        """Load a model.
+
+        model, options: as in LLM().
+        batch_size, max_batch_size: ignored, because the engine forms batches itself.
+        device: as in LLM(). The default of `lm_eval` is "cuda:0", also on a machine without a GPU,
+            where it means the CPU.
         """
         super().__init__()
         if device == "cuda:0" and not torch.cuda.is_available():
@@ -78,7 +81,8 @@ class NanoVLLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        if add_special_tokens is None:  # not a second token for the beginning
+        if add_special_tokens is None:
+            # The text must not get a second token for the beginning.
             first = self.tokenizer.decode(self.prefix_token_id)
             add_special_tokens = not has_bos_prefix(string, first)
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
@@ -98,9 +102,10 @@ class NanoVLLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[Pair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        # The last token is scored and not computed. What does not fit is cut from the left.
-        stems = [self._cut(stem, self.max_length + 1 - len(ids)) for _, stem, ids in requests]
-        outputs = self.llm.loglikelihood(stems, [ids for *_, ids in requests], not disable_tqdm)
+        # The last token is scored and not computed. A prompt that is too long is cut on the left.
+        prompts = [self._cut(ids, self.max_length + 1 - len(end)) for _, ids, end in requests]
+        continuations = [end for *_, end in requests]
+        outputs = self.llm.loglikelihood(prompts, continuations, not disable_tqdm)
         results = [(output.logprob, output.is_greedy) for output in outputs]
         for (key, *_), result in zip(requests, results, strict=True):
             if key is not None:
@@ -110,7 +115,7 @@ class NanoVLLM(TemplateLM):
     def _cut(self, ids: list[int], room: int) -> list[int]:
         """Return the last `room` tokens of a prompt."""
         if len(ids) > room:
-            text = "a prompt has %d tokens, of which the first %d are left out: max_model_len is %d"
+            text = "a prompt has %d tokens; the first %d are left out, because max_model_len is %d"
             logger.warning(text, len(ids), len(ids) - room, self.max_length)
         return ids[-room:]
 
@@ -136,10 +141,10 @@ class NanoVLLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         prompts, params = [], []
         eos = self.tokenizer.decode(self.eot_token_id)
-        for context, wanted in (request.args for request in requests):
-            fields = dict(normalize_gen_kwargs(wanted, self.max_gen_toks))
-            sampled = fields.pop("do_sample")
-            fields.setdefault("temperature", 1.0 if sampled else 0.0)
+        for context, settings in (request.args for request in requests):
+            fields = dict(normalize_gen_kwargs(settings, self.max_gen_toks))
+            do_sample = fields.pop("do_sample")
+            fields.setdefault("temperature", 1.0 if do_sample else 0.0)
             stop = handle_stop_sequences(fields.pop("until"), eos)
             length = fields.pop("max_gen_toks")
             if length >= self.max_length:
@@ -159,7 +164,7 @@ class NanoVLLM(TemplateLM):
 
 
 def main(argv: list[str]) -> None:
-    """Run lm_eval's own program, to which this module has added the model "nanovllm"."""
+    """Run the program of lm_eval, which now knows the model "nanovllm"."""
     from lm_eval.__main__ import cli_evaluate
 
     sys.argv = ["nanovllm lm-eval", *argv]

@@ -1,8 +1,8 @@
-"""OpenAI's format: from the body of a request to prompts and parameters, from outputs to a response.
+"""OpenAI's format: makes prompts and parameters from a request's body, and a response from outputs.
 
 The endpoints are /v1/chat/completions, /v1/completions and /v1/embeddings. vLLM's additional fields
-are known too. A field whose value is null counts as left out. A field that is unknown, or whose value
-asks for what does not exist here, is refused by name, because the result would not be what it says.
+are known too. A field with the value null counts as left out. An unknown field or unsupported value
+is an error: ignoring it would change what the caller asked for.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nanovllm.llm import LLM
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 Fields = dict[str, Any]
 
-# The fields of SamplingParams that a body has under the same name and with the same meaning.
+# Fields of a body that have the same name and meaning in SamplingParams.
 SAME = (
     "n temperature top_p top_k min_p seed stop stop_token_ids min_tokens ignore_eos bad_words "
     "presence_penalty frequency_penalty repetition_penalty include_stop_str_in_output "
@@ -45,7 +45,7 @@ KNOWN = {
     COMPLETIONS: SAMPLING | GENERATION | {"prompt"},
     EMBEDDINGS: {f.name for f in fields(PoolingParams)} | {"input", "encoding_format"},
 }
-# Fields without an effect: name -> the values that are accepted; empty: all of them.
+# Fields without an effect: name -> the accepted values; empty: any value.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -58,22 +58,22 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 class UnknownModel(ValueError):
-    """The body asks for another model than the one that is loaded."""
+    """Raised if a body asks for a model that is not loaded."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a body asks for: one or several prompts, and their common parameters."""
+    """The prompts of a body, and the parameters for all of them."""
 
     url: str
     model: str
     prompts: list[Prompt]
     params: SamplingParams | PoolingParams
     num_top: int = 0  # log-probabilities of this many tokens are reported at each position
-    encoding: str = "float"  # of embeddings
+    encoding: str = "float"  # of embeddings: "float" or "base64"
 
     def submit(self, llm: LLM) -> list[Request]:
-        """Queue all prompts, or none of them: raises ValueError or TypeError if one is refused."""
+        """Queue all prompts. If one raises ValueError or TypeError, none is queued."""
         requests: list[Request] = []
         try:
             for prompt in self.prompts:
@@ -84,7 +84,10 @@ class Job:
         return requests
 
     def response(self, name: str, requests: Iterable[Request]) -> Fields:
-        """Return the body of the response. `requests` have ended. Raises what ended one of them."""
+        """Return the body of the response to `requests`, which have ended.
+
+        Raises the error of a request that has no result.
+        """
         outputs = []
         for request in requests:
             check_end(request)
@@ -97,7 +100,8 @@ class Job:
         choices = [choice(sample, i, chat, self.num_top) for i, sample in enumerate(samples)]
         body["object"] = "chat.completion" if chat else "text_completion"
         body["choices"], body["usage"] = choices, usage(outputs)
-        if outputs[0].prompt_logprobs is not None:  # of the first sample of each prompt, as in vLLM
+        if outputs[0].prompt_logprobs is not None:
+            # As in vLLM, the first sample of each prompt has them.
             owners = [body] if chat else choices[:: len(outputs[0].outputs)]
             for owner, out in zip(owners, outputs, strict=True):
                 owner["prompt_logprobs"] = prompt_logprobs(out)
@@ -105,19 +109,20 @@ class Job:
 
 
 def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) -> Job:
-    """Return what a body asks for. `model` is the name under which the model of `llm` is known.
+    """Return the job of a body.
 
-    templates: whether the body may bring a chat template, which is a program: only if its author may
-        run programs here.
+    model: the name under which the model of `llm` is known.
+    templates: whether the body may contain a chat template. A template is a program, so allow this
+        only if its author may run programs here.
 
-    Raises UnknownModel, ValueError or TypeError, and ImportError for a package that is missing.
+    Raises UnknownModel, ValueError or TypeError, and ImportError for a missing package.
     """
     if not isinstance(url, str) or url not in KNOWN:
         raise ValueError(f"url must be one of {', '.join(KNOWN)}, not {url!r:.80}")
     check_scalar("body", body, dict)
     given = {name: value for name, value in body.items() if value is not None}
-    if (asked := given.pop("model", model)) != model:
-        raise UnknownModel(f"the model {asked!r:.80} does not exist; the name is {model!r}")
+    if (name := given.pop("model", model)) != model:
+        raise UnknownModel(f"the model {name!r:.80} does not exist; the name is {model!r}")
     for name in [*given]:
         if name in NEUTRAL:
             accepted = NEUTRAL[name]
@@ -127,7 +132,8 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
                 raise ValueError(f"there is no field {name!r} of {url}; {hint}")
             raise ValueError(unknown_name(f"field of {url}", name, sorted(KNOWN[url])))
     if url == EMBEDDINGS:
-        prompts, encoding = plain_prompts(given, "input"), given.pop("encoding_format", "float")
+        prompts = plain_prompts(given, "input")
+        encoding = given.pop("encoding_format", "float")
         check_scalar("encoding_format", encoding, str, ("float", "base64"))
         return Job(url, model, prompts, PoolingParams(**given), encoding=encoding)
     if not templates:
@@ -138,7 +144,7 @@ def parse(llm: LLM, url: Any, body: Any, model: str, templates: bool = False) ->
 
 
 def plain_prompts(given: Fields, name: str) -> list[Prompt]:
-    """Return the prompts: a string, a list of strings, token ids, or a list of these."""
+    """Return the prompts of a field. It is a string, token ids, or a list of one of these."""
     value = given.pop(name, None)
     prompts = as_list(value, name) if isinstance(value, str | list) else []
     if not prompts or not all(isinstance(prompt, str | list) for prompt in prompts):
@@ -149,6 +155,7 @@ def plain_prompts(given: Fields, name: str) -> list[Prompt]:
 
 
 def refuse_template(given: Fields) -> None:
+    """Raise ValueError if a body contains a chat template."""
     more = given.get("chat_template_kwargs")
     both = given | more if isinstance(more, dict) else given
     if "chat_template" in given or both.get("chat_template") is not None:
@@ -171,54 +178,62 @@ def chat_prompt(llm: LLM, given: Fields) -> Prompt:
 
 
 def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> SamplingParams:
-    """As in vLLM, what is left out is as in generation_config.json, except for max_tokens: a chat
-    then has as many as max_model_len leaves, a completion 16.
+    """Return the parameters of a body. A missing field has the value of generation_config.json.
+
+    As in vLLM, max_tokens is an exception: by default a completion has at most 16 tokens, and a
+    chat has as many as max_model_len leaves.
     """
-    own = {name: value for name, value in given.items() if name in SAMPLING}
-    own["max_tokens"] = given.get("max_tokens", None if chat else 16)
-    own["max_tokens"] = given.get("max_completion_tokens", own["max_tokens"])
-    own["logprobs"] = given.get("logprobs")
+    fields = {name: value for name, value in given.items() if name in SAMPLING}
+    fields["max_tokens"] = given.get("max_tokens", None if chat else 16)
+    fields["max_tokens"] = given.get("max_completion_tokens", fields["max_tokens"])
+    fields["logprobs"] = given.get("logprobs")
     if chat:
-        top, wanted = given.get("top_logprobs", 0), given.get("logprobs", False)
-        check_scalar("logprobs", wanted, bool)
+        top = given.get("top_logprobs", 0)
+        with_logprobs = given.get("logprobs", False)
+        check_scalar("logprobs", with_logprobs, bool)
         check_scalar("top_logprobs", top, int, (-1, math.inf))
-        if top and not wanted:
+        if top and not with_logprobs:
             raise ValueError(f"top_logprobs={top!r} needs logprobs=true")
-        own["logprobs"] = top if wanted else None
+        fields["logprobs"] = top if with_logprobs else None
     if (bias := given.get("logit_bias")) is not None:
         if not isinstance(bias, dict) or not all(token.isdecimal() for token in bias):
             raise ValueError(f"logit_bias must map token ids to numbers, not {bias!r:.80}")
-        own["logit_bias"] = {int(token): value for token, value in bias.items()}
-    own["structured_outputs"] = structured_outputs(given)
-    return replace(defaults, **own)
+        fields["logit_bias"] = {int(token): value for token, value in bias.items()}
+    fields["structured_outputs"] = structured_outputs(given)
+    return replace(defaults, **fields)
 
 
 def structured_outputs(given: Fields) -> StructuredOutputsParams | None:
-    own, form = given.get("structured_outputs", {}), given.get("response_format", {"type": "text"})
-    check_scalar("structured_outputs", own, dict)
+    """Return the grammar that `structured_outputs` and `response_format` ask for."""
+    fields = given.get("structured_outputs", {})
+    form = given.get("response_format", {"type": "text"})
+    check_scalar("structured_outputs", fields, dict)
     check_scalar("response_format", form, dict)
     kind = form.get("type")
     if kind == "json_object":
-        own = own | {"json_object": True}
+        fields = fields | {"json_object": True}
     elif kind == "json_schema":
         schema = form.get("json_schema")
         if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
             raise ValueError("response_format of type 'json_schema' needs json_schema.schema")
-        own = own | {"json": schema["schema"]}
+        fields = fields | {"json": schema["schema"]}
     elif kind != "text":
         raise ValueError(
-            f"the type of response_format must be text, json_object or json_schema, not {kind!r:.80}"
+            "the type of response_format must be text, json_object or json_schema, not "
+            f"{kind!r:.80}"
         )
-    return StructuredOutputsParams(**own) if own else None
+    return StructuredOutputsParams(**fields) if fields else None
 
 
 def pop_stream(body: Any) -> tuple[bool, bool]:
-    """Remove `stream` and `stream_options` from a body. Return whether it asks for a stream, and
-    whether its end has the usage.
+    """Remove `stream` and `stream_options` from a body.
+
+    Returns whether the body asks for a stream, and whether the stream ends with the usage.
     """
     if not isinstance(body, dict):
-        return False, False  # parse refuses it
-    stream, options = body.pop("stream", None), body.pop("stream_options", None)
+        return False, False  # `parse` raises
+    stream = body.pop("stream", None)
+    options = body.pop("stream_options", None)
     if stream is not None:
         check_scalar("stream", stream, bool)
     if options is None:
@@ -237,7 +252,7 @@ def pop_stream(body: Any) -> tuple[bool, bool]:
 
 
 def check_end(request: Request) -> None:
-    """Raise what ended the request, unless it has a result."""
+    """Raise an error if the request ended without a result."""
     if request.error is not None:
         raise request.error
     reasons = {sample.seq.finish_reason for sample in request.samples}
@@ -258,7 +273,7 @@ def token_counts(prompt: int, new: int) -> dict[str, int]:
 
 
 def embeddings(outputs: list[EmbeddingRequestOutput], encoding: str) -> Fields:
-    """`encoding` "base64" is that of the numbers as little-endian float32."""
+    """Return the data and usage of embeddings. "base64" encodes little-endian float32 numbers."""
     data = []
     for index, out in enumerate(outputs):
         value: Any = out.outputs.embedding
@@ -326,7 +341,7 @@ def token_text(token: int, entry: Logprob) -> str:
 
 
 def finite(logprob: float) -> float:
-    """JSON has neither infinity nor NaN. The number is OpenAI's and vLLM's for a token that is impossible."""
+    """Return a number that JSON has: -9999.0 for an impossible token, as OpenAI and vLLM do."""
     return logprob if logprob > -9999.0 else -9999.0
 
 

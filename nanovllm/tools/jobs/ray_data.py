@@ -1,4 +1,4 @@
-"""Ray Data: the class that `map_batches` takes (pip install -e '.[ray]').
+"""Generate: a class for `map_batches` of Ray Data (pip install -e '.[ray]').
 
     data = ray.data.read_parquet("in.parquet").repartition(target_num_rows_per_block=1024)
     data = data.map_batches(
@@ -27,9 +27,9 @@ from nanovllm.api.config import EMBEDDED
 from nanovllm.engine.request import Request
 from nanovllm.tools.jobs.openai_format import chat_prompt, check_end
 
-# The names of input columns, of which a dataset has one.
-PROMPTS = "prompt", "prompt_token_ids", "messages"
-# The columns that are added. Their types are fixed, so that all files of a dataset have one schema.
+# Input columns. A dataset has exactly one of them.
+PROMPTS = ("prompt", "prompt_token_ids", "messages")
+# Output columns. Their types are fixed, so that all files of a dataset have one schema.
 SCHEMA = pa.schema(
     [
         ("text", pa.string()),
@@ -39,12 +39,14 @@ SCHEMA = pa.schema(
         ("num_cached_tokens", pa.int64()),
         ("time_to_first_token", pa.float64()),  # seconds since the batch was given
         ("time_to_finish", pa.float64()),
-        ("error", pa.string()),  # null if there is none; all other columns are null if there is one
+        ("error", pa.string()),  # null without an error; with one, all other columns are null
     ]
 )
 
 
 class Generate:
+    """Completes the prompts of a dataset."""
+
     def __init__(
         self,
         model: str = EMBEDDED,
@@ -54,18 +56,19 @@ class Generate:
         """Load a model in a worker of Ray.
 
         model, options: as in LLM().
-        sampling_params: fields of SamplingParams for all rows. The fields in a row's own column
-            `sampling_params` take precedence. Without any, those of generation_config.json apply.
+        sampling_params: fields of SamplingParams for all rows. Fields in the column
+            `sampling_params` of a row take precedence. If both are missing, the fields of
+            generation_config.json apply.
         """
         self.sampling_params = dict(sampling_params or {})
-        make_params(self.sampling_params)  # raises what is wrong with them
+        make_params(self.sampling_params)  # checks them
         self.llm = LLM(model, **options)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Complete the prompts of a batch [N rows]. Returns it with the columns of SCHEMA.
 
-        What is wrong with one row is reported in its column `error`. Raises TypeError or ValueError
-        if the batch cannot be read, and what the engine raises if it fails.
+        An error of one row is reported in its column `error`. Raises TypeError or ValueError if the
+        batch cannot be read, and any error of the engine if it fails.
         """
         if not isinstance(batch, pa.Table):
             raise TypeError(
@@ -80,17 +83,17 @@ class Generate:
             )
         if taken := [name for name in batch.column_names if name in SCHEMA.names]:
             raise ValueError(f"rename the columns {', '.join(taken)}: results get these names")
-        wanted = [name for name in (*names, "sampling_params") if name in batch.column_names]
+        columns_to_read = [n for n in (*names, "sampling_params") if n in batch.column_names]
         results: list[Request | Exception] = []
         try:
-            for row in batch.select(wanted).to_pylist():
+            for row in batch.select(columns_to_read).to_pylist():
                 try:
                     results.append(self._submit(names[0], row))
                 except (TypeError, ValueError, ImportError) as error:
                     results.append(error)
             for _ in self.llm.engine.run([r for r in results if isinstance(r, Request)]):
                 pass
-        finally:  # of those that an error has left
+        finally:  # requests are left after an error only
             self.llm.engine.abort(r for r in results if isinstance(r, Request))
         columns = pa.Table.from_pylist([as_row(result) for result in results], SCHEMA)
         for field, column in zip(SCHEMA, columns.columns, strict=True):
@@ -98,9 +101,10 @@ class Generate:
         return batch
 
     def _submit(self, name: str, row: dict[str, Any]) -> Request:
-        prompt, own = without_nulls(row[name]), without_nulls(row.get("sampling_params") or {})
-        check_scalar("sampling_params", own, dict)
-        fields = self.sampling_params | own
+        prompt = without_nulls(row[name])
+        row_fields = without_nulls(row.get("sampling_params") or {})
+        check_scalar("sampling_params", row_fields, dict)
+        fields = self.sampling_params | row_fields
         if fields.get("n", 1) != 1:
             raise ValueError(f"n must be 1, not {fields['n']!r}: repeat the row instead")
         if name == "messages":
@@ -109,12 +113,14 @@ class Generate:
 
 
 def make_params(fields: dict[str, Any]) -> SamplingParams:
-    """Fields may have the types that Arrow has for them: structured_outputs a struct with its fields,
-    logit_bias a map, or a struct whose names are token ids.
+    """Return SamplingParams from fields in the types of Arrow.
+
+    structured_outputs may be a struct. logit_bias may be a map, or a struct with token ids as
+    names.
     """
     fields = dict(fields)
-    if isinstance(own := fields.get("structured_outputs"), Mapping):
-        fields["structured_outputs"] = StructuredOutputsParams(**own)
+    if isinstance(grammar := fields.get("structured_outputs"), Mapping):
+        fields["structured_outputs"] = StructuredOutputsParams(**grammar)
     if isinstance(bias := fields.get("logit_bias"), Mapping | list):
         pairs = dict(bias).items()
         fields["logit_bias"] = {int(t) if str(t).isdecimal() else t: x for t, x in pairs}
@@ -122,7 +128,7 @@ def make_params(fields: dict[str, Any]) -> SamplingParams:
 
 
 def as_row(result: Request | Exception) -> dict[str, Any]:
-    """Return the values of SCHEMA; those that are left out are null."""
+    """Return the values of SCHEMA. Missing values are null."""
     try:
         if isinstance(result, Exception):
             raise result
@@ -143,7 +149,9 @@ def as_row(result: Request | Exception) -> dict[str, Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Arrow gives all structs of a column the same fields; a null stands for a field left out."""
+    """Remove fields that are null. Arrow adds them, because all structs of a column have the same
+    fields.
+    """
     if isinstance(value, dict):
-        return {name: without_nulls(one) for name, one in value.items() if one is not None}
-    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,13 +1,13 @@
-"""Run a file of requests: nanovllm run-batch -i in.jsonl -o out.jsonl --model NAME
+"""Runs a file of requests: nanovllm run-batch -i in.jsonl -o out.jsonl --model NAME
 
-The input has one request a line in OpenAI's batch format, and the output gets one result a line, as soon
-as it is known: the order is not that of the input.
+Each line of the input is a request in OpenAI's batch format. Each result is a line of the output,
+written as soon as it is known. The order of the output therefore differs from the input.
 
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
   {"id": ..., "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
 
-A line that is wrong gets a result with an error. Stopped at any moment, also by kill -9, the same command
-goes on where it was. docs/jobs.md says more.
+The result of a wrong line is an error. If the run is stopped at any point, even with kill -9, run
+the same command again to resume it. docs/jobs.md says more.
 """
 
 from __future__ import annotations
@@ -40,24 +40,23 @@ from nanovllm.tools.jobs.openai_format import Job, error_body, parse
 RESULT = re.compile(rb'\{"id": "batch-([0-9a-f]{16})-(\d{1,18})", ')  # what each line begins with
 RECORD = re.compile(rb" *(\d{1,18}) ([0-9a-f]{16})((?: \d{1,18}:\d{1,9})*)\n")
 MAX_ENDS = 2  # of the process while a line is added; then the line gets an error
-GO_ON = "start the same command again to go on"
+RESUME = "start the same command again to resume"
 
 
 class BatchFiles:
-    """The two files of a run, and for each line of the input a hash, and whether it is done.
+    """The input and the output of a run. Each line of the input has a hash and may be done.
 
-    The output file says which lines are done: each result begins with its id, which is the
-    fingerprint of the input file and the number of the line that it answers. A result is appended
-    with one call of the operating system, after which kill -9 cannot undo it. During that call a kill
-    or a full disk can leave a part of it: a last line without its newline, which is cut off and
-    computed again.
+    Each result begins with its id: the fingerprint of the input file and the number of a line. The
+    constructor reads from the ids which lines are done. A result is appended with one call of the
+    operating system, after which kill -9 cannot undo it. During the call, a kill or a full disk can
+    leave a last line without a newline. This line is cut off and computed again.
 
-    The record, a file next to the output, says which line is being added to the engine, and during
-    which lines that are left the process has ended, and how often. Without such lines it is removed.
+    The record, a file next to the output, says which line is being added to the engine, and for
+    which lines the process has ended meanwhile, and how often. Without such lines it is removed.
 
-    Raises OSError, or ValueError if a custom_id comes twice, if the output has the results of another
-    input, or of an input that has changed since, or if another process writes to it. `left` raises
-    ValueError if the input changes while it is read.
+    Raises OSError if a file cannot be opened. Raises ValueError in four cases: a custom_id occurs
+    twice, the output has results of another input, the input has changed, or another process writes
+    to the output. `left` raises ValueError if the input changes while it is read.
     """
 
     def __init__(self, source: Path, target: Path) -> None:
@@ -67,9 +66,9 @@ class BatchFiles:
                 raise ValueError(f"{path} is not a regular file, and it would be read twice")
         with contextlib.ExitStack() as files:
             self.lines = files.enter_context(source.open("rb"))
-            self.hashes = array("Q")  # of the lines, in their order
+            self.hashes = array("Q")  # one for each line
             self.num_requests, self.fingerprint = self._scan()
-            self.done = bytearray(1 + len(self.hashes))  # by number of the line, from 1
+            self.done = bytearray(1 + len(self.hashes))  # lines are numbered from 1
             self.num_done = 0
             self.results = files.enter_context(target.open("ab", buffering=0))
             try:
@@ -95,11 +94,13 @@ class BatchFiles:
         self.files.close()
 
     def _scan(self) -> tuple[int, str]:
-        """Read the input once. Returns its lines that are not empty, and its fingerprint.
+        """Read the input once. Returns how many lines are not empty, and the fingerprint.
 
-        A hash of each line is kept, and one of each custom_id until the end of the scan.
+        Keeps a hash of each line, and a hash of each custom_id until the end of the scan.
         """
-        digest, hashes, num_requests = xxhash.xxh3_64(), array("Q"), 0
+        digest = xxhash.xxh3_64()
+        id_hashes = array("Q")
+        num_requests = 0
         size = os.fstat(self.lines.fileno()).st_size
         with tqdm(
             total=size, desc="Reading", unit="B", unit_scale=True, delay=1, leave=False
@@ -109,9 +110,9 @@ class BatchFiles:
                 self.hashes.append(xxhash.xxh3_64_intdigest(line))
                 num_requests += bool(line.strip())
                 if (custom_id := custom_id_of(line)) is not None:
-                    hashes.append(hash_of(custom_id))
+                    id_hashes.append(hash_of(custom_id))
                 bar.update(len(line))
-        values = np.asarray(hashes)
+        values = np.asarray(id_hashes)
         values.sort()
         suspects = set(values[1:][values[1:] == values[:-1]].tolist())
         first: dict[str, int] = {}
@@ -120,20 +121,21 @@ class BatchFiles:
             custom_id = custom_id_of(line)
             if custom_id is None or hash_of(custom_id) not in suspects:
                 continue
-            if (before := first.setdefault(custom_id, number)) != number:
+            if (earlier := first.setdefault(custom_id, number)) != number:
                 raise ValueError(
-                    f"custom_id {custom_id!r:.80} is in line {before} and in line {number} of "
-                    f"{self.source}; give each line its own"
+                    f"custom_id {custom_id!r:.80} is in line {earlier} and in line {number} of "
+                    f"{self.source}; give each line a different one"
                 )
         return num_requests, digest.hexdigest()
 
     def _resume(self) -> int:
-        """Note the lines that are done. Returns the bytes of the complete lines of the output."""
-        size, start = 0, f'{{"id": "batch-{self.fingerprint}-'.encode()
+        """Mark the lines that are done. Returns the size of the complete lines of the output."""
+        size = 0
+        start = f'{{"id": "batch-{self.fingerprint}-'.encode()
         with self.target.open("rb") as results:
             for line in results:
                 if not line.endswith(b"\n") and line[: len(start)] == start[: len(line)]:
-                    break  # the last line, torn
+                    break  # the last line is incomplete
                 match = RESULT.match(line)
                 if match and match[1].decode() != self.fingerprint:
                     raise ValueError(
@@ -145,11 +147,11 @@ class BatchFiles:
                     raise ValueError(
                         f"{self.target} has lines that run_batch did not write; name another output"
                     )
-                self._note(number)
+                self._mark_done(number)
                 size += len(line)
         return size
 
-    def _note(self, number: int) -> None:
+    def _mark_done(self, number: int) -> None:
         self.num_done += not self.done[number]
         self.done[number] = 1
 
@@ -169,7 +171,7 @@ class BatchFiles:
 
     @contextlib.contextmanager
     def adding(self, number: int) -> Iterator[None]:
-        """Record that a line is added. Raises RuntimeError if that ended the process twice before."""
+        """Record that a line is added. Raises RuntimeError if that has ended the process twice."""
         if self.ends.get(number, 0) >= MAX_ENDS:
             raise RuntimeError(
                 f"the process ended {MAX_ENDS} times while this line was added: it crashed, or was "
@@ -182,10 +184,10 @@ class BatchFiles:
             self._write_record()
 
     def left(self) -> Iterator[tuple[int, bytes]]:
-        """Read the lines that are not done, with their numbers, as they are asked for.
+        """Yield the lines that are not done, each with its number.
 
-        Raises ValueError at the first line that is another one than in the scan, because its result
-        would be noted as that of the line in the scan.
+        Raises ValueError at the first line that differs from the scan, because the result of
+        another request would be stored under its number.
         """
         self.lines.seek(0)
         for number, known in enumerate(self.hashes, 1):
@@ -201,7 +203,7 @@ class BatchFiles:
         return f"batch-{self.fingerprint}-{number}"
 
     def write(self, number: int, result: dict[str, Any]) -> None:
-        """Append a result. Raises OSError, and then the complete lines of the output remain."""
+        """Append a result. If this raises OSError, the complete lines of the output remain."""
         line = json.dumps({"id": self.name(number)} | result, allow_nan=False).encode() + b"\n"
         try:
             written = 0
@@ -212,7 +214,7 @@ class BatchFiles:
                 self.results.truncate(self.size)
             raise OSError(error.errno, os.strerror(error.errno or 0), str(self.target)) from error
         self.size += len(line)
-        self._note(number)
+        self._mark_done(number)
         if self.ends.pop(number, None):
             self._write_record()
 
@@ -222,7 +224,7 @@ def hash_of(custom_id: str) -> int:
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """Return the custom_id of a line; None if it has none, which becomes an error of the line."""
+    """Return the custom_id of a line. None if it has none, for which `parse_line` raises."""
     try:
         custom_id = json.loads(line)["custom_id"]
     except (KeyError, RecursionError, TypeError, ValueError):
@@ -231,7 +233,7 @@ def custom_id_of(line: bytes) -> str | None:
 
 
 def parse_line(llm: LLM, line: bytes, model: str) -> Job:
-    """Raises what is wrong with the line, of any type."""
+    """Return the job of a line. Raises an error of any type that says what is wrong."""
     try:
         request = json.loads(line)
     except (RecursionError, ValueError) as error:
@@ -252,13 +254,16 @@ def run_batch(
 ) -> int:
     """Compute the lines that are left. Returns how many of their results have an error.
 
-    model: the name that the lines may ask for; without one, a line gets the model of `llm`.
-    max_in_flight: lines that are in memory at a time.
+    model: the name that lines may give for the model of `llm`; a line may also give none.
+    max_in_flight: largest number of lines in memory.
 
-    If the engine, the disk or Ctrl-C ends the run, its requests are aborted and the error is raised.
+    If the engine, the disk or Ctrl-C ends the run, its requests are aborted and the error is
+    raised.
     """
-    flying: dict[int, tuple[str | None, Job, list[Request]]] = {}
-    num_failed, start, before = 0, time.monotonic(), llm.stats()["output_tokens"]
+    in_flight: dict[int, tuple[str | None, Job, list[Request]]] = {}
+    num_failed = 0
+    start = time.monotonic()
+    tokens_at_start = llm.stats()["output_tokens"]
     bar = tqdm(
         total=files.num_requests,
         initial=files.num_done,
@@ -273,7 +278,8 @@ def run_batch(
         code = 200 if error is None else error["error"]["code"]
         response = {"status_code": code, "request_id": files.name(number), "body": body}
         files.write(number, {"custom_id": custom_id, "response": response, "error": error})
-        rate = (llm.stats()["output_tokens"] - before) / (time.monotonic() - start + 1e-9)
+        num_tokens = llm.stats()["output_tokens"] - tokens_at_start
+        rate = num_tokens / (time.monotonic() - start + 1e-9)
         bar.set_postfix_str(f"output {rate:,.0f} tok/s, {num_failed} errors", refresh=False)
         bar.update()
 
@@ -281,7 +287,7 @@ def run_batch(
     with bar, defer_interrupt() as interrupt:
         try:
             while True:
-                while len(flying) < max_in_flight and (item := next(left, None)):
+                while len(in_flight) < max_in_flight and (item := next(left, None)):
                     interrupt.check()
                     number, line = item
                     custom_id = custom_id_of(line)
@@ -289,27 +295,27 @@ def run_batch(
                         with files.adding(number):
                             with interrupt:  # Ctrl-C, the second time, ends a chat template
                                 job = parse_line(llm, line, model)
-                            flying[number] = custom_id, job, job.submit(llm)
+                            in_flight[number] = custom_id, job, job.submit(llm)
                     except Exception as error:
                         write(number, custom_id, None, error_body(error))
-                if not flying:
+                if not in_flight:
                     return num_failed
                 llm.engine.run_step()
                 interrupt.check()
-                for number, (custom_id, job, requests) in [*flying.items()]:
+                for number, (custom_id, job, requests) in [*in_flight.items()]:
                     if all(request.ended for request in requests):
-                        del flying[number]
+                        del in_flight[number]
                         try:
                             body, reason = job.response(files.name(number), requests), None
                         except Exception as error:
                             body, reason = None, error_body(error)
                         write(number, custom_id, body, reason)
-        finally:  # of what is left after an error
-            llm.engine.abort(r for *_, requests in flying.values() for r in requests)
+        finally:  # requests are left after an error only
+            llm.engine.abort(r for *_, requests in in_flight.values() for r in requests)
 
 
 def option(text: str) -> tuple[str, Any]:
-    """Parse OPTION=VALUE of a command line, where VALUE is a Python literal or else a string."""
+    """Parse OPTION=VALUE of a command line. VALUE is a Python literal, or else a string."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text}: give OPTION=VALUE, like max_num_seqs=16")
@@ -333,18 +339,21 @@ def make_parser() -> argparse.ArgumentParser:
     add("-i", "--input-file", **file, help="the requests (.jsonl)")
     add("-o", "--output-file", **file, help="the results (.jsonl)")
     add("--model", default=EMBEDDED, help=f"directory or hub id ({EMBEDDED})")
-    served = "what `model` is in the lines, if they name another (that of --model)"
+    served = "the name of the model in the lines, if it is not --model"
     add("--served-model-name", metavar="NAME", help=served)
-    flying = "lines in memory at a time (twice max_num_seqs)"
-    add("--max-in-flight", type=positive, metavar="N", help=flying)
+    in_flight = "largest number of lines in memory (twice max_num_seqs)"
+    add("--max-in-flight", type=positive, metavar="N", help=in_flight)
     pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
     add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=16")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status."""
     args = make_parser().parse_args(argv)
-    options, model, progress = dict(args.set), args.served_model_name or args.model, ""
+    options = dict(args.set)
+    model = args.served_model_name or args.model
+    progress = ""
     try:
         if "model" in options:
             raise ValueError("--set model=...: give --model instead")
@@ -358,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
                     max_in_flight = args.max_in_flight or 2 * config.max_num_seqs
                     num_failed = run_batch(LLM(args.model, **options), files, model, max_in_flight)
             finally:
-                progress = f"; {files.num_done} of {files.num_requests} lines are done: {GO_ON}"
+                progress = f"; {files.num_done} of {files.num_requests} lines are done: {RESUME}"
             print(f"{files.num_done} results in {args.output_file}, {num_failed} new errors")
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}{progress}", file=sys.stderr)

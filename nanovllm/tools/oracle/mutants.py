@@ -1,9 +1,8 @@
 """One-line faults of the scheduler and the block manager, made in the syntax tree.
 
-A fault names a function, a pattern in it and what replaces the one place that matches. In a pattern a
-single capital letter matches any expression, so that renamed variables and other line breaks do not
-matter. `apply` returns the module with the fault. Every fault is caught by the tests of
-tests/test_control_plane.py. No torch.
+A fault names a function, a pattern in it and the replacement of the one place that matches. In a
+pattern, a single capital letter matches any expression, so variables may be renamed. `apply`
+returns the module with the fault. tests/engine/test_control_plane.py catches every fault. No torch.
 """
 
 import ast
@@ -16,6 +15,8 @@ from nanovllm.engine import block_manager, scheduler
 
 
 class Mutant(NamedTuple):
+    """A fault: in `function` of `module`, `pattern` becomes `replacement`."""
+
     module: types.ModuleType
     function: str
     pattern: str
@@ -24,83 +25,108 @@ class Mutant(NamedTuple):
 
 BLOCKS, SCHEDULER = block_manager, scheduler
 
-# fmt: off
 MUTANTS = {
     "a reference is not counted": Mutant(BLOCKS, "share", "A.ref_count += 1", "pass"),
     "a shared block stays evictable": Mutant(BLOCKS, "share", "del A[B]", "pass"),
-    "a stale hash is kept when a block is reused":
-        Mutant(BLOCKS, "_evict", "self._uncache(A)", "self.free.append(self.evictable.popitem(last=False)[0])"),
+    "a stale hash is kept when a block is reused": Mutant(
+        BLOCKS,
+        "_evict",
+        "self._uncache(A)",
+        "self.free.append(self.evictable.popitem(last=False)[0])",
+    ),
     "the parent is not checked": Mutant(BLOCKS, "holds", "A.parent == B and C", "C"),
     "the tokens are not compared": Mutant(BLOCKS, "holds", "A and B.token_ids == C", "A"),
     "a match goes to the very end": Mutant(BLOCKS, "match", "(len(A) - 1) // B", "len(A) // B"),
-    "a block is cached before it is full":
-        Mutant(BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"),
-    "a block is cached before it is computed":
-        Mutant(BLOCKS, "cache_full_blocks", "min(A, B) // C", "min(len(seq.block_table) * C, B) // C"),
-    "a shared block is written in place":
-        Mutant(BLOCKS, "_shared_block", "A.ref_count == 1 and B", "True"),
-    "a cached block is written in place":
-        Mutant(BLOCKS, "_shared_block", "A.ref_count == 1 and B", "A.ref_count == 1"),
-    "a block is appended one token late":
-        Mutant(SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed == B + 1"),
-    "a block is appended one token early":
-        Mutant(SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed + 1 == B"),
+    "a block is cached before it is full": Mutant(
+        BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"
+    ),
+    "a block is cached before it is computed": Mutant(
+        BLOCKS, "cache_full_blocks", "min(A, B) // C", "min(len(seq.block_table) * C, B) // C"
+    ),
+    "a shared block is written in place": Mutant(
+        BLOCKS, "_shared_block", "A.ref_count == 1 and B", "True"
+    ),
+    "a cached block is written in place": Mutant(
+        BLOCKS, "_shared_block", "A.ref_count == 1 and B", "A.ref_count == 1"
+    ),
+    "a block is appended one token late": Mutant(
+        SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed == B + 1"
+    ),
+    "a block is appended one token early": Mutant(
+        SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed + 1 == B"
+    ),
     "a copy is not planned": Mutant(BLOCKS, "copy_on_write", "A._moves.append(B)", "pass"),
-    "the copied block is not reported":
-        Mutant(SCHEDULER, "_allocate", "new.append((A, B // C, D))", "pass"),
-    "a fork shares one token too many":
-        Mutant(SCHEDULER, "commit", "seq.num_prompt - 1", "seq.num_prompt"),
-    "the oldest is preempted":
-        Mutant(SCHEDULER, "_make_room", "self.running[-1]", "self.running[0]"),
-    "a preempted sequence loses its tokens":
-        Mutant(SCHEDULER, "_preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt :]"),
+    "the copied block is not reported": Mutant(
+        SCHEDULER, "_allocate", "new.append((A, B // C, D))", "pass"
+    ),
+    "a fork shares one token too many": Mutant(
+        SCHEDULER, "commit", "seq.num_prompt - 1", "seq.num_prompt"
+    ),
+    "the oldest is preempted": Mutant(
+        SCHEDULER, "_make_room", "self.running[-1]", "self.running[0]"
+    ),
+    "a preempted sequence loses its tokens": Mutant(
+        SCHEDULER, "_preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt :]"
+    ),
     "admission in a step that preempted": Mutant(SCHEDULER, "schedule", "A > preemptions", "False"),
     "a row is not returned": Mutant(SCHEDULER, "_leave", "self._free_rows.append(A)", "pass"),
-    "a token sampled too late is kept":
-        Mutant(SCHEDULER, "commit", "A.status is Status.FINISHED", "False"),
+    "a token sampled too late is kept": Mutant(
+        SCHEDULER, "commit", "A.status is Status.FINISHED", "False"
+    ),
     "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
     "an abandoned step keeps its blocks": Mutant(BLOCKS, "revert", "self._free_all()", "pass"),
-    "max_length is passed by one":
-        Mutant(SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"),
-    "a resumed chunk starts one token late":
-        Mutant(SCHEDULER, "_plan_chunk", "Chunk(A, B, C[start:end], D)", "Chunk(A, B, C[start + 1 : end + 1], D)"),
-    "a block computed before a reset is cached after it":
-        Mutant(BLOCKS, "cache_full_blocks", "A.began_after != B", "False"),
+    "max_length is passed by one": Mutant(
+        SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"
+    ),
+    "a resumed chunk starts one token late": Mutant(
+        SCHEDULER,
+        "_plan_chunk",
+        "Chunk(A, B, C[start:end], D)",
+        "Chunk(A, B, C[start + 1 : end + 1], D)",
+    ),
+    "a block computed before a reset is cached after it": Mutant(
+        BLOCKS, "cache_full_blocks", "A.began_after != B", "False"
+    ),
 }
-# fmt: on
 
 
-def matches(pattern: object, node: object, found: dict[str, Any]) -> bool:
-    """Whether the nodes are equal but for wildcards, whose expressions are put into `found`."""
+def matches(pattern: object, node: object, wildcards: dict[str, Any]) -> bool:
+    """Return whether two nodes are equal, except for wildcards.
+
+    Puts the expression that each wildcard matches into `wildcards`.
+    """
     if isinstance(pattern, ast.Name) and re.fullmatch("[A-Z]", pattern.id):
-        found[pattern.id] = node  # a wildcard
+        wildcards[pattern.id] = node
         return isinstance(node, ast.expr)
     if isinstance(pattern, list) and isinstance(node, list):
-        same = len(pattern) == len(node)
-        return same and all(matches(p, n, found) for p, n in zip(pattern, node, strict=True))
+        pairs = zip(pattern, node, strict=False)
+        return len(pattern) == len(node) and all(matches(p, n, wildcards) for p, n in pairs)
     if isinstance(pattern, ast.expr_context):
         return True
     if isinstance(pattern, ast.AST):
         return type(pattern) is type(node) and all(
-            matches(value, getattr(node, name), found) for name, value in ast.iter_fields(pattern)
+            matches(value, getattr(node, name), wildcards)
+            for name, value in ast.iter_fields(pattern)
         )
     return pattern == node
 
 
 class Replace(ast.NodeTransformer):
+    """Replaces all nodes that match a pattern."""
+
     def __init__(self, pattern: ast.AST, replacement: ast.AST) -> None:
         self.pattern, self.replacement = pattern, replacement
         self.replaced: list[ast.AST] = []
         self.made: list[ast.AST] = []
 
     def visit(self, node: ast.AST) -> Any:
-        found: dict[str, Any] = {}
-        if not matches(self.pattern, node, found):
+        wildcards: dict[str, Any] = {}
+        if not matches(self.pattern, node, wildcards):
             return self.generic_visit(node)
 
         class Fill(ast.NodeTransformer):
             def visit_Name(self, name: ast.Name) -> Any:
-                return found.get(name.id, name)
+                return wildcards.get(name.id, name)
 
         self.replaced.append(node)
         self.made.append(ast.copy_location(Fill().visit(self.replacement), node))
@@ -112,12 +138,13 @@ def statement(source: str) -> ast.AST:
 
 
 def transform(mutant: Mutant) -> tuple[ast.Module, ast.AST, ast.AST]:
-    """The tree of the module with the fault in it, what was replaced, and what replaced it.
+    """Return the tree of the module with the fault, the replaced node, and its replacement.
 
     Raises ValueError unless exactly one place matches.
     """
     tree = ast.parse(inspect.getsource(mutant.module))
-    pattern, replacement = statement(mutant.pattern), statement(mutant.replacement)
+    pattern = statement(mutant.pattern)
+    replacement = statement(mutant.replacement)
     if isinstance(pattern, ast.Expr) and isinstance(replacement, ast.Expr):
         pattern, replacement = pattern.value, replacement.value
     replace = Replace(pattern, replacement)
@@ -131,7 +158,7 @@ def transform(mutant: Mutant) -> tuple[ast.Module, ast.AST, ast.AST]:
 
 
 def apply(mutant: Mutant) -> types.ModuleType:
-    """The module with the fault in it. Raises ValueError unless exactly one place matches."""
+    """Return the module with the fault. Raises ValueError unless exactly one place matches."""
     tree, *_ = transform(mutant)
     faulty = types.ModuleType("faulty")
     faulty.__dict__["__name__"] = mutant.module.__name__  # dataclasses look up their module by name
@@ -140,7 +167,7 @@ def apply(mutant: Mutant) -> types.ModuleType:
 
 
 def describe(mutant: Mutant) -> str:
-    """The line of the engine that it changes, before and after."""
+    """Return the changed line of the engine, before and after."""
     _, old, new = transform(mutant)
     path = mutant.module.__name__.replace(".", "/")
     return (

@@ -1,10 +1,10 @@
-"""A model whose answers show one wrong slot, and random histories of the control plane run on it.
+"""A model whose answers reveal one wrong slot, and random histories of the control plane on it.
 
 `OracleRunner` takes the runner's place. Its "KV" is the pair (token, position) that is written to
-each slot, and its next token is a hash of all pairs that a row reads through its block table. It
-also notes how many resets of the prefix cache came before the oldest KV that a slot depends on.
-`answer` computes the same tokens without an engine. A history is a scheduler with random actions,
-and `INVARIANTS` are what must hold after each of them. No torch.
+each slot. Its next token is a hash of all pairs that a row reads through its block table. It also
+records how many resets of the prefix cache came before the oldest KV that a slot depends on.
+`answer` computes the same tokens without an engine. A history is a scheduler with random actions.
+`INVARIANTS` must hold after each action. No torch.
 """
 
 import random
@@ -27,9 +27,9 @@ ALPHABET = 3  # small, so that the blocks of different sequences meet
 
 INVARIANTS = {
     "answers": "Every request ends with the tokens that the model's definition gives.",
-    "context": "Through its block table a sequence finds the KV of its own tokens.",
-    "slots": "A step writes a slot at most once and never one of the null block, and reads only "
-    "what was written.",
+    "context": "Through its block table a sequence finds the KV of its tokens.",
+    "slots": "A step writes a slot at most once, never writes a slot of the null block, and reads "
+    "only slots that were written.",
     "owners": "The reference count of a block is the number of block tables that contain it.",
     "partition": "Each block is in exactly one of three states: owned, evictable, free.",
     "index": "The prefix index names the cached blocks and no others.",
@@ -67,7 +67,7 @@ def next_token(pairs: list[tuple[int, int]], seed: int) -> int:
 
 
 def answer(prompt: list[int], max_length: int, stops: frozenset[int], seed: int) -> list[int]:
-    """What a sequence must say, by the definition of the model."""
+    """Return the output of a sequence, by the definition of the model."""
     pairs = [(token, i) for i, token in enumerate(prompt)]
     while len(pairs) < max_length:
         pairs.append((next_token(pairs, seed), len(pairs)))
@@ -83,7 +83,7 @@ def make_samples(
     seeds: Sequence_[int] = (0,),
     stops: frozenset[int] = frozenset(),
 ) -> list[Sequence]:
-    """The samples of one request, one for each seed; the first computes the prompt."""
+    """Return the samples of one request, one for each seed. The first computes the prompt."""
     samples = [
         Sequence(
             request_id=str(arrival),
@@ -104,6 +104,8 @@ def make_samples(
 
 
 class OracleRunner:
+    """Runs plans on a memory of (token, position), and checks what they read and write."""
+
     def __init__(
         self, num_blocks: int, block_size: int, num_rows: int, host_blocks: int = 0
     ) -> None:
@@ -153,8 +155,8 @@ class OracleRunner:
         # A new sequence may share a block that a decode of this step completes.
         for row, start, ids, _ in sorted(work, key=lambda item: item[0] not in plan.decode_rows):
             for position in range(start, start + len(ids)):
-                before = ages[self.slot(row, position - 1)] if position else self.resets
-                ages[self.slot(row, position)] = min(before, self.resets)
+                prefix_age = ages[self.slot(row, position - 1)] if position else self.resets
+                ages[self.slot(row, position)] = min(prefix_age, self.resets)
         drawn = []
         for row, _, _, sample in work:
             if sample:
@@ -170,7 +172,7 @@ class OracleRunner:
             self.tables[row][index] = block
 
     def context(self, row: int) -> list[tuple[int, int]]:
-        """What the row reads through its block table."""
+        """Return the pairs that the row reads through its block table."""
         pairs = [self.memory[self.slot(row, i)] for i in range(self.positions[row])]
         if None in pairs:
             position = pairs.index(None)
@@ -183,7 +185,7 @@ class OracleRunner:
 
 class Action(NamedTuple):
     name: str  # a method of History, and a key of ACTIONS
-    seed: int  # of the action's random numbers, so that it does not depend on earlier actions
+    seed: int  # seeds the random numbers of the action, so earlier actions do not change it
 
 
 # Name -> how often it is drawn.
@@ -191,13 +193,13 @@ ACTIONS = {"step": 60, "add": 25, "abort": 4, "abandon": 2, "reset": 1}
 
 
 class History:
-    """One scheduler with its runner, and every check that holds after every action.
+    """A scheduler with its runner. Every invariant is checked after every action.
 
     A Trace can observe it, as it observes an LLMEngine.
     """
 
     tokenizer = None
-    repeats = 0.5  # how many requests begin as an earlier one did
+    repeats = 0.5  # share of requests that begin like an earlier request
     host_blocks = 0
 
     def __init__(
@@ -217,8 +219,9 @@ class History:
         self.max_in_flight = rng.choice((0, 0, 1))
         self.blocks = self.make_blocks(managers)
         if bits < 64:
-            full, mask = self.blocks._hash, (1 << bits) - 1
-            self.blocks._hash = lambda parent, tokens: full(parent, tokens) & mask
+            full_hash = self.blocks._hash
+            mask = (1 << bits) - 1
+            self.blocks._hash = lambda parent, tokens: full_hash(parent, tokens) & mask
         policy = rng.choice(("fcfs", "sjf"))
         self.scheduler = schedulers.Scheduler(self.blocks, self.max_num_seqs, self.budget, policy)
         sizes = (self.num_blocks, self.size, self.max_num_seqs, self.host_blocks)
@@ -231,24 +234,27 @@ class History:
         self.observer: Observer = NO_OBSERVER
 
     def make_blocks(self, managers: ModuleType) -> Any:
-        """May change the sizes too."""
+        """Make the block manager. A subclass may also change the sizes."""
         caches = self.rng.random() < 0.85
         return managers.BlockManager(self.num_blocks, self.size, caches)
 
     # ---- actions ----
 
     def do(self, action: Action) -> None:
-        """Do it, and check every invariant. Raises InvariantError."""
+        """Run an action and check every invariant. Raises InvariantError."""
         self.rng.seed(action.seed)
         getattr(self, action.name)()
         self.check()
 
     def add(self) -> None:
-        rng, room = self.rng, self.num_blocks * self.size
+        rng = self.rng
+        room = self.num_blocks * self.size
         longest = rng.randint(2, min(room + 1, 28))
         num_prompt = rng.randint(1, longest - 1)
         prompt = [rng.randrange(ALPHABET) for _ in range(num_prompt)]
-        if self.seqs and rng.random() < self.repeats:  # as an earlier one did, with its answer
+        if (
+            self.seqs and rng.random() < self.repeats
+        ):  # begin like an earlier request and its answer
             old = rng.choice(self.seqs).token_ids
             prompt = (old[: rng.randint(1, len(old))] + prompt)[:num_prompt]
         stops = frozenset({rng.randrange(ALPHABET)} if rng.random() < 0.2 else ())
@@ -266,7 +272,7 @@ class History:
                 self.scheduler.abort(sample)
 
     def abandon(self) -> None:
-        """A step failed. What it wrote cannot be relied on, so it is made unreadable."""
+        """Let a step fail. The slots that it wrote are made unreadable."""
         self.observer.begin()
         step = self.scheduler.schedule()
         self.observer.scheduled(step)
@@ -291,7 +297,7 @@ class History:
         self.runner.resets += 1
 
     def step(self) -> None:
-        before = self.scheduler.preemptions
+        preemptions = self.scheduler.preemptions
         running = list(self.scheduler.running)
         self.observer.begin()
         step = self.scheduler.schedule()
@@ -300,7 +306,7 @@ class History:
             plan = step.plan
             require(plan.num_tokens <= self.budget, "budget")
             require(len(self.scheduler.running) <= self.max_num_seqs, "budget")
-            if self.scheduler.preemptions > before:
+            if self.scheduler.preemptions > preemptions:
                 admitted = not set(self.scheduler.running) <= set(running)
                 require(not admitted, "oldest", "a step that preempted admitted a sequence")
                 kept = bool(running) and running[0].status is Status.RUNNING
@@ -314,7 +320,7 @@ class History:
         self.steps += 1
 
     def drain(self) -> None:
-        """Run to the end; everything must finish in a bounded number of steps, and rightly."""
+        """Run until all requests end with their answers, in a bounded number of steps."""
         bound = self.steps + 50 + sum(3 * s.max_length for s in self.seqs) * 2
         while self.scheduler.has_work():
             self.step()
@@ -327,8 +333,8 @@ class History:
             want = answer(prompt, seq.max_length, stops, seq.sampling.seed)
             if seq.finish_reason == "abort":
                 want = want[: len(seq.output_ids)]
-            found = f"request {seq.request_id} has the tokens {seq.output_ids} and not {want}"
-            require(seq.output_ids == want, "answers", found)
+            detail = f"request {seq.request_id} has the tokens {seq.output_ids} and not {want}"
+            require(seq.output_ids == want, "answers", detail)
         require(self.blocks.num_available == self.num_blocks, "returned", "blocks are missing")
         rows = sorted(self.scheduler._free_rows)
         require(rows == list(range(self.max_num_seqs)), "returned", f"the free rows are {rows}")
@@ -336,7 +342,8 @@ class History:
     # ---- what always holds ----
 
     def check(self) -> None:
-        blocks, running = self.blocks.blocks, self.scheduler.running
+        blocks = self.blocks.blocks
+        running = self.scheduler.running
         require(len({s.row for s in running}) == len(running) <= self.max_num_seqs, "budget")
         owners = [0] * len(blocks)
         for seq in running:
@@ -346,10 +353,12 @@ class History:
         counts = [b.ref_count for b in blocks]
         if counts != owners:
             i = next(i for i in range(len(owners)) if counts[i] != owners[i])
-            own, has = owners[i], counts[i]
-            found = f"block {i} is in {own} block tables, and its reference count is {has}"
-            raise InvariantError("owners", found)
-        free, evictable = self.blocks.free, self.blocks.evictable
+            detail = (
+                f"block {i} is in {owners[i]} block tables, and its reference count is {counts[i]}"
+            )
+            raise InvariantError("owners", detail)
+        free = self.blocks.free
+        evictable = self.blocks.evictable
         owned = [i for i, n in enumerate(owners) if n]
         every = sorted([*free, *evictable, *owned])
         require(every == list(range(1, self.num_blocks + 1)), "partition")
@@ -373,11 +382,11 @@ class History:
         if have[: len(want)] != want:
             i = next(i for i, pair in enumerate(want) if have[i] != pair)
             slot = seq.block_table[i // size] * size + i % size
-            found = f"slot {slot} of request {seq.request_id} holds {have[i]} and not {want[i]}"
-            raise InvariantError("context", found)
+            detail = f"slot {slot} of request {seq.request_id} holds {have[i]} and not {want[i]}"
+            raise InvariantError("context", detail)
 
     def check_cached(self, index: int) -> None:
-        """A cached block holds the tokens that the index says."""
+        """Check that a cached block holds the tokens that the index says."""
         named = memoryview(self.blocks.blocks[index].token_ids).cast("I").tolist()
         held = [p and p[0] for p in self.runner.memory[index * self.size : (index + 1) * self.size]]
         if held != named:
@@ -393,7 +402,7 @@ def random_actions(seed: int, number: int = 40) -> list[Action]:
 
 
 def replay(history: History, actions: Iterable[Action]) -> None:
-    """Do the actions, then run to the end. Raises InvariantError at the first thing wrong."""
+    """Run the actions, then run to the end. Raises InvariantError at the first fault."""
     try:
         for action in actions:
             history.do(action)
@@ -405,9 +414,9 @@ def replay(history: History, actions: Iterable[Action]) -> None:
 
 
 def run_history(seed: int, actions: int = 40, make: Any = History, **modules: ModuleType) -> Any:
-    """One random history, from its seed alone; raises AssertionError at the first thing wrong.
+    """Run the random history of a seed. Raises AssertionError at the first fault.
 
-    `make`, a class of histories, takes the seed and the modules.
+    make: a class of histories. It gets the seed and the modules.
     """
     history = make(seed, **modules)
     try:

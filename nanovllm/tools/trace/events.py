@@ -1,9 +1,9 @@
-"""The events of a trace, and the state of an engine that follows from them.
+"""Events of a trace, and the state of the engine after them.
 
-An event contains what has changed since the event before. `State.apply` replays events, and `apply`
-in trace.html does the same in a browser.
+An event contains what has changed since the previous event. `State.apply` replays events, and
+`apply` in page.html does the same in a browser.
 
-    plan 1, commit 1, plan 2, commit 2, plan 3, ...     a plan begins a step of the trace
+    plan 1, commit 1, plan 2, commit 2, plan 3, ...     each plan begins a step of the trace
     plan 1, plan 2, commit 1, plan 3, commit 2, ...     with async scheduling
 
 Sequences are numbered in the order in which they appear, steps from 1.
@@ -17,7 +17,7 @@ from typing import TypedDict
 
 
 class Event(TypedDict, total=False):
-    """What changed. If `running`, `waiting`, `decodes` or `of` is missing, it has not changed."""
+    """What changed. A missing `running`, `waiting`, `decodes` or `receivers` is unchanged."""
 
     # One of these four says what happened.
     plan: int  # the number of the step that was planned
@@ -25,14 +25,14 @@ class Event(TypedDict, total=False):
     failed: str  # the error that reverted all steps in flight
     ended: str  # the `with` block ended, with this error or ""
 
-    # Microseconds since the trace began. For a plan: the begin and the end of `schedule`, and the
-    # launch. For a commit: its begin, when the tokens were read, and its end.
+    # Microseconds since the trace began. For a plan: start and end of `schedule`, then the launch.
+    # For a commit: when the tokens arrived, then its end.
     time: list[int]
     # Sequences: name, prompt tokens, known token ids, computed tokens, parent or -1.
     new: list[tuple[str, int, list[int], int, int]]
     running: list[int]  # in order of admission
     waiting: list[int]  # in the order of the queue
-    # Sequence, number of blocks at the start of its block table that stay, the blocks after them.
+    # Sequence, number of unchanged blocks at the start of its block table, the blocks after them.
     tables: list[list[int]]
     cached: list[int]  # blocks that entered or left the prefix cache
     preempted: list[int]
@@ -45,21 +45,23 @@ class Event(TypedDict, total=False):
     copies: list[tuple[int, int]]  # blocks (source, target)
     saved: list[tuple[int, int]]  # block, host block
     loaded: list[tuple[int, int]]  # host block, block
-    host: dict[str, int]  # if blocks were saved or loaded: the counters of the host tier
+    host: dict[str, int]  # counters of the host tier, if blocks were saved or loaded
     evicted: list[int]
     why: str  # a key of WHY_WAITING
 
     # For a commit only.
     tokens: list[int]  # -1 if no token could be sampled
-    of: list[int]  # the sequences that got these tokens
-    # Of those whose request has `logprobs`: the sequence, the rank of its token (1 is the most
-    # likely), then (token, probability) of that token and of the most likely other ones.
+    receivers: list[int]  # the sequences that got these tokens
+    # For requests with `logprobs`: the sequence, the rank of its token (1 is the most likely), then
+    # (token, probability) of that token and of the most likely other tokens.
     likely: list[tuple[int, int, list[tuple[int, float]]]]
-    dropped: list[int]  # sequences that had ended before their token was read
+    dropped: list[int]  # sequences that ended before their token was read
 
 
 @dataclass(slots=True)
 class SeqState:
+    """A sequence after some events."""
+
     name: str
     num_prompt: int
     tokens: list[int]  # known token ids
@@ -87,19 +89,22 @@ class State:
     waiting: list[int] = field(default_factory=list)
     cached: set[int] = field(default_factory=set)
     decodes: list[int] = field(default_factory=list)  # of the last plan
-    of: list[int] = field(default_factory=list)  # of the last commit
+    receivers: list[int] = field(default_factory=list)  # of the last commit
 
     def apply(self, event: Event) -> None:
+        """Change the state by an event."""
         for name, num_prompt, tokens, computed, parent in event.get("new", ()):
             self.seqs.append(SeqState(name, num_prompt, list(tokens), computed, parent))
-        self.ran_before, self.running = self.running, event.get("running", self.running)
+        self.ran_before = self.running
+        self.running = event.get("running", self.running)
         self.waiting = event.get("waiting", self.waiting)
         for number, keep, *blocks in event.get("tables", ()):
             self.seqs[number].table[keep:] = blocks
         self.cached ^= set(event.get("cached", ()))
         for number in event.get("preempted", ()):
             seq = self.seqs[number]
-            seq.lost, seq.computed = max(seq.lost, seq.computed), 0
+            seq.lost = max(seq.lost, seq.computed)
+            seq.computed = 0
         if "plan" in event:
             self.decodes = event.get("decodes", self.decodes)
             for number in self.decodes:
@@ -107,13 +112,13 @@ class State:
             for number, start, count in event["chunks"]:
                 self.seqs[number].computed = start + count
         if "commit" in event:
-            self.of = event.get("of", self.of)
-            for number, token in zip(self.of, event["tokens"], strict=True):
+            self.receivers = event.get("receivers", self.receivers)
+            for number, token in zip(self.receivers, event["tokens"], strict=True):
                 if token >= 0:
                     self.seqs[number].tokens.append(token)
 
     def pool(self, num_blocks: int) -> tuple[int, int, int]:
-        """Return the number of free blocks, of cached ones without an owner, and of shared ones."""
+        """Return how many blocks are free, cached without an owner, and shared."""
         owners = Counter(block for seq in self.seqs for block in seq.table)
         cached = len(self.cached - owners.keys())
         shared = sum(count > 1 for count in owners.values())

@@ -1,6 +1,6 @@
-"""How a trace is shown: as a table, as a page, and in Chrome's Trace Event Format.
+"""Shows a trace as a table, as a page, and in Chrome's Trace Event Format.
 
-Each function takes the options of the engine, the events, and the text of each token.
+`table`, `page` and `chrome` take the options of the engine, the events, and the text of each token.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 from nanovllm.engine.scheduler import WHY_WAITING
 from nanovllm.tools.trace.events import Event, State
 
-# The first columns of the printed table. Sentences stand below it, from the last of these on.
-ROW = "{:>4} {:>4} {:>6} {:>6} {:<8.8}"
+# The first columns of the printed table. The other four grow with the terminal.
+FIXED_COLUMNS = "{:>4} {:>4} {:>6} {:>6} {:<8.8}"
 HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "block table", "token")
-INDENT = " " * 24
+INDENT = " " * 24  # of sentences below the rows of a step: they begin in the column "request"
 
 
 def steps(events: list[Event]) -> Iterator[list[Event]]:
-    """Yield the events before the first plan, then those of each step, its plan first."""
+    """Yield the events before the first plan, then the events of each step, its plan first."""
     group: list[Event] = []
     for event in list(events):
         if "plan" in event:
@@ -33,7 +33,9 @@ def steps(events: list[Event]) -> Iterator[list[Event]]:
 
 
 def page(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> str:
-    state, words = State(), []
+    """Return a page of HTML that needs no network."""
+    state = State()
+    words = []
     for event in events:
         state.apply(event)
         words.append(list(describe_changes(event, state, options["policy"], options["block_size"])))
@@ -51,8 +53,8 @@ def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) 
     launched before that, so the odd steps and the even steps have one track each.
 
     Process 2 has a track for each sequence: when it waits, and what each step computes for it.
-    Slices of a track must not overlap, so one that would begins when the one before it ends.
-    Viewers have a meaning of their own for process 0 and thread 0, which are not used.
+    Slices of a track must not overlap, so a slice begins at the end of the previous slice or later.
+    Viewers give process 0 and thread 0 a special meaning, so these are not used.
     """
     out: list[dict[str, Any]] = []
 
@@ -63,13 +65,18 @@ def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) 
         add(ph, name, ts, 10 + number, pid=2, **fields)
 
     def add_to(number: int, name: str, start: int, end: int, **args: object) -> None:
-        start, ends[number] = max(start, ends.get(number, 0)), end
+        start = max(start, track_ends.get(number, 0))
+        track_ends[number] = end
         if start < end:
             mark("X", number, name, start, dur=end - start, args=args)
 
-    is_async, state, launches, now = options["async_scheduling"], State(), [0], 0
-    ends, since = dict[int, int](), dict[int, int]()  # of each track; of those that wait
-    work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes
+    is_async = options["async_scheduling"]
+    state = State()
+    now = 0
+    launches = [0]  # step -> time of its launch
+    track_ends: dict[int, int] = {}  # sequence -> end of the last slice of its track
+    waiting_since: dict[int, int] = {}  # sequence -> time since which it waits
+    work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes for them
     tracks = ["host", *(["odd steps run", "even steps run"] if is_async else ["steps run"])]
     add("M", "process_name", 0, args={"name": "engine"})
     mark("M", 0, "process_name", 0, args={"name": "requests"})
@@ -96,21 +103,24 @@ def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) 
             add("C", "blocks free", end, args={"count": free})
             add("C", "blocks cached", end, args={"count": cached})
         elif "commit" in event:
-            step, (read, now) = event["commit"], event["time"]
-            launch, tid = launches[step], 3 - step % 2 if is_async else 2
+            step = event["commit"]
+            launch = launches[step]
+            read, now = event["time"]
+            tid = 3 - step % 2 if is_async else 2
             add("X", f"run {step}", launch, tid, dur=read - launch, args={})
-            args = {"tokens": event["tokens"], "sequences": state.of}
+            args = {"tokens": event["tokens"], "sequences": state.receivers}
             add("X", f"commit {step}", read, dur=now - read, args=args)
-            got = {n: texts.get(t, t) for n, t in zip(state.of, event["tokens"], strict=True)}
+            pairs = zip(state.receivers, event["tokens"], strict=True)
+            got = {number: texts.get(token, token) for number, token in pairs}
             for number, what in work.pop(step, ()):
                 add_to(number, what, launch, read, step=step, token=got.get(number))
         elif "failed" in event:
             add("i", "failed", now, s="g", args={"error": event["failed"]})
         waiting = set(state.waiting)
-        for number in [n for n in since if n not in waiting or "ended" in event]:
-            add_to(number, "waiting", since.pop(number), now)
-        for number in waiting - since.keys():
-            since[number] = now
+        for number in [n for n in waiting_since if n not in waiting or "ended" in event]:
+            add_to(number, "waiting", waiting_since.pop(number), now)
+        for number in waiting - waiting_since.keys():
+            waiting_since[number] = now
         for number in event.get("preempted", ()):
             mark("i", number, "preempted", now, s="t")
         for number, reason, _ in event.get("finished", ()):
@@ -119,23 +129,27 @@ def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) 
 
 
 def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -> str:
-    o, state, size = options, State(), options["block_size"]
+    """Return a table with the rows of each step, and sentences about what changed."""
+    state = State()
+    size = options["block_size"]
     num_steps = sum("plan" in event for event in events)
     num_seqs = sum(len(event.get("new", ())) for event in events)
     width = max(80, min(100, shutil.get_terminal_size((100, 24)).columns))
     indents: Any = {"initial_indent": INDENT, "subsequent_indent": INDENT + "  "}
     lines = [
         f"{plural(num_steps, 'step')} of {plural(num_seqs, 'sequence')}, "
-        f"{o['policy']}, {plural(o['num_blocks'], 'block')} of {plural(size, 'token')}",
-        f"at most {plural(o['max_num_batched_tokens'], 'token')} and "
-        f"{plural(o['max_num_seqs'], 'sequence')} in a step",
+        f"{options['policy']}, {plural(options['num_blocks'], 'block')} of {plural(size, 'token')}",
+        f"at most {plural(options['max_num_batched_tokens'], 'token')} and "
+        f"{plural(options['max_num_seqs'], 'sequence')} in a step",
         f"slot of a position = block_table[position // {size}] * {size} + position % {size}",
-        *["1: 'x' in a later step is a token of step 1"] * o["async_scheduling"],
+        *["1: 'x' in a later step is a token of step 1"] * options["async_scheduling"],
         "",
         table_row(HEAD, width),
     ]
     for group in steps(events):
-        step, rows, notes = [""] * 4, dict[int, list[str]](), list[str]()
+        step = [""] * 4
+        rows: dict[int, list[str]] = {}
+        sentences: list[str] = []
         for event in group:
             state.apply(event)
             if "plan" in event:
@@ -143,16 +157,16 @@ def table(options: dict[str, Any], events: list[Event], texts: dict[int, str]) -
                 rows = {number: ["nothing", "", "", ""] for number in state.running}
                 for chunk in planned(event, state):
                     rows[chunk[0]] = describe_work(state, chunk, size)
-            for number, token in zip(state.of, event.get("tokens", ()), strict=False):
+            for number, token in zip(state.receivers, event.get("tokens", ()), strict=False):
                 text = repr(texts[token]) if token in texts else str(token)
                 late = f"{event['commit']}: " if step[0] != str(event["commit"]) else ""
                 rows.setdefault(number, [""] * 4)[3] = late + text
-            notes += describe_changes(event, state, options["policy"], options["block_size"])
+            sentences += describe_changes(event, state, options["policy"], size)
         for number, row in rows.items():
             lines.append(table_row((*step, state.seqs[number].name, *row), width))
             step = [""] * 4
-        for note in notes:
-            lines += textwrap.wrap(note, width, **indents)
+        for sentence in sentences:
+            lines += textwrap.wrap(sentence, width, **indents)
     return "\n".join(lines)
 
 
@@ -160,10 +174,10 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def some(names: list[str], most: int = 8) -> str:
+def join_names(names: list[str], max_names: int = 8) -> str:
     """Join names, of which a large trace can have hundreds."""
-    more = [f"{len(names) - most} more"] if len(names) > most + 1 else []
-    names = names[:most] + more if more else names
+    if len(names) > max_names + 1:
+        names = [*names[:max_names], f"{len(names) - max_names} more"]
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
@@ -178,10 +192,21 @@ def last_words(text: str, width: int) -> str:
 
 def table_row(cells: tuple[str, ...], width: int) -> str:
     """Join the cells of a line of 80 to 100 columns."""
-    more, (*left, what, slots, blocks, token) = width - 80, cells
-    slots, blocks = last_words(slots, 9 + more // 4), last_words(blocks, 11 + more * 3 // 10)
-    line = f"{what:<{13 + more // 5}} {slots:<{9 + more // 4}} {blocks:<{11 + more * 3 // 10}} "
-    return (ROW.format(*left) + " " + line + token)[:width].rstrip()
+    *fixed, what, slots, blocks, token = cells
+    extra = width - 80
+    what_width = 13 + extra // 5
+    slots_width = 9 + extra // 4
+    blocks_width = 11 + extra * 3 // 10
+    line = " ".join(
+        [
+            FIXED_COLUMNS.format(*fixed),
+            what.ljust(what_width),
+            last_words(slots, slots_width).ljust(slots_width),
+            last_words(blocks, blocks_width).ljust(blocks_width),
+            token,
+        ]
+    )
+    return line[:width].rstrip()
 
 
 def planned(plan: Event, state: State) -> list[list[int]]:
@@ -190,9 +215,14 @@ def planned(plan: Event, state: State) -> list[list[int]]:
 
 
 def describe_work(state: State, chunk: list[int], size: int) -> list[str]:
-    """Return the table's cells for what `planned` returns: computes, slots, block table, token."""
+    """Return four cells of the table for a chunk of `planned`.
+
+    They are what it computes, its slots, its block table, and an empty cell for the token.
+    """
     number, start, count = chunk
-    seq, end, kind = state.seqs[number], start + count, state.seqs[number].kind(start)
+    seq = state.seqs[number]
+    end = start + count
+    kind = seq.kind(start)
     what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
     # A faulty scheduler may plan positions without a block; see lessons/break_it.py.
     ranges: list[list[int]] = []
@@ -207,13 +237,16 @@ def describe_work(state: State, chunk: list[int], size: int) -> list[str]:
 
 
 def describe_changes(event: Event, state: State, policy: str, size: int) -> Iterator[str]:
-    """Yield a sentence for each change of an event, with its rule. `state` is the state after it."""
+    """Yield a sentence for each change of an event, with the reason. `state` is after the event."""
     names = [f"request {seq.name}" for seq in state.seqs]
     for i in event.get("preempted", ()):
-        before, why = state.ran_before, "no block was available and it was admitted last"
-        later = before[before.index(i) + 1 :] if i in before else []
+        why = "no block was available and it was admitted last"
+        ran = state.ran_before
+        later = ran[ran.index(i) + 1 :] if i in ran else []
         if still := [names[j] for j in later if j in state.running]:
-            why = f"no block was available (admitted after it and still running: {some(still)})"
+            why = (
+                f"no block was available (admitted after it and still running: {join_names(still)})"
+            )
         if "failed" in event:
             why = "the step failed"
         yield f"Preemption: {names[i]} returns to the head of the queue, because {why}."
@@ -226,9 +259,10 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         rule = "preempted sequences and forks come first" if is_head else policy
         admitted.setdefault(rule, []).append(names[i])
     for rule, admitted_names in admitted.items():
-        yield f"Admission: {some(admitted_names)} from the head of the queue ({rule})."
+        yield f"Admission: {join_names(admitted_names)} from the head of the queue ({rule})."
     for i, start, count in event.get("chunks", ()):
-        seq, left = state.seqs[i], len(state.seqs[i].tokens) - start
+        seq = state.seqs[i]
+        left = len(seq.tokens) - start
         if i in event.get("joins", ()):
             if seq.parent >= 0 and not seq.lost and left == 1:
                 if start < seq.num_prompt:
@@ -245,8 +279,8 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     if evicted := event.get("evicted"):
         yield f"Eviction: no block was free, so the prefix cache lost {block_list(evicted)}."
     if host := event.get("host"):
-        moves = [f"block {block} is saved to host block {to}" for block, to in event["saved"]]
-        moves += [f"block {block} is loaded from host block {of}" for of, block in event["loaded"]]
+        moves = [f"block {a} is saved to host block {b}" for a, b in event["saved"]]
+        moves += [f"block {b} is loaded from host block {a}" for a, b in event["loaded"]]
         yield (
             f"Host memory: before the step computes, {', '.join(moves)}. It holds "
             f"{plural(host['host_blocks'], 'block')}, has lost {host['host_evictions']}, and has "
@@ -254,7 +288,8 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         )
     if "why" in event:
         waiting = [names[i] for i in state.waiting]
-        yield f"Waiting: {some(waiting)}, because {WHY_WAITING[event['why']].format(waiting[0])}."
+        why = WHY_WAITING[event["why"]].format(waiting[0])
+        yield f"Waiting: {join_names(waiting)}, because {why}."
     for i in event.get("dropped", ()):
         yield f"The token of {names[i]} is dropped, because the sequence had already ended."
     for i, reason, stop in event.get("finished", ()):

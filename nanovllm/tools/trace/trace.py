@@ -1,12 +1,12 @@
-"""Trace: what an engine did in every step, as a table, as a page and for Perfetto.
+"""Trace: records what an engine does in every step.
 
     with Trace(llm) as trace:
         llm.generate(prompts, params)
     print(trace)
     trace.save("trace.html")  # or "trace.json"
 
-A trace is the engine's observer. It stores the events of trace_events.py: dicts that contain what has
-changed since the previous event. trace_show.py shows them.
+A trace is the engine's observer. It stores the events of events.py, which are dicts with the
+changes since the previous event. show.py shows them as a table, as a page and for Perfetto.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import StepOutput, Yield
-from nanovllm.tools.trace import show as trace_show
+from nanovllm.tools.trace import show
 from nanovllm.tools.trace.events import Event as Event
 from nanovllm.tools.trace.events import State as State
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-MOST_LIKELY = 5  # tokens whose probabilities are recorded beside that of a sampled one
+MAX_LIKELY = 5  # tokens whose probabilities are recorded in addition to the sampled token
 
 
 class Observable(Protocol):
-    """What a Trace needs of an engine. LLMEngine and the histories of lessons/ implement it."""
+    """What a Trace needs of an engine. LLMEngine and the oracle's History implement it."""
 
     scheduler: Scheduler
     tokenizer: Any
@@ -49,10 +49,10 @@ class Observable(Protocol):
 
 
 class Trace(Observer):
-    """Records the steps of `llm`, an LLM or its LLMEngine, while its `with` block runs.
+    """Records the steps of an LLM, or of an LLMEngine, while its `with` block runs.
 
-    It contains the requests of all threads. An engine has one Trace at a time, and a Trace has one
-    `with` block. It can be printed and saved at any time, also after an error.
+    The trace contains the requests of all threads. An engine has one Trace at a time, and a Trace
+    has one `with` block. It can be printed and saved at any time, also after an error.
     """
 
     def __init__(self, llm: LLM | Observable) -> None:
@@ -107,7 +107,8 @@ class Trace(Observer):
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
         if step is None and not self._in_flight:
             return  # nothing was planned, and nothing will be committed
-        number, event = self.num_steps + 1, self._changes()
+        number = self.num_steps + 1
+        event = self._changes()
         event |= Event(plan=number, time=times, chunks=[])
         decodes: list[int] = []
         if step is not None:
@@ -120,7 +121,8 @@ class Trace(Observer):
             if plan.block_moves:
                 event["copies"] = list(plan.block_moves)
             if plan.saves or plan.loads:
-                event["saved"], event["loaded"] = list(plan.saves), list(plan.loads)
+                event["saved"] = list(plan.saves)
+                event["loaded"] = list(plan.loads)
                 event["host"] = self._blocks.stats()
             if step.evicted:
                 event["evicted"] = step.evicted
@@ -146,27 +148,27 @@ class Trace(Observer):
             or (seq.finish_reason == "error" and seq in updated)
         ]
         event["tokens"] = [token for _, token in got]
-        of = [number for number, _ in got]
-        if of != self._state.of:
-            event["of"] = of
+        receivers = [number for number, _ in got]
+        if receivers != self._state.receivers:
+            event["receivers"] = receivers
         if output.logprobs:
-            event["likely"] = list(self._likely(step, output, of))
+            event["likely"] = list(self._likely(step, output, receivers))
         sampled = [self._numbers[seq] for seq in step.sampling_seqs if seq in self._numbers]
-        if dropped := [number for number in sampled if number not in of]:
+        if dropped := [number for number in sampled if number not in receivers]:
             event["dropped"] = dropped
         self._add(event)
 
     def _likely(
-        self, step: InFlightStep, output: StepOutput, of: list[int]
+        self, step: InFlightStep, output: StepOutput, receivers: list[int]
     ) -> Iterator[tuple[int, int, list[tuple[int, float]]]]:
-        """Yield `Event.likely`, with probabilities of four digits, because a trace should be small."""
+        """Yield `Event.likely`. Probabilities have four digits to keep the trace small."""
         for row, seq in step.seqs.items():
             number = self._numbers.get(seq, -1)
-            own, *others = output.logprobs.get(row, [(-1, 0.0, 0)])
-            if number in of and own[0] >= 0:
-                others = [entry for entry in others if entry[0] != own[0]][:MOST_LIKELY]
-                likely = [(t, float(f"{math.exp(p):.4g}")) for t, p, _ in (own, *others)]
-                yield number, own[2], likely
+            sampled, *others = output.logprobs.get(row, [(-1, 0.0, 0)])
+            if number in receivers and sampled[0] >= 0:
+                others = [entry for entry in others if entry[0] != sampled[0]][:MAX_LIKELY]
+                likely = [(t, float(f"{math.exp(p):.4g}")) for t, p, _ in (sampled, *others)]
+                yield number, sampled[2], likely
 
     def reverted(self, error: BaseException) -> None:
         self._in_flight.clear()
@@ -177,7 +179,10 @@ class Trace(Observer):
 
     def _changes(self) -> Event:
         """Return what differs between the engine and the state after the last event."""
-        scheduler, state, numbers, event = self._scheduler, self._state, self._numbers, Event()
+        scheduler = self._scheduler
+        state = self._state
+        numbers = self._numbers
+        event = Event()
         queue = list(scheduler.waiting)
         unknown = [seq for seq in (*scheduler.running, *queue) if seq not in numbers]
         for seq in sorted(unknown, key=lambda seq: (seq.arrival, seq.index)):
@@ -195,9 +200,9 @@ class Trace(Observer):
         tables = []
         for seq in (*self._preemptions, *new):
             number, blocks = numbers[seq], seq.block_table
-            before = state.seqs[number].table if number < len(state.seqs) else []
-            if blocks != before:
-                keep = sum(takewhile(bool, map(eq, before, blocks)))
+            old_blocks = state.seqs[number].table if number < len(state.seqs) else []
+            if blocks != old_blocks:
+                keep = sum(takewhile(bool, map(eq, old_blocks, blocks)))
                 tables.append([number, keep, *blocks[keep:]])
         if tables:
             event["tables"] = tables
@@ -212,7 +217,8 @@ class Trace(Observer):
     def _name(self, seq: Sequence) -> str:
         """Return the id of the request, with a number if it can have several sequences.
 
-        That is the index of a sample. The index of a beam changes, so beams are numbered as they appear.
+        The number is the index of a sample. The index of a beam changes, so beams are numbered in
+        the order in which they appear.
         """
         if seq.yields is Yield.CANDIDATES:
             self._beams[seq.arrival] += 1
@@ -224,7 +230,7 @@ class Trace(Observer):
         return -1 if seq.parent is None else self._numbers.get(seq.parent, -1)
 
     def _add(self, event: Event) -> None:
-        """Append an event and update the state with which the next one is compared."""
+        """Append an event and update the state with which the next event is compared."""
         live = [*self._preemptions, *islice(self._numbers, len(self._state.seqs), None)]
         self.events.append(event)
         self._state.apply(event)
@@ -258,13 +264,13 @@ class Trace(Observer):
         path.write_text(content, encoding="utf-8")
 
     def page(self) -> str:
-        return trace_show.page(self.options, self.events, self.texts())
+        return show.page(self.options, self.events, self.texts())
 
     def chrome(self) -> dict[str, Any]:
-        return trace_show.chrome(self.options, self.events, self.texts())
+        return show.chrome(self.options, self.events, self.texts())
 
     def __str__(self) -> str:
-        return trace_show.table(self.options, self.events, self.texts())
+        return show.table(self.options, self.events, self.texts())
 
 
 def describe(error: BaseException | None) -> str:

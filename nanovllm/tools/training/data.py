@@ -1,12 +1,9 @@
-"""The text that qwen3-nano learns from, and the questions that it is graded on.
-
-Owns: the tasks, their phrasings, and the line between what training sees and what it never sees.
-Given: a `random.Random`. Mutates: nothing else; imports no torch.
+"""The texts that train qwen3-nano, and the questions that grade it.
 
 A `Sample` is one question with its right answer. An open task (`add`, `sort`, ...) has far more
-instances than training shows: `held_out(key)` puts a fixed 5 % of the keys on the test side, by a
-checksum, so that no list of them has to be kept. A closed task (`primes`, `table`) has few
-instances, all of them trained, and is graded in phrasings that training never saw.
+instances than training draws. `held_out(key)` holds out a fixed 5 % of the keys for the test, by a
+checksum. A closed task (`primes`, `table`) has few instances. Training draws all of them, and the
+test asks in phrasings that training never saw. No torch.
 """
 
 import random
@@ -34,12 +31,12 @@ class Sample:
 
 
 def held_out(key: Iterable[object]) -> bool:
-    """True for the 5 % of the instances that only the test sees. Order in `key` counts."""
+    """Return whether an instance is one of the 5 % of the test. The order of `key` counts."""
     return zlib.crc32(" ".join(map(str, key)).encode()) % 20 == 0
 
 
 def _draw(test: bool, make: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Draw instances (their first item is the key) until one is on the wanted side."""
+    """Draw instances until one is of the test or of training. The first item is its key."""
     while True:
         instance = make()
         if held_out(instance[0]) == test:
@@ -59,7 +56,7 @@ BEFORE = (
 
 
 def _phrase(rng: random.Random, task: str, **values: object) -> str:
-    """One of the task's phrasings, decorated as people do: case, politeness, punctuation."""
+    """Draw a phrasing of the task. It varies in case, politeness and punctuation."""
     imperative, question = IMPERATIVE[task], QUESTION[task]
     index = rng.randrange(len(imperative) + len(question))
     if index < len(imperative):
@@ -73,21 +70,19 @@ def _phrase(rng: random.Random, task: str, **values: object) -> str:
     else:
         text = question[index - len(imperative)].format(**values)
         before = rng.choice(("", "", "", "", "so ", "and ", "tell me, ", "quick: "))
-        after, end = (
-            "",
-            rng.choice(("?", "?", "?", "", "") if not text.endswith("=") else ("", " ?")),
-        )
+        after = ""
+        end = rng.choice(("?", "?", "?", "", "") if not text.endswith("=") else ("", " ?"))
     text = before + text + after + end
     return text if rng.random() < 0.4 else text[0].upper() + text[1:]
 
 
-# ---- one maker per task: (rng, test side?) -> Sample ----
+# ---- one function for each task: (rng, whether the sample is for the test) -> Sample ----
 
 
 def _pair(rng: random.Random, test: bool) -> tuple[int, int]:
-    """Two operands; the unordered pair decides the side, for every task that takes a pair.
+    """Draw two operands. The unordered pair decides whether they are held out, in every task.
 
-    Equal operands are all on the training side: `compare` asks for them more often than chance.
+    Equal operands are never held out, because `compare` draws them more often than chance.
     """
     while True:
         small = not test and rng.random() < 0.15  # what people ask first
@@ -123,7 +118,7 @@ def compare(rng: random.Random, test: bool = False) -> Sample:
         answer = f"{min(a, b)} is smaller than {max(a, b)}."
     else:
         answer = f"{max(a, b)} is larger than {min(a, b)}."
-    # The verdict comes last: it is easy once the fact is written, and hard before.
+    # Yes or no comes last: it is easy after the fact is written, and hard before.
     if f"is {a} larger" in low or f"is {a} bigger" in low or f"is {a} greater" in low:
         answer = f"{answer[:-1]}, so {'yes' if a > b else 'no'}."
     elif f"is {a} smaller" in low or f"is {a} less" in low:
@@ -162,7 +157,7 @@ def sort(rng: random.Random, test: bool = False) -> Sample:
 
 
 def word(rng: random.Random, test: bool = False, size: int = 0) -> str:
-    """A word of 3 to 12 letters: pronounceable, or letters at random, or (training) a repeat."""
+    """Draw a word of 3 to 12 letters: pronounceable, random, or (training) of three letters."""
     size = size or rng.randint(3, 12)
 
     def make() -> tuple[Any, ...]:
@@ -177,7 +172,7 @@ def word(rng: random.Random, test: bool = False, size: int = 0) -> str:
             text = text[start : start + size]
         elif test or rng.random() < 0.7:
             text = "".join(rng.choice(LETTERS) for _ in range(size))
-        else:  # few different letters: position, not identity, must tell them apart
+        else:  # few different letters: the model must tell them apart by their positions
             few = rng.sample(LETTERS, 3)
             text = "".join(rng.choice(few) for _ in range(size))
         return (text,), text
@@ -233,7 +228,7 @@ def table_answer(n: int) -> str:
 
 
 def explain(rng: random.Random) -> Sample:
-    """One idea of the engine, asked by one of its names."""
+    """Draw a question about a topic of the engine."""
     topic = rng.choice(TOPICS)
     name = rng.choice(topic.names)
     text = rng.choice(EXPLAIN).format(x=name)
@@ -253,7 +248,7 @@ def explain(rng: random.Random) -> Sample:
 
 
 def talk(rng: random.Random) -> Sample:
-    """Greetings, introductions, and questions that a model of this size cannot answer."""
+    """Draw a greeting, an introduction, or a question that a model of this size cannot answer."""
     kind = rng.random()
     if kind < 0.4:
         question, answer = rng.choice(SELF.names), SELF.text
@@ -273,7 +268,7 @@ def talk(rng: random.Random) -> Sample:
 
 
 def _known_words() -> list[str]:
-    """Every word of the phrasings and topics: one token each, so its spelling must be learned."""
+    """Return the words of all phrasings and topics. Each is one token and has to be learned."""
     topics = [*TOPICS, *SMALL_TALK, SELF, OFF_TOPIC]
     texts = [text for topic in topics for text in (*topic.names, topic.text)]
     for phrasings in (*IMPERATIVE.values(), *QUESTION.values(), EXPLAIN):
@@ -295,7 +290,7 @@ OPEN_TASKS: dict[str, Callable[[random.Random, bool], Sample]] = {
     "upper": upper,
 }
 
-# How often training draws each task: the harder it is to learn, the more of it.
+# How often training draws each task. Tasks that are harder to learn have larger weights.
 WEIGHTS: dict[Callable[..., Sample], float] = {
     add: 14,
     subtract: 18,
@@ -313,12 +308,12 @@ WEIGHTS: dict[Callable[..., Sample], float] = {
 
 
 def draw(rng: random.Random) -> Sample:
-    """One training sample; never one of the test side."""
+    """Draw a sample for training. It is never one of the test."""
     return rng.choices(list(WEIGHTS), weights=list(WEIGHTS.values()))[0](rng)
 
 
 def corpus(rng: random.Random, number: int = 20_000) -> Iterator[str]:
-    """Text for training the tokenizer: all phrasings and topics, with no instance filled in."""
+    """Yield texts for training the tokenizer: phrasings and topics without their instances."""
     blank = dict.fromkeys(("a", "b", "n", "w", "items"), "0")
     for _ in range(number):
         yield _phrase(rng, rng.choice(list(IMPERATIVE)), **blank)
@@ -328,7 +323,7 @@ def corpus(rng: random.Random, number: int = 20_000) -> Iterator[str]:
 
 
 def graded_samples(task: str, number: int = 200, seed: int = 1) -> list[Sample]:
-    """The graded questions of a task: `number` held-out ones, or, if closed, every instance."""
+    """Return the test of a task: `number` held-out questions, or all instances if it is closed."""
     rng = random.Random(f"{task}/{seed}")
     if task in OPEN_TASKS:
         return [OPEN_TASKS[task](rng, True) for _ in range(number)]

@@ -1,7 +1,6 @@
 """Grades qwen3-nano through the engine: `python -m nanovllm.tools.training.grade`.
 
-Given: an LLM. Mutates nothing. An answer is right if it is the expected text to the letter and was
-ended by a stop token, not by its length.
+An answer is right if it is exactly the expected text and ends with a stop token.
 """
 
 import argparse
@@ -10,24 +9,29 @@ from collections.abc import Iterable
 from nanovllm import LLM
 from nanovllm.tools.training.data import ALL_TASKS, Sample, graded_samples
 
-ABOUT = f"""Asks the embedded model, or another checkpoint, questions that its training never saw, and
-prints how many it gets right, task by task ({", ".join(ALL_TASKS)}). About 10 seconds on 2 cores."""
+ABOUT = f"""Asks the embedded model, or another checkpoint, questions that its training never saw.
+Prints the number of right answers of each task ({", ".join(ALL_TASKS)}). About 10 seconds on 2
+cores."""
 
 
 def wrong_answers(
     llm: LLM, samples: list[Sample], use_tqdm: bool = False
 ) -> list[tuple[Sample, str]]:
-    """The samples that the model gets wrong, each with what it said."""
+    """Return the samples with wrong answers, each with the answer of the model."""
     chats = [[{"role": "user", "content": s.question}] for s in samples]
     outs = llm.chat(chats, use_tqdm=use_tqdm)  # greedy: the checkpoint's generation_config
-    said = [(s, o.outputs[0]) for s, o in zip(samples, outs, strict=True)]
-    return [(s, o.text) for s, o in said if (o.text, o.finish_reason) != (s.answer, "stop")]
+    wrong = []
+    for sample, out in zip(samples, outs, strict=True):
+        answer = out.outputs[0]
+        if (answer.text, answer.finish_reason) != (sample.answer, "stop"):
+            wrong.append((sample, answer.text))
+    return wrong
 
 
 def accuracy(
     llm: LLM, tasks: Iterable[str] = ALL_TASKS, number: int = 200, use_tqdm: bool = False
 ) -> dict[str, tuple[int, int, list[tuple[Sample, str]]]]:
-    """For each task: how many were right, of how many, and which were not. One batch for all."""
+    """Return task -> (right answers, questions, wrong answers). All questions are one batch."""
     by_task = {task: graded_samples(task, number) for task in tasks}
     wrong = wrong_answers(llm, [s for samples in by_task.values() for s in samples], use_tqdm)
     report = {}

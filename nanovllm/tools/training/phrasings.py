@@ -1,7 +1,7 @@
-"""How people ask: the phrasings of every task, as format strings.
+"""The phrasings of every task, as format strings.
 
-Owns: the strings. {a}, {b}, {n}, {w}, {items} and {x} stand for the instance. Imperatives can take a
-"please" or "can you" (data.py adds them), questions cannot.
+{a}, {b}, {n}, {w}, {items} and {x} stand for the instance. data.py adds "please" or "can you" to
+imperatives, but not to questions.
 """
 
 IMPERATIVE: dict[str, list[str]] = {
@@ -221,7 +221,7 @@ QUESTION: dict[str, list[str]] = {
         "{w} in capitals",
     ],
 }
-# Phrasings of the closed tasks that training never sees; whole, as a person would type them.
+# Complete questions of the closed tasks that training never sees.
 UNSEEN: dict[str, list[str]] = {
     "primes": [
         "I would like a list of the prime numbers up to {n}.",

@@ -1,11 +1,9 @@
-"""Makes the tokenizer of qwen3-nano: byte-level BPE, trained on the project's own text.
+"""Makes the tokenizer of qwen3-nano: byte-level BPE, trained on the texts of data.py.
 
-Owns: the split into pieces, the special tokens and the chat template. Given: texts. Mutates nothing.
-
-A digit is one token. A word is either one token or single letters, never a mixture: the pieces that
-BPE learned on the way to whole words are dropped after training (`ignore_merges` looks whole words
-up). To reverse "planet" a model must see p-l-a-n-e-t; fed "plan" + "et" it would have to know the
-spelling of every piece by heart.
+A digit is one token. A word is either one token or single letters, never a mixture. The shorter
+pieces that BPE learns are therefore dropped after training, and `ignore_merges` looks up complete
+words. To reverse "planet", a model must see p-l-a-n-e-t. With "plan" + "et" it would have to learn
+the spelling of every piece.
 """
 
 import random
@@ -28,7 +26,7 @@ MARKUP = (
 )
 SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\s"
 
-# ChatML; as in Qwen3's template, enable_thinking=False hands the model an empty thought.
+# ChatML. As in Qwen3's template, enable_thinking=False begins the answer with an empty thought.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
@@ -38,12 +36,13 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- if enable_thinking is defined and enable_thinking is false %}\
+{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
 
 
 def build() -> PreTrainedTokenizerFast:
-    """Train the tokenizer; the same one every time."""
+    """Train the tokenizer. The result is always the same."""
     texts = list(corpus(random.Random(0)))
     split = pre_tokenizers.Sequence(
         [
@@ -58,8 +57,8 @@ def build() -> PreTrainedTokenizerFast:
         vocab_size=8192, min_frequency=2, initial_alphabet=alphabet, show_progress=False
     )
     trained.train_from_iterator(texts, trainer)
-    whole = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
-    learned = sorted(token for token in trained.get_vocab() if len(token) > 1 and token in whole)
+    words = {piece for text in texts for piece, _ in split.pre_tokenize_str(text)}
+    learned = sorted(token for token in trained.get_vocab() if len(token) > 1 and token in words)
     tokens = alphabet + learned
 
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], ignore_merges=True))

@@ -1,6 +1,6 @@
-"""What qwen3-nano says in whole sentences: topics of the engine, and small talk.
+"""The answers of qwen3-nano in full sentences: topics of the engine, and small talk.
 
-A `Topic` is one answer and the names by which it can be asked for.
+A `Topic` has one answer, and the names that a question may use for it.
 """
 
 from typing import NamedTuple

@@ -1,13 +1,13 @@
-"""Makes qwen3-nano: `python -m nanovllm.tools.training.train` (about an hour on 2 cores; --help for more).
+"""Trains qwen3-nano: `python -m nanovllm.tools.training.train`, about an hour on 2 cores.
 
-Owns: the recipe. Writes: a Hugging Face checkpoint to --out, and beside it, while it runs,
-`--out`.resume, from which the same command goes on after an interruption (safetensors and JSON).
+It writes a Hugging Face checkpoint to --out. While it runs, it saves its state in a directory with
+the same name and the suffix .resume. After an interruption, the same command resumes from there.
 
-Recipe: conversations of one to three turns drawn afresh from nanovllm/tools/training/data.py, loss on the
-answers only, batches of equal padded size, Muon for the matrices (Jordan et al. 2024) and AdamW
-for embeddings and norms, a linear warm-up and decay, bf16 arithmetic over fp32 master weights
-where the processor has it. Training runs in pools: pool i draws its conversations from seed i, so
-a resumed run sees what an uninterrupted one would have seen.
+Recipe: conversations of one to three turns drawn anew from data.py; loss on the answers only;
+batches of equal padded size; Muon for the matrices (Jordan et al. 2024) and AdamW for embeddings
+and norms; a linear warm-up and decay; bf16 arithmetic with fp32 master weights if the processor has
+bf16. Training runs in pools. Pool i draws its conversations from seed i, so a resumed run draws the
+same conversations as an uninterrupted run.
 """
 
 import argparse
@@ -29,12 +29,12 @@ BATCH_TOKENS = 8192  # padded tokens in a batch
 SAVE_EVERY = 10  # pools
 SYSTEM = ("You are a helpful assistant.", "You are qwen3-nano.", "Answer briefly.")
 
-ABOUT = """Makes qwen3-nano from nothing: its text, its tokenizer and its weights, in about an hour on
-2 cores, with a progress bar. It REPLACES the embedded model unless --out names another folder. Interrupt
-it whenever you like: the same command goes on from the last save, in a folder beside --out that ends in
-.resume (remove that folder to begin anew). Grade the result with python -m nanovllm.tools.training.grade --model."""
+ABOUT = """Makes the text, the tokenizer and the weights of qwen3-nano, in about an hour on 2 cores.
+It REPLACES the embedded model unless --out names another directory. You can interrupt it: the same
+command resumes from the last save, in the directory --out with the suffix .resume. Remove that
+directory to start again. Grade the result with python -m nanovllm.tools.training.grade --model."""
 
-Conversation = tuple[list[int], list[bool]]  # token ids; which of them the loss counts
+Conversation = tuple[list[int], list[bool]]  # token ids; whether the loss counts each
 
 
 def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
@@ -59,8 +59,8 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def conversation(rng: random.Random) -> list[tuple[str, bool]]:
-    """Parts of one training text, and whether the loss counts them."""
-    if rng.random() < 0.15:  # no template: the answer follows on a line of its own
+    """Draw the parts of one training text, each with whether the loss counts it."""
+    if rng.random() < 0.15:  # no template: the answer is on the next line
         sample = draw(rng)
         return [(sample.question + "\n", False), (sample.answer + END_OF_TEXT, True)]
     parts = []
@@ -75,19 +75,19 @@ def conversation(rng: random.Random) -> list[tuple[str, bool]]:
 
 
 def pool(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[Conversation]]:
-    """Batches of conversations of like length, in random order."""
+    """Yield batches of conversations of similar length, in random order."""
     rng = random.Random(seed)
     drawn = [conversation(rng) for _ in range(POOL)]
     pieces = tokenizer([text for parts in drawn for text, _ in parts])["input_ids"]
     encoded: list[Conversation] = []
-    at = 0
+    num_parts = 0
     for parts in drawn:
         ids: list[int] = []
         counts: list[bool] = []
         for _, counted in parts:
-            ids += pieces[at]
-            counts += [counted] * len(pieces[at])
-            at += 1
+            ids += pieces[num_parts]
+            counts += [counted] * len(pieces[num_parts])
+            num_parts += 1
         encoded.append((ids, counts))
     encoded.sort(key=lambda c: len(c[0]))
     batches: list[list[Conversation]] = [[]]
@@ -100,7 +100,7 @@ def pool(tokenizer: PreTrainedTokenizerFast, seed: int) -> Iterator[list[Convers
 
 
 def collate(batch: list[Conversation], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids [N, L] and targets [N, L], -1 where the loss does not count."""
+    """Return right-padded ids [N, L] and targets [N, L]. A target of -1 does not count."""
     width = max(len(ids) for ids, _ in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)
     targets = torch.full((len(batch), width), -1, dtype=torch.long)
@@ -112,7 +112,7 @@ def collate(batch: list[Conversation], device: str) -> tuple[torch.Tensor, torch
 
 
 def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    # Padding is on the right, so the causal mask alone keeps it out of every counted position.
+    # Padding is on the right, so with a causal mask no counted position attends to it.
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     counted = targets >= 0
     logits = model.lm_head(hidden[counted])
@@ -129,7 +129,10 @@ def optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Optimizer
 
 
 def rate(step: float) -> float:
-    """Share of the peak learning rate at this share of the run: warm-up, plateau, linear decay."""
+    """Return the share of the peak learning rate: warm-up, plateau, linear decay.
+
+    step: the share of the run that is done.
+    """
     return min(step / 0.01, 1.0, max(0.0, 1.0 - step) / 0.5)
 
 
@@ -162,7 +165,7 @@ def load_state(model: Qwen3ForCausalLM, opts: list[torch.optim.Optimizer], path:
 
 
 def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write the checkpoint in bf16, in Hugging Face layout."""
+    """Write a Hugging Face checkpoint in bf16."""
     tensors = {
         n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in model.named_parameters()
     }
@@ -178,7 +181,7 @@ def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
         pad_token_id=tokenizer.pad_token_id,
     ).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    # Only what holds everywhere, and the class by the name that every transformers knows.
+    # Only settings and a class name that all versions of transformers know.
     settings = {
         "clean_up_tokenization_spaces": False,
         "eos_token": tokenizer.eos_token,
@@ -194,8 +197,8 @@ def main() -> None:
         prog="python -m nanovllm.tools.training.train", description=ABOUT
     )
     default = Path(__file__).parents[2] / "loading" / "qwen3-nano"
-    where = "checkpoint folder; the default is the embedded model itself (%(default)s)"
-    parser.add_argument("--out", type=Path, default=default, help=where)
+    out_help = "directory of the checkpoint; the default is the embedded model (%(default)s)"
+    parser.add_argument("--out", type=Path, default=default, help=out_help)
     parser.add_argument(
         "--pools", type=int, default=133, help=f"pools of {POOL} conversations (%(default)s)"
     )
@@ -219,9 +222,8 @@ def main() -> None:
     if args.compile:
         model.model.forward = torch.compile(model.model.forward, dynamic=True)
     parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{parameters:,} parameters, {len(tokenizer):,} tokens, starting at pool {done} of {args.pools}"
-    )
+    sizes = f"{parameters:,} parameters, {len(tokenizer):,} tokens"
+    print(f"{sizes}, starting at pool {done} of {args.pools}")
     fast_bf16 = args.device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     bar = tqdm(range(done, args.pools), initial=done, total=args.pools, unit="pool")
     for index in bar:

@@ -1,9 +1,9 @@
 """Lesson 8: sampling: from logits to a token.
 
 The model gives a logit for each token of the vocabulary. The softmax makes probabilities of them:
-exp(logit) / sum of all exp(logit). Greedy sampling takes the most likely token. Otherwise the logits
-are divided by a temperature, filters hide unlikely tokens, and one random number u in [0, 1) draws
-one of the rest:
+exp(logit) / sum of all exp(logit). Greedy sampling takes the most likely token. Otherwise the
+logits are divided by a temperature, filters hide unlikely tokens, and one random number u in [0, 1)
+draws one of the rest:
 
     probabilities   [ a a a a a a a | b b b b | c c c | d | e ]   from 0 to 1
     u = 0.55        ------------------------^                     is in b's part
@@ -28,7 +28,7 @@ SETTINGS: dict[str, float] = {"top_k": 3, "top_p": 0.8, "min_p": 0.1}
 
 
 def logits_after(llm: LLM, prompt: str) -> Tensor:
-    """The log-probabilities of the token after the prompt [V]: logits, less a constant."""
+    """Return the log-probabilities of the token after the prompt [V]: logits, less a constant."""
     output = ask(llm, [prompt], max_tokens=1, logprobs=-1)[0].outputs[0]
     assert output.logprobs is not None
     logits = torch.full((llm.engine.inputs.vocab_size,), -torch.inf)
@@ -38,7 +38,7 @@ def logits_after(llm: LLM, prompt: str) -> Tensor:
 
 
 def probabilities(logits: Tensor, temperature: float = 1.0, **values: float) -> Tensor:
-    """What the sampler draws from, [V]: a batch of one row, with these values of the filters."""
+    """Return the probabilities that the sampler draws from [V], with these filters."""
     filters = {name: torch.tensor([value]) for name, value in values.items()}
     zero = torch.tensor([0])  # seed and position, which only a draw needs
     batch = SamplingBatch(torch.tensor([temperature]), zero, zero, filters)
@@ -81,27 +81,28 @@ def show_preemption() -> None:
         preemptions.append(llm.stats()["preemptions"])
     assert tokens[0] == tokens[1]
     assert preemptions[0] < preemptions[1]
-    say(f"""Three samples of a request with a seed run in a pool of 64 blocks, and again in one of 10, where sequences are
-        preempted {preemptions[1]} times ({preemptions[0]} in the large pool). All of their
-        {len(tokens[0])} tokens are the same: there is no generator whose state a preemption could
-        lose.""")
+    say(f"""Three samples of a request with a seed run in a pool of 64 blocks, and again in a pool
+        of 10, where sequences are preempted {preemptions[1]} times ({preemptions[0]} in the large
+        pool). All {len(tokens[0])} tokens are the same: no random generator has a state that a
+        preemption could lose.""")
 
 
 def run() -> list[Question]:
     llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
     logits = logits_after(llm, PROMPT)
     best = logits.topk(SHOWN).indices.tolist()
-    say(f"""What may follow {PROMPT!r}: the {SHOWN} most likely of {len(logits):,} tokens. A temperature
-        below 1 makes likely tokens more likely, one above 1 less likely:""")
+    say(f"""What may follow {PROMPT!r}: the {SHOWN} most likely of {len(logits):,} tokens. A
+        temperature below 1 makes likely tokens more likely, one above 1 less likely:""")
     show_bars(llm, best, {f"temperature {t:g}": probabilities(logits, t) for t in TEMPERATURES})
-    say("""Filters hide tokens, and the probabilities of the rest are divided by their sum. top_k keeps
-        the k most likely tokens. top_p keeps the fewest most likely tokens whose sum reaches p. min_p
-        keeps those that are at least p times as likely as the most likely one:""")
+    say("""Filters hide tokens, and the probabilities of the rest are divided by their sum. top_k
+        keeps the k most likely tokens. top_p keeps the most likely tokens until their sum reaches
+        p. min_p keeps tokens that are at least p times as likely as the most likely token:""")
     filters = {f"{name}={value:g}": {name: value} for name, value in SETTINGS.items()}
     columns = {name: probabilities(logits, **setting) for name, setting in filters.items()}
     show_bars(llm, best, {"no filter": probabilities(logits), **columns})
-    say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order of
-        the vocabulary. u comes from the seed and position {len(llm.get_tokenizer().encode(PROMPT))}:""")
+    say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order
+        of the vocabulary. u comes from the seed and position
+        {len(llm.get_tokenizer().encode(PROMPT))}:""")
     show_draws(llm, logits)
     show_preemption()
     show_source(
@@ -115,7 +116,8 @@ def run() -> list[Question]:
     counts = [int((probabilities(four, **setting) > 0).sum()) for setting in settings]
     return [
         Question(
-            "Four tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. How many does top_p=0.75 keep?",
+            "Four tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. How many does top_p=0.75 "
+            "keep?",
             str(counts[0]),
             "The first alone reaches 0.5, the first two 0.8: the second is needed to reach 0.75.",
             "Add them up, the most likely first, until the sum is 0.75 or more.",
@@ -123,8 +125,8 @@ def run() -> list[Question]:
         Question(
             "The same four tokens: how many does min_p=0.2 keep?",
             str(counts[1]),
-            "The threshold is 0.2 times the largest probability, 0.1. It adapts to the distribution: "
-            "where the model is sure, few tokens remain.",
+            "The threshold is 0.2 times the largest probability, 0.1. It adapts to the "
+            "distribution: where the model is sure, few tokens remain.",
             "The threshold is relative to the most likely token, not 0.2 itself.",
         ),
     ]

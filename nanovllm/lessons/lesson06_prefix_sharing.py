@@ -9,7 +9,7 @@ hash is from vLLM.
 
     prompt A   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   block table  1 2 3
     prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]   block table  1 4 5
-                 block 1: shared   blocks 4 and 5: B's own, as t6 and u6 differ
+                 block 1: shared   blocks 4 and 5: B only, as t6 and u6 differ
 """
 
 from nanovllm import LLM, SamplingParams, Trace
@@ -87,13 +87,13 @@ def run() -> list[Question]:
     a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
     same = next(i for i in range(len(b)) if a[i] != b[i])
     print(*(f"{name} = {text!r}" for name, text in PROMPTS.items()), sep="\n", end="\n\n")
-    say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. The trace of their
-        first step follows. In its first columns, free, cached and shared count blocks while the step
-        runs; cached are blocks of the prefix cache that no sequence owns now. docs/trace.md explains
-        the other columns.""")
+    say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. The trace of
+        their first step follows. In its first columns, free, cached and shared count blocks while
+        the step runs; cached are blocks of the prefix cache that no sequence owns now.
+        docs/trace.md explains the other columns.""")
     counts = share_blocks(llm)
     show_table(("block", "ref_count"), counts.items())
-    say(f"""A and B share one block, and both own it: its reference count is 2. B computes the other
+    say(f"""A and B share one block, so its reference count is 2. B computes the other
         {same - 4} of the same tokens itself, because only full blocks are shared. A block that is
         not full will be written by its owner, with tokens that the other does not have.""")
     say("""A hash is computed from the block's tokens and the hash of the block before it. Equal
@@ -103,23 +103,24 @@ def run() -> list[Question]:
 
     llm.reset_prefix_cache()
     runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
-    say(f"""Finished requests leave their full blocks in the cache. At least one token of a prompt is
-        computed, because its logits give the first output token. When A, B and the first 8 tokens of A
-        are run twice, the second run finds {runs[1][0]} tokens of A, {runs[1][1]} of B, and of the prompt
-        of 8 tokens only {runs[1][2]}.""")
+    say(f"""Finished requests leave their full blocks in the cache. At least one token of a prompt
+        is computed, because its logits give the first output token. When A, B and the first 8
+        tokens of A are run twice, the second run finds {runs[1][0]} tokens of A, {runs[1][1]} of B,
+        and of the prompt of 8 tokens only {runs[1][2]}.""")
 
     prompts = [llm.get_tokenizer().encode(f"{EXAMPLES}What is 12 + {i}?\n") for i in range(8)]
     large = make_llm(num_kvcache_blocks=256)
     total = sum(map(len, prompts))
     computed = total - sum(run_prompts(large, prompts))
-    say(f"""What is gained: eight prompts with the same long beginning, {total:,} tokens in all, arrive
-        together at an empty cache. {computed:,} tokens are computed: one of the prompts computes the
-        beginning, and the others share it in the same step. They may, because each layer stores the keys
-        and values of the whole step before any query attends. The ladder measures the speed.""")
+    say(f"""Sharing saves work. Eight prompts with the same long beginning, {total:,} tokens in all,
+        arrive together at an empty cache. {computed:,} tokens are computed: one of the prompts
+        computes the beginning, and the others share it in the same step. This is possible because
+        each layer stores the keys and values of all tokens of the step before any query attends.
+        The ladder measures the speed.""")
 
     say("""Two samples of A, at a high temperature. They are sequences 0.0 and 0.1 of request 0.
         Sequence 0.1 is forked when 0.0 has its first token, and shares the blocks of the prompt. It
-        computes the last prompt token again, because it samples its own first token from the logits.
+        computes the last prompt token again, because it samples its first token from the logits.
         The last block is not full, and both will write into it, so the engine copies it for one of
         them first:""")
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
@@ -152,7 +153,7 @@ def run() -> list[Question]:
         Question(
             "Prompt A is sampled with n=4 instead of n=2. How many blocks are copied?",
             str(trace_samples(llm, 4)[1]),
-            "Four samples share the block that is not full. Each writes into it and needs its own. "
+            "Four samples share the block that is not full. Each writes into it and needs a copy. "
             "One of them keeps the original.",
             "With n=2 one block was copied, for two samples that write into it.",
         ),

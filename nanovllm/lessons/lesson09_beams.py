@@ -1,9 +1,9 @@
 """Lesson 9: beams are forks.
 
-Greedy sampling takes the most likely token in each step, but the most likely output may begin with a
-less likely token. A beam search keeps the `beam_width` best beginnings, its beams. In each step every
-beam yields its most likely next tokens, its candidates, and the best of all candidates continue. A
-beam with two chosen candidates is forked, and one with none ends.
+Greedy sampling takes the most likely token in each step, but the most likely output may begin with
+a less likely token. A beam search keeps the `beam_width` best beginnings, its beams. In each step
+every beam yields its most likely next tokens, its candidates, and the best of all candidates
+continue. A beam with two chosen candidates is forked, and one with none ends.
 
     step 1    step 2      step 3
     a  ---->  a b  --->   a b c     each line is a sequence with a block table
@@ -11,8 +11,8 @@ beam with two chosen candidates is forked, and one with none ends.
     e  ---->  e f  --->   e f g     copies the last one before it writes into it
                   `--->   e f h
 
-The search is on sequences of the scheduler, so that it needs no cache of its own: forks, copies on
-write and preemption are those of lessons 6 and 7.
+The search works on sequences of the scheduler and needs no separate cache. Forks, copy-on-write and
+preemption work as in lessons 6 and 7.
 """
 
 import math
@@ -52,8 +52,8 @@ def show_steps(llm: LLM, trace: Trace) -> None:
             tables = [list(seq.table) for seq in seqs]
     show_table(("step", "output so far", "block table", "copied"), rows)
     entries, blocks = sum(map(len, tables)), len({block for table in tables for block in table})
-    say(f"""In the last step the block tables have {entries} entries and {blocks} different blocks: what
-        beams have in common is stored once. {copies} blocks were copied in all.""")
+    say(f"""In the last step the block tables have {entries} entries and {blocks} different blocks:
+        what beams have in common is stored once. {copies} blocks were copied in all.""")
 
 
 def run() -> list[Question]:
@@ -64,7 +64,7 @@ def run() -> list[Question]:
         computes the prompt once, for all beams. In each step that follows, the last token of each
         beam is computed. Blocks have 4 slots, and the prompt has {len(prompt)} tokens:""")
     show_steps(llm, trace)
-    say("The results, and greedy sampling beside them:")
+    say("The results, compared with greedy sampling:")
     greedy = ask(llm, [PROMPT], max_tokens=LENGTH, ignore_eos=True, logprobs=0)[0].outputs[0]
     outputs = [("greedy", greedy.token_ids, greedy.cumulative_logprob or 0.0)]
     outputs += [
@@ -83,7 +83,7 @@ def run() -> list[Question]:
         link(BlockManager.copy_on_write),
     )
     one = search(llm, 1)[1][0].tokens[len(prompt) :]
-    most = max(
+    max_sequences = max(
         len(event.get("decodes", ())) + len(event.get("chunks", ())) for event in trace.events
     )
     return [
@@ -96,8 +96,8 @@ def run() -> list[Question]:
         Question(
             f"How many sequences does a step of the search above compute at most, with "
             f"beam_width={WIDTH}?",
-            str(most),
-            "One for each beam. Candidates are not sequences: they are computed by the beam's own row.",
+            str(max_sequences),
+            "One for each beam. Candidates are not sequences: the row of the beam computes them.",
             "Count the lines of a step in the first table.",
         ),
     ]

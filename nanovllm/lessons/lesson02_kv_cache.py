@@ -1,9 +1,9 @@
 """Lesson 2: generate with a KV cache.
 
-Attention lets a token read the keys and values of the tokens before it, and of no later ones. The
-keys and values (KV) of a token therefore do not change when the text grows. A KV cache stores them,
-and each step computes the new token only (Pope et al. 2022, arXiv:2211.05102, describe what this
-costs and saves). The cache takes memory for each token, which is the reason for lessons 3 to 7.
+In attention, a token reads the keys and values of the tokens before it, but not of later tokens.
+The keys and values (KV) of a token therefore do not change when the text grows. A KV cache stores
+them, and each step computes only the new token. Pope et al. 2022 (arXiv:2211.05102) describe the
+costs and savings. The cache takes memory for each token: lessons 3 to 7 are about this memory.
 
              without a cache    with a cache
     step 1   x x x x            x x x x        x: computed in this step
@@ -17,9 +17,9 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.lessons import lesson1_no_cache
+from nanovllm.lessons import lesson01_no_cache
 from nanovllm.lessons.lesson import GREEDY, decode_plan, make_llm, runner_of, shape_of
-from nanovllm.lessons.lesson1_no_cache import LENGTHS, PROMPT, block_table, measure
+from nanovllm.lessons.lesson01_no_cache import LENGTHS, PROMPT, block_table, measure
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
@@ -29,8 +29,8 @@ from nanovllm.plan import Chunk, Join, StepPlan, Yield
 def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
     """Generate with a cache, as a `Way` of lesson 1.
 
-    The first step computes the prompt. After it, a step computes the token that row 0 sampled last
-    and reads the KV of all others in the cache.
+    The first step computes the prompt. Each later step computes the token that row 0 sampled last,
+    and reads the KV of all other tokens in the cache.
     """
     plan = StepPlan(
         joins=[Join(0, block_table(llm), GREEDY)],
@@ -44,24 +44,28 @@ def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int
 
 
 def key_in_texts(llm: LLM, ids: list[int], position: int, lengths: list[int]) -> torch.Tensor:
-    """The key at `position` in the last layer, first head, after each length of text [N, D]."""
-    attention, size = runner_of(llm).attention, llm.engine.scheduler.blocks.block_size
+    """Return the key at `position` after texts of these lengths [N, D], in the last layer.
+
+    It is the key of the first head.
+    """
+    attention = runner_of(llm).attention
+    size = llm.engine.scheduler.blocks.block_size
     assert isinstance(attention, PlainAttention)
     block, offset = block_table(llm)[position // size], position % size
     keys = []
     for length in lengths:
-        next(lesson1_no_cache.generate(llm, ids[:length], 1))
+        next(lesson01_no_cache.generate(llm, ids[:length], 1))
         keys.append(attention.cache[-1, 0, block, 0, offset].clone())
     return torch.stack(keys)
 
 
 def compare(llm: LLM, prompt: list[int], lengths: tuple[int, ...]) -> None:
-    """Print both ways side by side."""
+    """Print both ways next to each other."""
     rows = []
     for n in lengths:
-        want, without, slow = measure(lesson1_no_cache.generate, llm, prompt, n)
+        expected, without, slow = measure(lesson01_no_cache.generate, llm, prompt, n)
         tokens, computed, fast = measure(generate, llm, prompt, n)
-        assert tokens == want
+        assert tokens == expected
         rows.append((n, f"{without:,}", computed, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
     head = ("output tokens", "computed without", "with", "seconds without", "with", "it is")
     show_table(head, rows)
@@ -71,23 +75,25 @@ def run() -> list[Question]:
     llm = make_llm(attention_backend="sdpa")
     prompt = llm.get_tokenizer().encode(PROMPT)
 
-    say("""The key of the third token in the last layer, its first 4 numbers, when the model reads the
-        first 3, 6 and 10 tokens of the prompt:""")
+    say("""The key of the third token in the last layer, its first 4 numbers, when the model reads
+        the first 3, 6 and 10 tokens of the prompt:""")
     keys = key_in_texts(llm, prompt, 2, [3, 6, 10])
     rows = [
         (n, *(f"{x:.4f}" for x in k[:4])) for n, k in zip((3, 6, 10), keys.tolist(), strict=True)
     ]
     show_table(("tokens read", "1", "2", "3", "4"), rows)
     assert torch.allclose(keys, keys[:1], atol=1e-4)
-    say("""It depends on the tokens up to its own only, so it can be kept. Without a cache each step
-        computes it again. Both ways give the same tokens:""")
+    say("""The key depends on its token and the tokens before it only, so it can be kept. Without a
+        cache each step computes it again. Both ways give the same tokens:""")
     compare(llm, prompt, LENGTHS[1:])
-    say("""The number of computed tokens was a square of the output's length, and is now the length of
-        the prompt and the output, less one: the token that was sampled last is never computed.""")
+    say("""The number of computed tokens grew with the square of the output's length. Now it is the
+        length of the prompt and the output, less one: the token that was sampled last is never
+        computed.""")
 
     say("""The price is memory, a key and a value for each layer and KV head:
         2 * layers * KV heads * head size * bytes of a number.""")
-    large, rows = shape_of("qwen3-0.6b"), []
+    large = shape_of("qwen3-0.6b")
+    rows = []
     models = (
         ("embedded model, float32", runner_of(llm).model.config, 4),
         ("Qwen3-0.6B, bfloat16", large, 2),
@@ -98,14 +104,14 @@ def run() -> list[Question]:
         rows.append((name, arithmetic, f"{size:,}", f"{1000 * size / 1e6:.1f} MB"))
     show_table(("model", "arithmetic", "bytes a token", "1,000 tokens"), rows)
     slots = len(block_table(llm)) * llm.engine.scheduler.blocks.block_size
-    say(f"""The length of an answer is not known in advance. This lesson therefore reserved a slot for
-        each of the {slots:,} positions that the model can read, and used few of them. Lesson 3 takes
-        memory only when a sequence needs it.""")
-    say("""A step that computes a prompt is often called prefill, and a step that computes one token of
-        each sequence is called decode. A prefill computes many tokens for each read of the weights, a
-        decode computes few. The engine has no such phases: a sequence has known tokens and computed
-        tokens, and a step computes some of the difference. The loop above is the special case in
-        which the difference is first the prompt and then one token.""")
+    say(f"""The length of an answer is not known in advance. This lesson therefore reserved a slot
+        for each of the {slots:,} positions that the model can read, and used few of them. In lesson
+        3 a sequence takes memory only when it needs it.""")
+    say("""A step that computes a prompt is often called prefill, and a step that computes one token
+        of each sequence is called decode. A prefill computes many tokens for each read of the
+        weights, a decode computes few. The engine has no such phases: a sequence has known tokens
+        and computed tokens, and a step computes some of the difference. The loop above is the
+        special case in which the difference is first the prompt and then one token.""")
     show_source(
         link(PlainAttention.store),
         link(PlainAttention.attend_gathered, "read_blocks"),
@@ -121,15 +127,16 @@ def run() -> list[Question]:
             str(computed),
             f"{len(prompt)} of the prompt and {length - 1} of the output: nothing reads the KV of "
             "the last token, so it is not computed.",
-            "The first step computes the prompt. How many steps follow, and how many tokens does each "
-            "compute?",
+            "The first step computes the prompt. How many steps follow, and how many tokens does "
+            "each compute?",
         ),
         Question(
-            "Qwen3-0.6B has 16 query heads, and two of them share a KV head. How many bytes would a "
-            "token take in the cache if each query head had a KV head of its own?",
+            "Qwen3-0.6B has 16 query heads, and two of them share a KV head. How many bytes "
+            "would a token take in the cache if each query head had a separate KV head?",
             str(shape_of("qwen3-0.6b", num_kv_heads=large.num_heads).block_bytes(1, 2)),
             "Twice as many. Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) shares "
             "KV heads to make the cache smaller.",
-            "Put the number of query heads in place of the KV heads in the arithmetic of the table.",
+            "Put the number of query heads in place of the KV heads in the arithmetic of the "
+            "table.",
         ),
     ]

@@ -1,9 +1,9 @@
 """Lesson 1: generate without a cache.
 
-A language model reads a text and computes one probability for each token of its vocabulary: how
-likely it is that this token comes next. To generate is to run the model, choose a token, append it
-to the text, and run the model again. This lesson runs it over the whole text for each new token, as
-the transformer is defined (Vaswani et al. 2017, arXiv:1706.03762), and counts what that costs.
+A language model reads a text. For each token of its vocabulary it computes the probability that
+this token comes next. To generate text, run the model, choose a token, append it to the text, and
+run the model again. This lesson runs the model over the whole text for each new token, as the
+transformer is defined (Vaswani et al. 2017, arXiv:1706.03762), and counts the cost.
 
     step 1   x x x x         the prompt has 4 tokens; x: computed in this step
     step 2   x x x x x       the prompt and 1 output token
@@ -32,7 +32,7 @@ LENGTHS = (20, 40, 80, 160)
 
 
 def block_table(llm: LLM) -> list[int]:
-    """Memory for the longest text that the model can read. Lesson 3 explains its blocks."""
+    """Return blocks for the longest text that the model can read. Lesson 3 explains blocks."""
     size = llm.engine.scheduler.blocks.block_size
     return list(range(1, 1 - (-llm.engine.inputs.max_model_len // size)))
 
@@ -40,8 +40,8 @@ def block_table(llm: LLM) -> list[int]:
 def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
     """Generate without a cache.
 
-    A StepPlan is what the scheduler sends to the runner. This one begins at position 0 each time,
-    so the runner reads nothing that an earlier step has stored.
+    The scheduler sends a StepPlan to the runner. Each plan here begins at position 0, so the runner
+    reads nothing that an earlier step has stored.
     """
     ids, table = list(prompt), block_table(llm)
     for _ in range(num_output):
@@ -77,11 +77,11 @@ def measure(way: Way, llm: LLM, prompt: list[int], length: int) -> tuple[list[in
 def run() -> list[Question]:
     llm = make_llm(attention_backend="sdpa")
     vocab_size = llm.engine.inputs.vocab_size
-    say(f"""One step of the embedded model gives {vocab_size:,} probabilities, one for each token of its
-        vocabulary. Greedy sampling takes the most likely token. It is part of the text that the next
-        step reads:""")
+    say(f"""One step of the embedded model gives {vocab_size:,} probabilities, one for each token of
+        its vocabulary. Greedy sampling takes the most likely token, and the next step reads the
+        text with this token:""")
     show_steps(llm, "Prefix", 5)
-    say("The same loop with plans that are written by hand. Each step computes the whole text:")
+    say("The same loop, with plans written by hand. Each step computes the whole text:")
 
     prompt = llm.get_tokenizer().encode(PROMPT)
     steps = list(generate(llm, prompt, 10))
@@ -99,10 +99,10 @@ def run() -> list[Question]:
         table.append((n, f"{computed:,}", f"{seconds:.2f}", f"{1e3 * seconds / n:.1f}"))
         counts.append(computed)
     show_table(("output tokens", "tokens computed", "seconds", "ms per output token"), table)
-    say(f"""From {LENGTHS[0]} to {LENGTHS[-1]} output tokens, {LENGTHS[-1] / LENGTHS[0]:.0f} times as
-        many, the model computes {counts[-1] / counts[0]:.0f} times as many tokens. A step also has a
-        fixed cost, whatever it computes, so that short texts hide the growth. Lesson 2 computes each
-        token once.""")
+    say(f"""From {LENGTHS[0]} to {LENGTHS[-1]} output tokens, {LENGTHS[-1] / LENGTHS[0]:.0f} times
+        as many, the model computes {counts[-1] / counts[0]:.0f} times as many tokens. A step also
+        has a fixed cost, which hides the growth in short texts. Lesson 2 computes each token
+        once.""")
     show_source(link(ModelRunner.run), link(Qwen3.forward), link(Qwen3.logits), link(sample))
 
     *_, (_, last) = generate(llm, prompt, 100)
@@ -115,14 +115,15 @@ def run() -> list[Question]:
             "The number grows with the square of the length. From "
             f"{LENGTHS[-2]} to {LENGTHS[-1]} output tokens it is {ratio:.2f} times as many; the "
             "rest is due to the prompt.",
-            "Compare two rows of the last table: one has twice as many output tokens as the other.",
+            "Compare two rows of the last table. One has twice as many output tokens as the other.",
         ),
         Question(
-            f"The prompt has {len(prompt)} tokens and the output 100. How many tokens does the last "
-            "step compute?",
+            f"The prompt has {len(prompt)} tokens and the output 100. How many tokens does the "
+            "last step compute?",
             str(last),
-            "The prompt and the 99 output tokens that were known. The token that the last step "
-            "samples is never computed.",
-            "Step 1 computes the prompt. Each later step computes one token more than the one before.",
+            "The prompt and the 99 known output tokens. The token that the last step samples is "
+            "never computed.",
+            "Step 1 computes the prompt. Each later step computes one token more than the previous "
+            "step.",
         ),
     ]

@@ -2,7 +2,7 @@
 
 The scheduler decides in every step which sequences compute which tokens. A policy orders the
 requests that wait: first come first served (FCFS), or the shortest prompt first (SJF). A token
-budget limits the tokens of a step, so that a long prompt is computed in chunks beside the decodes
+budget limits the tokens of a step. A long prompt is then computed in chunks, together with decodes
 of other requests (Sarathi-Serve, Agrawal et al., OSDI 2024, arXiv:2403.02310). If no block is
 free, the sequence that was admitted last is preempted: it loses its blocks and computes its tokens
 again later, as in vLLM (Kwon et al. 2023, arXiv:2309.06180).
@@ -22,9 +22,9 @@ from nanovllm.lessons.lesson import Counters, ask, make_llm, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.tools.trace.trace import State
 
-# Plain torch, so that the figures do not depend on whether kernels are compiled.
+# Plain torch: compiled kernels would change the figures.
 OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=256, enable_prefix_caching=False)
-LENGTHS = [150, *[9] * 12]  # of the prompts: a long one, and short ones behind it
+LENGTHS = [150, *[9] * 12]  # tokens of the prompts: a long one, and short ones after it
 BUDGET = 32  # tokens of a step
 LONG = 600  # tokens of the prompt that is computed in chunks
 DECODING = 4  # requests that decode when a long prompt arrives
@@ -35,7 +35,10 @@ def prompt(num_tokens: int) -> dict[str, list[int]]:
 
 
 def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[int, int]]:
-    """Run prompts in this order -> the step that admits each, as admitted, and of its first token."""
+    """Run prompts in this order -> the steps that admit each, and the steps of its first token.
+
+    The first dict has the order of admission.
+    """
     llm = make_llm(**OPTIONS, scheduling_policy=policy, max_num_batched_tokens=BUDGET)
     with Trace(llm) as trace:
         ask(llm, [prompt(length) for length in lengths], ignore_eos=True, max_tokens=2)
@@ -45,7 +48,7 @@ def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[in
         for seq in event.get("joins", ()):
             admitted[seq] = event["plan"]
         if "commit" in event:
-            for seq in state.of:
+            for seq in state.receivers:
                 first.setdefault(seq, event["commit"])
     return admitted, first
 
@@ -71,10 +74,8 @@ def chunk_steps(llm: LLM) -> list[tuple[int, float]]:
 def preempt(num_blocks: int, enable_prefix_caching: bool) -> tuple[Trace, list[list[int]], int]:
     """Run two requests -> the trace, their tokens, and how many tokens were computed again."""
     options = dict(num_kvcache_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
-    llm, prompts = (
-        make_llm(kvcache_block_size=4, **options),
-        ["What is 12 + 30?\n", "Sort 42, 7, 99\n"],
-    )
+    llm = make_llm(kvcache_block_size=4, **options)
+    prompts = ["What is 12 + 30?\n", "Sort 42, 7, 99\n"]
     with Trace(llm) as trace:
         outputs = ask(llm, prompts, ignore_eos=True, max_tokens=9)
     tokens = [output["token_ids"] for output in outputs]
@@ -118,12 +119,12 @@ def show_preemption() -> None:
     step, (lost,) = event["plan"], event["preempted"]
     say(f"""Preemption: two requests in a pool of 8 blocks. In step {step} request {1 - lost} needs
         another block and none is free. Request {lost} loses its blocks and returns to the head of
-        the queue with its tokens: the scheduler preempts the request that was admitted last. (Requests
-        go on after <|endoftext|>, because ignore_eos is set.)""")
+        the queue with its tokens: the scheduler preempts the request that was admitted last.
+        (Requests go on after <|endoftext|>, because ignore_eos is set.)""")
     print(trace, end="\n\n")
     say("""The tokens are the same as in a large pool. With prefix caching, the blocks that request
-        1 lost stay in the cache until they are evicted, so that fewer tokens are computed again.
-        (The last position of the row "again" is new: its token was sampled, but not computed yet.)""")
+        1 lost stay in the cache until they are evicted. Fewer tokens are computed again. (The last
+        position of the row "again" is new: its token was sampled, but not computed yet.)""")
     assert runs[0][1] == runs[1][1] == runs[2][1]
     head = ("blocks", "prefix caching", "steps", "tokens computed again")
     show_table(head, [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(pools, runs, strict=True)])
@@ -134,8 +135,8 @@ def run() -> list[Question]:
         step has at most {BUDGET} tokens. FCFS admits the long prompt first, and it uses the budget
         of the first steps. SJF admits the smallest key first: the number of uncached prompt tokens
         + {AGING} * the number of the request. The second term is aging: a request that arrives much
-        later has a larger key, however short it is, so that the long prompt does not wait forever.
-        The steps in which each request is admitted and gets its first token:""")
+        later has a larger key, however short it is. The long prompt therefore does not wait
+        forever. The steps in which each request is admitted and gets its first token:""")
     show_policies()
     say(f"""Chunked prompts: {DECODING} requests decode, and a prompt of {LONG} tokens arrives.
         Running sequences get their tokens first, and the prompt takes what the budget leaves. With
@@ -158,7 +159,7 @@ def run() -> list[Question]:
             "tokens (requests 1 to 10). How many of these are admitted before it?",
             str(list(admitted).index(0)),
             f"Request i has the key 9 + {AGING} * i, which is less than 100 up to i = 5.",
-            f"The key of request 0 is 100. That of request 1 is 9 + {AGING}, that of request 2 is 9 + "
+            f"The key of request 0 is 100, of request 1 it is 9 + {AGING}, of request 2 it is 9 + "
             f"{2 * AGING}, and so on.",
         ),
         Question(
@@ -167,6 +168,7 @@ def run() -> list[Question]:
             str(len(chunk_steps(llm))),
             f"Each step first computes {DECODING} decodes, which leaves {BUDGET - DECODING} tokens "
             f"for the prompt: {LONG} / {BUDGET - DECODING}, rounded up.",
-            "The decodes take their tokens first. How many tokens of a step are left for the prompt?",
+            "The decodes take their tokens first. How many tokens of a step are left for the "
+            "prompt?",
         ),
     ]

@@ -1,11 +1,11 @@
 """Lesson 4: continuous batching.
 
 A decode step has a fixed cost: it reads all weights, whether it computes one token or many. An
-engine therefore computes the next token of several requests, its batch, in one step. Each request
-of the batch has a row, and max_num_seqs is the number of rows. A static batch runs until the last
-of its requests has finished, and the rows of those that finished earlier are idle. With continuous
-batching, a waiting request takes a row as soon as it is free. The decision is made anew in every
-step, which is why the paper calls it iteration-level scheduling (Orca, Yu et al., OSDI 2022).
+engine therefore computes the next tokens of several requests, a batch, in one step. Each request of
+the batch has a row, and max_num_seqs is the number of rows. A static batch runs until its last
+request has finished, and the rows of finished requests are idle. With continuous batching, a
+waiting request takes a row as soon as one is free. The engine decides this in every step, so the
+paper calls it iteration-level scheduling (Orca, Yu et al., OSDI 2022).
 
              static batches    continuous batching
     row 0    A A . . C C C     A A C C C      a letter: a step of that request
@@ -23,7 +23,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.tools.trace.trace import State
 
 ROWS = 4  # max_num_seqs
-# Plain torch, so that the figures do not depend on whether kernels are compiled.
+# Plain torch: compiled kernels would change the figures.
 OPTIONS = dict(attention_backend="sdpa", num_kvcache_blocks=64, enable_prefix_caching=False)
 LENGTHS = (2, 9, 3, 2, 8, 2, 3, 3)  # output tokens of the requests
 
@@ -31,9 +31,10 @@ LENGTHS = (2, 9, 3, 2, 8, 2, 3, 3)  # output tokens of the requests
 def generate(llm: LLM, lengths: Sequence[int], group_size: int) -> list[list[int]]:
     """Run requests with these numbers of output tokens, `group_size` at a time -> their tokens.
 
-    The next group is added when the whole group before it has finished.
+    The next group is added when the previous group has finished.
     """
-    prompts, tokens = [f"What is 12 + {i}?\n" for i in range(len(lengths))], list[list[int]]()
+    prompts = [f"What is 12 + {i}?\n" for i in range(len(lengths))]
+    tokens: list[list[int]] = []
     params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=n) for n in lengths]
     for i in range(0, len(lengths), group_size):
         group = slice(i, i + group_size)
@@ -43,8 +44,9 @@ def generate(llm: LLM, lengths: Sequence[int], group_size: int) -> list[list[int
 
 
 def timeline(llm: LLM, lengths: Sequence[int], group_size: int) -> list[str]:
-    """A line for each request, a column for each step: P is its prompt, D a decode."""
-    state, columns = State(), list[dict[int, str]]()
+    """Return a line for each request with a column for each step: P is its prompt, D a decode."""
+    state = State()
+    columns: list[dict[int, str]] = []
     with Trace(llm) as trace:
         generate(llm, lengths, group_size)
     for event in trace.events:
@@ -74,9 +76,9 @@ def run() -> list[Question]:
     llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
     runner = runner_of(llm)
     weights = runner.model.num_weights * runner.dtype.itemsize / 2**20
-    say(f"""A decode step reads {weights:.0f} MiB of weights and makes the same calls to torch's operators
-        for the linear layers, whether it computes 1 row or {ROWS}. Only attention works on each row
-        separately. Lesson 5 measures what more rows cost.""")
+    say(f"""A decode step reads {weights:.0f} MiB of weights and makes the same calls to torch's
+        operators for the linear layers, whether it computes 1 row or {ROWS}. Only attention works
+        on each row separately. Lesson 5 measures the cost of more rows.""")
     say(f"""Eight requests and {ROWS} rows. P is a step that computes the prompt and samples the
         first token, D is a decode, and n output tokens take n steps.""")
     ways = (("static batches", ROWS), ("continuous batching", len(LENGTHS)))
@@ -89,8 +91,9 @@ def run() -> list[Question]:
     assert runs[0][0] == runs[1][0]
     say(f"""Both compute the same tokens. A static batch takes as many steps as its longest request.
         With continuous batching request 4 computes its prompt in the step after requests 0 and 3
-        end. {rows[0][1]} steps become {rows[1][1]}, and the whole is {faster(runs[0][1], runs[1][1])}. The two
-        ratios differ, because a step with more rows takes longer.""")
+        end. {rows[0][1]} steps become {rows[1][1]}, and all requests together are
+        {faster(runs[0][1], runs[1][1])}. The two ratios differ, because a step with more rows takes
+        longer.""")
     show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
     show_source(
         link(Scheduler._admit, "self.max_num_seqs"),
@@ -107,7 +110,7 @@ def run() -> list[Question]:
             "continuous batching save, compared with static batches?",
             str(saved),
             "All rows of a group become free in the same step, so no row is ever idle. Continuous "
-            "batching gains where output lengths differ, as those of real requests do.",
+            "batching gains if output lengths differ, as in real requests.",
             f"With static batches, two groups of {ROWS} take 5 steps each. When is a row free with "
             "continuous batching?",
         ),
@@ -116,8 +119,10 @@ def run() -> list[Question]:
             f"timelines above, whose outputs have {', '.join(map(str, LENGTHS))} tokens. In which "
             "step of continuous batching is it computed? (The first step is 1.)",
             str(ninth.index("P") + 1),
-            "Four requests wait before it, and take the first four rows that become free. The fifth "
-            "row to become free is that of request 6. The total number of steps does not change.",
-            "In the timeline of continuous batching, find the step after which the fifth request ends.",
+            "Four requests wait before it, and take the first four rows that become free. The "
+            "fifth row to become free belongs to request 6. The total number of steps does not "
+            "change.",
+            "In the timeline of continuous batching, find the step in which the fifth request "
+            "ends.",
         ),
     ]
