@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -171,3 +172,14 @@ def test_the_workflow_runs_the_versions_of_the_readme() -> None:
     matrix = next(line for line in workflow.splitlines() if "python: [" in line)
     versions = re.findall(r'"(3\.\d+)"', matrix)
     assert f"Python {' or '.join(versions)}." in README.read_text()
+
+
+def test_one_answer_for_the_versions_of_python() -> None:
+    """The oldest version that CI runs is the one that pip, ruff and mypy are told."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    oldest = re.findall(r'"(3\.\d+)"', workflow)[0]
+    assert project["project"]["requires-python"] == f">={oldest}"
+    assert project["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert project["tool"]["mypy"]["python_version"] == oldest
+    assert f"Python {oldest}" in (ROOT / "docs" / "contributing.md").read_text()
