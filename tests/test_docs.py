@@ -148,6 +148,15 @@ def test_readme_has_the_tree_of_places() -> None:
     assert abs(int(stated[1].replace(",", "")) - core) <= core / 50, core
 
 
+def test_the_map_names_files_of_this_engine() -> None:
+    text = (ROOT / "docs" / "vllm-map.md").read_text()
+    tables = [part.split("\n\n")[0] for part in text.split("\n| idea | here |")[1:]]
+    cells = [line.split(" | ")[1] for table in tables for line in table.splitlines()[1:]]
+    files = {file for cell in cells for file in re.findall(r"[\w/]+\.py", cell)}
+    assert len(files) > 20
+    assert not [file for file in files if not (PACKAGE / file).exists()]
+
+
 def test_a_page_with_the_figures() -> None:
     """performance.md is one page. What it leaves out is in measurements.md, to which it links."""
     text = (ROOT / "docs" / "performance.md").read_text()
