@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.__main__ import COMMANDS
 from nanovllm.api import outputs
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.vllm_names import VLLM_OPTIONS
@@ -146,6 +147,11 @@ def test_readme_has_the_tree_of_places() -> None:
     core = sum(lines[name] for name in lines if name not in OPTIONAL)
     assert stated is not None
     assert abs(int(stated[1].replace(",", "")) - core) <= core / 50, core
+
+
+def test_every_command_is_documented() -> None:
+    table = (ROOT / "docs" / "api.md").read_text().split("## The program nanovllm")[1]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == set(COMMANDS)
 
 
 def test_the_map_names_files_of_this_engine() -> None:
