@@ -3,23 +3,29 @@
 import dataclasses
 import inspect
 import re
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.__main__ import COMMANDS
 from nanovllm.api import outputs
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.vllm_names import VLLM_OPTIONS
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features import beam_search
 from nanovllm.features import loglikelihood as scoring
 from nanovllm.features.embeddings import pooling
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "nanovllm"
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+# Places that can be deleted; tests/test_imports.py holds their imports.
+OPTIONAL = {"backends", "features", "tools", "lessons"}
+MAX_READING_PATH = 2000
 # Words of the code that needs packages.
 NEEDS = {"StructuredOutputsParams": "llguidance", "fastapi": "fastapi"}
 
@@ -72,8 +78,8 @@ def test_every_field_is_documented() -> None:
             assert f"`{field.name}`" in text, (cls.__name__, field.name)
     for name in VLLM_OPTIONS:
         assert f"`{name}`" in text, name
-    for name in re.findall(r"^\| `(\w+)\(", README.read_text(), re.MULTILINE):
-        assert hasattr(nanovllm, name) or hasattr(LLM, name), name
+    for name in re.findall(r"^\| `(\w+)\(", text, re.MULTILINE):
+        assert hasattr(LLM, name) or hasattr(LLMEngine, name), name
     for cls in params:  # help() shows the docstring
         for field in dataclasses.fields(cls):
             assert f"\n{field.name}: " in (inspect.getdoc(cls) or ""), field.name
@@ -86,23 +92,94 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / link.split("#")[0]).exists(), link
 
 
-def test_readme_names_every_file_of_the_core() -> None:
-    named = {(ROOT / link).resolve() for link in re.findall(r"\]\((\S+?)\)", README.read_text())}
-    parts = ("engine", "models", "runner")
-    files = [path for part in ("", *parts) for path in (ROOT / "nanovllm" / part).glob("*.py")]
-    assert not [path for path in files if path.name != "__init__.py" and path not in named]
+def section(title: str) -> str:
+    """Return a section of README, which begins with "## " and `title`."""
+    return README.read_text().split(f"\n## {title}")[1].split("\n## ")[0]
 
 
-def test_readme_and_the_reading_path_are_short() -> None:
+def code_links(text: str) -> list[Path]:
+    """Return the files of the repository, documents excepted, that `text` links to."""
+    links = re.findall(r"\]\((\S+?)\)", text)
+    return [ROOT / link for link in links if not link.startswith(("http", "#", "docs/"))]
+
+
+def num_lines(place: Path) -> int:
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    return sum(len(path.read_text().splitlines()) for path in files)
+
+
+def test_readme_is_short() -> None:
     text = README.read_text()
-    assert len(text.splitlines()) <= 150
-    table = text[text.index("Read it in this order") : text.index("The other files")]
-    lines = [
-        len((README.parent / link).read_text().splitlines())
-        for link in re.findall(r"\]\((\S+?)\)", table)
-    ]
-    assert sum(lines) <= 2000
-    assert f"({sum(lines) // 100 * 100:,} lines" in table
+    assert len(text.split()) <= 1000
+    assert len(text.splitlines()) <= 130
+    assert max(map(len, text.splitlines())) <= 120
+    assert len(code_links(text)) <= 30
+
+
+def test_the_reading_path_is_as_short_as_readme_says() -> None:
+    path = section("Read it")
+    total = sum(map(num_lines, code_links(path)))
+    assert f"({round(total, -2):,} lines in all)" in path
+    assert total <= MAX_READING_PATH
+
+
+def test_readme_answers_where_functions_are() -> None:
+    """The file of each row of "Where is ...?" defines the functions that the row names."""
+    rows = re.findall(r"^(.+) \| (\S+) \| (`.+`)$", section("Where is"), re.MULTILINE)
+    assert len(rows) >= 19
+    for question, file, functions in rows:
+        path = re.sub(r"\[(\S+)\]\(nanovllm/\1\)", r"\1", file)
+        names = set(re.findall(r"(?:def|class) (\w+)", (PACKAGE / path).read_text()))
+        assert set(re.findall(r"\w+", functions)) <= names, question
+
+
+def test_readme_has_the_tree_of_places() -> None:
+    rows = re.findall(r"^(\S+)  +([\d,]+)   (\S.*)$", section("Places"), re.MULTILINE)
+    hidden = ("__pycache__", "__main__.py", "py.typed")
+    places = [path for path in PACKAGE.iterdir() if path.name not in hidden]
+    assert sorted(name.rstrip("/") for name, *_ in rows) == sorted(path.name for path in places)
+    lines = {path.name: num_lines(path) for path in places}
+    for name, stated, sentence in rows:
+        true = lines[name.rstrip("/")]
+        assert abs(int(stated.replace(",", "")) - true) <= max(20, true / 20), (name, true)
+        assert "import" in sentence, name
+    stated = re.search(r"core: .* \(([\d,]+) lines\)", section("Places"))
+    core = sum(lines[name] for name in lines if name not in OPTIONAL)
+    assert stated is not None
+    assert abs(int(stated[1].replace(",", "")) - core) <= core / 50, core
+
+
+def test_every_command_is_documented() -> None:
+    table = (ROOT / "docs" / "api.md").read_text().split("## The program nanovllm")[1]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) == set(COMMANDS)
+
+
+def test_the_map_names_files_of_this_engine() -> None:
+    text = (ROOT / "docs" / "vllm-map.md").read_text()
+    tables = [part.split("\n\n")[0] for part in text.split("\n| idea | here |")[1:]]
+    cells = [line.split(" | ")[1] for table in tables for line in table.splitlines()[1:]]
+    files = {file for cell in cells for file in re.findall(r"[\w/]+\.py", cell)}
+    assert len(files) > 20
+    assert not [file for file in files if not (PACKAGE / file).exists()]
+
+
+def test_a_page_with_the_figures() -> None:
+    """performance.md is one page. What it leaves out is in measurements.md, to which it links."""
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert len(text.split()) <= 1100
+    assert "(measurements.md#" in text
+
+
+def test_anchors_exist() -> None:
+    """A link to a section of a document names a heading of it, as GitHub makes its anchor."""
+    for page in pages():
+        for link in re.findall(r"\]\((\S*?#\S+?)\)", page.read_text()):
+            name, anchor = link.split("#")
+            target = page.parent / name if name else page
+            if target.suffix == ".md" and not link.startswith("http"):
+                titles = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+                anchors = [re.sub(r"[^\w\- ]", "", x).lower().replace(" ", "-") for x in titles]
+                assert anchor in anchors, (page.name, link)
 
 
 def test_the_workflow_runs_the_versions_of_the_readme() -> None:
@@ -110,3 +187,14 @@ def test_the_workflow_runs_the_versions_of_the_readme() -> None:
     matrix = next(line for line in workflow.splitlines() if "python: [" in line)
     versions = re.findall(r'"(3\.\d+)"', matrix)
     assert f"Python {' or '.join(versions)}." in README.read_text()
+
+
+def test_one_answer_for_the_versions_of_python() -> None:
+    """The oldest version that CI runs is the one that pip, ruff and mypy are told."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    oldest = re.findall(r'"(3\.\d+)"', workflow)[0]
+    assert project["project"]["requires-python"] == f">={oldest}"
+    assert project["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
+    assert project["tool"]["mypy"]["python_version"] == oldest
+    assert f"Python {oldest}" in (ROOT / "docs" / "contributing.md").read_text()

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -95,5 +95,5 @@ def describe(device: torch.device) -> dict[str, Any]:
         "Python": platform.python_version(),
         **{d.name: d.version for d in distributions() if d.name in packages},
         "commit": commit(Path(__file__)) or "unknown",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
