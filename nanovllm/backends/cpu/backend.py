@@ -2,10 +2,10 @@
 
 import torch
 
-from nanovllm.backends.cpu import int8, jit, kernels
+from nanovllm.backends.cpu import int8, jit, pointwise
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import is_ready
-from nanovllm.backends.cpu.layers import compile_layers
+from nanovllm.backends.cpu.fused_decode import fuse_layers
 from nanovllm.backends.cpu.linear import linear, pack
 from nanovllm.backends.cpu.sampler import sample, token_logprobs
 from nanovllm.models.backend import Backend
@@ -22,14 +22,14 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
         )
     return Backend(
         linear=linear,
-        add_rms_norm=kernels.add_rms_norm,
-        silu_and_mul=kernels.silu_and_mul,
+        add_rms_norm=pointwise.add_rms_norm,
+        silu_and_mul=pointwise.silu_and_mul,
         attention=NumbaAttention,
         fused_attention=True,
         sample=sample,
         token_logprobs=token_logprobs,
         pack=pack,
         int8={"make_weight": int8.PackedWeight.empty, "linear": int8.linear},
-        compile_layers=compile_layers,
+        compile_layers=fuse_layers,
         guard=jit.guard,
     )
