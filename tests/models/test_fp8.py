@@ -27,8 +27,10 @@ from nanovllm.tools.training import data
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.backends.cpu import amx, packs, primitives  # noqa: E402
+from nanovllm.backends.cpu import primitives  # noqa: E402
 from nanovllm.backends.cpu.attention import NumbaAttention  # noqa: E402
+from nanovllm.backends.cpu.units.amx import AMX  # noqa: E402
+from nanovllm.backends.cpu.units.any import ANY  # noqa: E402
 
 ONES = [(1.0, 1.0), (1.0, 1.0)]
 SCALES = [(0.25, 2.0), (0.3, 0.7)]  # of the two layers of a random checkpoint
@@ -119,11 +121,11 @@ def test_copies_read_before_they_write(backend: Any) -> None:
 def test_the_matrix_units_are_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(amx, "has_amx", lambda: True)
+    monkeypatch.setattr(AMX, "is_available", lambda: True)
     with caplog.at_level(logging.INFO, logger="nanovllm"):
         made = make(NumbaAttention, (8, 1), 2, 16, torch.bfloat16, 32, scales=ONES[0])
     assert isinstance(made, NumbaAttention)
-    assert made.unit is packs
+    assert made.unit is ANY
     assert "an fp8 KV cache is read without AMX" in caplog.text
 
 

@@ -1,1 +1,27 @@
-"""The optional CPU backend: Numba kernels, paged attention with them, and packed weights."""
+"""The optional CPU backend: kernels that Numba compiles, paged attention, and packed weights.
+
+Read the files in this order. Each needs only models/ and the files above it.
+
+jit.py               `compiled`, the decorator of all kernels, and where their code is kept.
+llvm/calls.py        What Numba cannot say in Python is emitted as LLVM code: calls, pointers, fp8.
+primitives.py        Numbers as they are stored, arrays at addresses, exp and maximum.
+parallel.py          Runs a kernel on several threads, each for a range of its items.
+pointwise.py         Three short kernels: norm, SwiGLU, rotary embedding. The rules for all kernels.
+llvm/vectors.py      The two products of attention in vectors of 16 numbers, for any processor.
+units/any.py         Attention of groups of queries that read the same blocks of the cache.
+llvm/dot.py          The inner loop of products in bfloat16 and int8 with AVX-512.
+units/avx512.py      Attention and products of few rows with AVX512-BF16.
+units/amx.py         The same with AMX.
+units/unit.py        Unit: what the three files above bring, and which of them is used.
+linear.py            Weights in oneDNN's blocked layout, which the units read too.
+int8.py              Linear layers with weights in int8.
+sampler.py           Filters, draws and log-probabilities of tokens.
+fused_decode.py      All layers of a decode step in one call. Needs the units and linear.py.
+compile.py           Compiles all kernels above once, in this process or in the background.
+attention.py         NumbaAttention: who computes which tokens of a step. Needs compile.py.
+backend.py           Joins all of it into a Backend.
+
+threads.py and openmp.py stand alone. They limit the threads of a step to free cores, and refuse to
+start where OpenMP would hang. The first five files suffice to read any other kernel. Only a Unit
+depends on the processor. All others run where Numba does.
+"""

@@ -1,16 +1,16 @@
-"""Attention on a CPU: Numba kernels, and torch's attention for prompts except with AVX512-BF16.
+"""Attention on a CPU: kernels of a unit, and torch's attention for prompts unless these are faster.
 
 With one query per sequence a step does little else than read KV. Leading blocks that sequences
-share are read once for all: by the same kernel for a pack of queries, or, without AVX512-BF16, by
-torch's flash attention for many queries. The kernel then continues with each sequence's own blocks
-and merges both by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
+share are therefore read once for all of them: by the unit's kernel, for a group of queries, or by
+torch's flash attention, for many queries. The kernel then continues with the other blocks of each
+sequence and merges both by their log-sum-exp, as flash decoding does (arXiv:2311.01282).
 
-Shapes: T tokens of the step, N sequences of a group, H = K * G query heads that share K KV heads in
-groups of G, D head size, B slots of a block, P slots of the shared prefix.
+Shapes: T tokens of the step, N sequences, H = K * G query heads that share K KV heads in groups of
+G, D head size, B slots of a block, P groups of up to M queries (units/any.py).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.api.log import logger
-from nanovllm.backends.cpu import amx, avx512, kernels, packs
+from nanovllm.backends.cpu import pointwise
 from nanovllm.backends.cpu.compile import compile_all
 from nanovllm.backends.cpu.linear import PACKED_FOR
 from nanovllm.backends.cpu.parallel import run
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
+from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend
+from nanovllm.backends.cpu.units.unit import select_unit, units
 from nanovllm.models.attention import Gathered, PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
@@ -34,31 +36,47 @@ from nanovllm.models.layers import Norms, Rope
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # A chunk is treated as decodes if at most this many tokens are outside its shared prefix.
-MAX_OWN_TOKENS = 64
-# Except with AVX512-BF16: with more queries per KV head than this, torch's flash attention reads a
-# prefix faster than packs do: for 960 queries of 512 tokens, 28 layers took 80 ms instead of 240.
+MAX_UNSHARED_TOKENS = 64
+# With more queries per KV head than this, torch's flash attention reads a prefix faster than a unit
+# that does not read prompts: for 960 queries of 512 tokens, 28 layers took 80 ms instead of 240.
 FLASH_QUERIES = 128
-# A shared prefix is read in a pass of its own if that saves reading at least this many tokens.
+# A shared prefix is read in a separate pass if that saves reading at least this many tokens.
 MIN_SAVED_TOKENS = 256
 PAGE_BYTES = 4096
+
+
+class Sequences(NamedTuple):
+    """The sequences of a step as arrays."""
+
+    starts: np.ndarray  # [N + 1] int64, the first token of each, and T
+    query_lens: np.ndarray  # [N] int64
+    context_lens: np.ndarray  # [N] int64
+    tables: np.ndarray  # [N, blocks] int32
+
+
+class Family(NamedTuple):
+    """Sequences whose tables begin with the same blocks."""
+
+    members: np.ndarray  # [n] int64, indices of sequences
+    num_shared: int  # blocks; 0 for sequences that share nothing
 
 
 @dataclass(slots=True)
 class Prefix:
     """Blocks that many tokens of the step attend to, read by torch's flash attention."""
 
-    tokens: Any  # [n] int64
-    rows: Tensor  # [2 * K * P / B] int64, of a layer's cache as [rows, B * D]: K, then V
+    tokens: np.ndarray  # [n] int64
+    rows: Tensor  # [2 * K * blocks] int64, of a layer's cache as [rows, B * D]: K, then V
 
 
 @dataclass(slots=True)
 class AttentionPlan:
     """What `prepare` computes once for all layers."""
 
-    slot_mapping: Any  # [T] int64
-    work: packs.AttentionWork | None  # the kernel's part
+    slot_mapping: np.ndarray  # [T] int64
+    work: AttentionWork | None  # the kernel's part
     prefixes: list[Prefix]
-    # Whole prompts: their tokens, and those of their keys, padded with the first one.
+    # Whole prompts: their tokens, and the tokens of their keys, padded with the first one.
     prompts: list[tuple[slice, Tensor]]
     chunks: list[Gathered]  # other chunks, for PlainAttention
 
@@ -83,14 +101,9 @@ class NumbaAttention(PlainAttention):
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        # The module whose attend_packs is called. Two of them multiply bfloat16 as it is in the cache.
-        self.unit: Any = packs
-        if self.cache.dtype is torch.bfloat16 and amx.has_amx():
-            if amx.fits_amx(self.group_size, block_size, self.dim):
-                self.unit = amx
-        elif self.cache.dtype is torch.bfloat16 and avx512.has_avx512_bf16() and self.dim % 32 == 0:
-            self.unit = avx512
-        elif fp8_scales and dtype is torch.bfloat16 and (amx.has_amx() or avx512.has_avx512_bf16()):
+        sizes = self.group_size, block_size, self.dim
+        self.unit = select_unit(self.cache.dtype, *sizes)
+        if fp8_scales and len(units(dtype)) > 1:
             logger.info("an fp8 KV cache is read without AMX and AVX512-BF16, layer by layer")
         self.code = compile_all(dtype, self.unit, self.cache.dtype)
 
@@ -110,126 +123,97 @@ class NumbaAttention(PlainAttention):
     # ---- once per step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
+        """Divide the tokens among the kernel, torch's attention and PlainAttention."""
         follow_torch()
         starts = batch.query_start_loc.numpy().astype(np.int64)
         contexts = batch.context_lens.numpy().astype(np.int64)
-        tables, queries = batch.block_tables.numpy(), np.diff(starts)
-        first_decode = len(queries) - batch.num_decodes
-        groups: list[tuple[Any, int]] = []
-        chunks = np.arange(first_decode)
-        if first_decode:
-            groups = self._short_chunks(first_decode, queries, contexts, tables)
-            chunks = np.setdiff1d(chunks, [i for members, _ in groups for i in members])
-        if batch.num_decodes:
-            decodes = slice(first_decode, None)
-            for members, shared in shared_prefixes(
-                tables[decodes], contexts[decodes], self.block_size
-            ):
-                groups.append((first_decode + members, shared))
-        if self.unit is avx512 and len(chunks):
-            groups.append((chunks, 0))  # its kernel is faster than torch's attention
-            chunks = chunks[:0]
-        step = AttentionPlan(batch.slot_mapping.numpy(), None, [], [], [])
+        seqs = Sequences(starts, np.diff(starts), contexts, batch.block_tables.numpy())
+        families, chunks = self._by_kernel(seqs, len(contexts) - batch.num_decodes)
+        plan = AttentionPlan(batch.slot_mapping.numpy(), None, [], [], [])
         for i in chunks:
-            if queries[i] < contexts[i]:
-                step.chunks.append(self.gather(batch, int(i)))
+            if seqs.query_lens[i] < contexts[i]:
+                plan.chunks.append(self.gather(batch, int(i)))
             else:
                 keys = np.arange(-(-contexts[i] // self.key_padding) * self.key_padding)
                 padded = starts[i] + np.where(keys < contexts[i], keys, 0)
-                step.prompts.append((slice(starts[i], starts[i + 1]), torch.from_numpy(padded)))
-        if groups:
-            self._plan_work(step, groups, starts, queries, contexts, tables)
-        batch.attention = step
+                plan.prompts.append((slice(starts[i], starts[i + 1]), torch.from_numpy(padded)))
+        if families:
+            self._plan_work(plan, seqs, families)
+        batch.attention = plan
 
-    def _plan_work(
-        self,
-        step: AttentionPlan,
-        groups: list[tuple[Any, int]],
-        starts: Any,
-        queries: Any,
-        contexts: Any,
-        tables: Any,
-    ) -> None:
-        """Fill in the kernel's work from groups of (sequences, number of shared leading blocks)."""
-        size, pack_size = self.block_size, max(1, self.unit.MAX_PACK_ROWS // self.group_size)
-        # Steps of few rows are one call (cpu/layers.py), which cannot include flash attention.
-        many_rows = sum(int(queries[members].sum()) for members, _ in groups) > PACKED_FOR
-        by_torch = many_rows and self.unit is not avx512
+    def _by_kernel(self, seqs: Sequences, first_decode: int) -> tuple[list[Family], np.ndarray]:
+        """Return the families that the kernel computes, and the other chunks [n].
 
-        # 1. The shared prefixes: packs of any tokens that attend to the same blocks.
-        packed, first_members, lengths = [np.empty((0, pack_size), np.int64)], [], []
-        own_sequences, own_starts = [], []
-        for members, shared in groups:
-            if shared:
-                tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in members])
-                if by_torch and len(tokens) * self.group_size > FLASH_QUERIES:
-                    blocks = torch.from_numpy(tables[members[0], :shared])
-                    step.prefixes.append(Prefix(tokens, self.block_rows(blocks)))
-                elif pack_size > 1:
-                    filled = np.pad(tokens, (0, -len(tokens) % pack_size), constant_values=-1)
-                    packed.append(filled.reshape(-1, pack_size))
-                    first_members += [members[0]] * len(packed[-1])
-                    lengths += [shared] * len(packed[-1])
-                else:
-                    shared = 0  # one query fills a pack, so there is nothing to save
-            own_sequences.append(members)
-            own_starts.append(np.full(len(members), shared))
-        prefixes = packs.Packs(
-            np.concatenate(packed),
-            np.repeat(np.array(lengths, np.int64)[:, None] * size, pack_size, axis=1),
-            tables[np.array(first_members, np.int64), : max(lengths, default=0)],
-        )
+        The kernel computes all decodes, and chunks that are short behind a shared prefix.
+        """
+        families: list[Family] = []
+        chunks = np.arange(first_decode)
+        if first_decode:
+            families = self._short_chunks(seqs, first_decode)
+            chunks = np.setdiff1d(chunks, [i for family in families for i in family.members])
+        if first_decode < len(seqs.tables):
+            decodes = slice(first_decode, None)
+            found = shared_prefixes(
+                seqs.tables[decodes], seqs.context_lens[decodes], self.block_size
+            )
+            families += [Family(first_decode + members, shared) for members, shared in found]
+        if self.unit.reads_prompts and len(chunks):
+            return [*families, Family(chunks, 0)], chunks[:0]
+        return families, chunks
 
-        # 2. The rest of each context: packs of consecutive tokens of one sequence.
-        seqs, past = np.concatenate(own_sequences), np.concatenate(own_starts)  # blocks of prefixes
-        most, pack_index = int(queries[seqs].max()), 0
-        pack_size = min(pack_size, most)
-        if most > 1:
-            num_packs = -(-queries[seqs] // pack_size)
-            before = np.repeat(np.cumsum(num_packs) - num_packs, num_packs)
-            pack_index = np.arange(num_packs.sum())[:, None] - before[:, None]
-            seqs, past = np.repeat(seqs, num_packs), np.repeat(past, num_packs)
-        seqs, past = seqs[:, None], past[:, None]
-        ends = starts[seqs + 1]
-        tokens = starts[seqs] + pack_index * pack_size + np.arange(pack_size)
-        own_contexts = contexts[seqs] - ends + 1 + tokens - past * size
-        tokens[tokens >= ends] = -1
-        columns = past + np.arange(-(-int((contexts[seqs] - past * size).max()) // size))
-        own_tables = tables[seqs, np.minimum(columns, tables.shape[1] - 1)]
-        order = balanced(own_contexts[:, 0], numba.get_num_threads())
-        own = packs.Packs(tokens[order], own_contexts[order], own_tables[order])
-        lse = np.full((starts[-1], self.heads), -np.inf, np.float32)
-        step.work = packs.AttentionWork(prefixes, own, lse)
-
-    def _short_chunks(
-        self, num_chunks: int, queries: Any, contexts: Any, tables: Any
-    ) -> list[tuple[Any, int]]:
-        """Groups of short chunks behind a shared prefix, whose tokens are treated as decodes."""
-        size = self.block_size
-        short = np.flatnonzero((queries < contexts) & (queries <= MAX_OWN_TOKENS))
+    def _short_chunks(self, seqs: Sequences, num_chunks: int) -> list[Family]:
+        """Return families of chunks whose tokens outside of the shared prefix are few."""
+        past = seqs.context_lens - seqs.query_lens
+        short = np.flatnonzero((past > 0) & (seqs.query_lens <= MAX_UNSHARED_TOKENS))
         short = short[short < num_chunks]
         if not len(short):
             return []
-        past = (contexts - queries)[short]
-        return [
-            (short[members], shared)
-            for members, shared in shared_prefixes(tables[short], past + 1, size)
-            if shared and (contexts[short[members]] - shared * size).max() <= MAX_OWN_TOKENS
-        ]
+        found = []
+        for members, shared in shared_prefixes(
+            seqs.tables[short], past[short] + 1, self.block_size
+        ):
+            rest = seqs.context_lens[short[members]] - shared * self.block_size
+            if shared and rest.max() <= MAX_UNSHARED_TOKENS:
+                found.append(Family(short[members], shared))
+        return found
+
+    def _plan_work(self, plan: AttentionPlan, seqs: Sequences, families: list[Family]) -> None:
+        """Set the kernel's work, and the prefixes that torch reads for it."""
+        max_queries = max(1, self.unit.max_rows // self.group_size)
+        # Steps of few rows are one call (cpu/fused_decode.py) without flash attention.
+        num_rows = sum(int(seqs.query_lens[family.members].sum()) for family in families)
+        by_torch = num_rows > PACKED_FOR and not self.unit.reads_prompts
+        with_prefix, skipped = [], []  # blocks of a sequence that are read with its prefix
+        for family in families:
+            members, shared = family
+            num_tokens = int(seqs.query_lens[members].sum())
+            if shared and by_torch and num_tokens * self.group_size > FLASH_QUERIES:
+                blocks = torch.from_numpy(seqs.tables[members[0], :shared])
+                plan.prefixes.append(Prefix(tokens_of(seqs, members), self.block_rows(blocks)))
+            elif shared and max_queries > 1:
+                with_prefix.append(family)
+            else:
+                shared = 0  # with one query per group there is nothing to save
+            skipped.append(np.full(len(members), shared))
+        prefixes = prefix_groups(seqs, with_prefix, max_queries, self.block_size)
+        members = np.concatenate([family.members for family in families])
+        rest = groups_of_rest(seqs, members, np.concatenate(skipped), max_queries, self.block_size)
+        lse = np.full((seqs.starts[-1], self.heads), -np.inf, np.float32)
+        plan.work = AttentionWork(prefixes, rest, lse)
 
     # ---- once per layer ----
 
     def norm_rope_store(
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
     ) -> Tensor:
-        """In place: returns qkv as [T, H + 2K, D]; the first H heads are q, the others k and v."""
-        follow_torch()  # whose number may have changed since the last layer
+        """Change qkv in place and return it as [T, H + 2K, D]: H heads of q, K of k and K of v."""
+        follow_torch()  # its number of threads may have changed since the last layer
         slot_mapping = batch.attention.slot_mapping
         weights = (0, 0) if norms is None else [weight.data_ptr() for weight in norms]
         tensors = (qkv.data_ptr(), *weights, *(table.data_ptr() for table in rope))
         cache = (*self.kv_addresses[layer], slot_mapping, *self.shape)
         arguments = (*tensors, *cache, self.heads, self.eps, *self.examples, *self.scales[layer])
-        run(kernels.norm_rope_store_rows, arguments, len(slot_mapping), qkv.numel())
+        run(pointwise.norm_rope_store_rows, arguments, len(slot_mapping), qkv.numel())
         return qkv.view(len(qkv), -1, self.dim)
 
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
@@ -251,14 +235,16 @@ class NumbaAttention(PlainAttention):
             for prefix in step.prefixes:
                 self._attend_prefix(prefix, step.work.lse, layer, qkv[:, : self.heads], out)
             tensors = (qkv.data_ptr(), len(qkv), out.data_ptr(), self.heads)
-            packs_kernel = self.code[self.unit.attend_packs]
-            work = (step.work, *self.examples, packs_kernel, numba.get_num_threads())
-            packs.attend(*tensors, *self.kv_addresses[layer], self.shape, *work)
+            attend_groups = self.code[self.unit.attend_groups]
+            work = (step.work, *self.examples, attend_groups, numba.get_num_threads())
+            attend(*tensors, *self.kv_addresses[layer], self.shape, *work)
         _, v_scale = self.scales[layer]
         return (out if v_scale == 1 else out.mul_(v_scale)).flatten(1)
 
-    def _attend_prefix(self, prefix: Prefix, lse: Any, layer: int, q: Tensor, out: Tensor) -> None:
-        """Writes `lse` and `out`. All queries of a KV head are one sequence of n * G queries."""
+    def _attend_prefix(
+        self, prefix: Prefix, lse: np.ndarray, layer: int, q: Tensor, out: Tensor
+    ) -> None:
+        """Write `lse` and `out`. All queries of a KV head are one sequence of n * G queries."""
         kv = self.read_blocks(layer, prefix.rows).unsqueeze(1)
         tokens, split = torch.from_numpy(prefix.tokens), (len(prefix.tokens), self.group_size)
         queries = q[tokens].unflatten(1, (self.kv_heads, -1)).transpose(0, 1)  # [K, n, G, D]
@@ -269,38 +255,96 @@ class NumbaAttention(PlainAttention):
 
 def follow_torch() -> None:
     """Give Numba as many threads as torch has."""
-    most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
-    numba.set_num_threads(min(torch.get_num_threads(), most))
+    limit = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+    numba.set_num_threads(min(torch.get_num_threads(), limit))
 
 
-def balanced(sizes: Any, parts: int) -> Any:
-    """Return an order of items whose `parts` equal parts have about the same total size.
+def shared_prefixes(tables: np.ndarray, contexts: np.ndarray, block_size: int) -> list[Family]:
+    """Return families of the sequences with these block tables [n, blocks] and contexts [n].
 
-    The items are dealt in order of size, back and forth: 0, 1, 1, 0, 0, 1 with two parts. Each part
-    keeps their order, so that packs that read the same blocks stay together.
+    Sequences with the same first block are a family if sharing saves enough. All others are one
+    family that shares nothing. Each sequence keeps at least one token outside of the prefix.
     """
-    turn = np.empty(len(sizes), np.int64)
-    turn[np.argsort(sizes, kind="stable")] = np.arange(len(sizes)) % (2 * parts)
-    return np.argsort(np.minimum(turn, 2 * parts - 1 - turn), kind="stable")
-
-
-def shared_prefixes(tables: Any, contexts: Any, block_size: int) -> list[tuple[Any, int]]:
-    """Return groups: (indices of sequences, number of leading blocks that their tables share).
-
-    Sequences with the same first block form a group if sharing saves enough; all others form one
-    group that shares nothing. Each sequence keeps at least one token of its own.
-    """
-    groups = []
+    families = []
     alone = np.ones(len(tables), bool)
     first_blocks, counts = np.unique(tables[:, 0], return_counts=True)
     for block in first_blocks[counts > 1]:
         members = np.flatnonzero(tables[:, 0] == block)
-        most = (int(contexts[members].min()) - 1) // block_size
-        same = (tables[members, :most] == tables[members[0], :most]).all(axis=0)
-        shared = most if same.all() else int(same.argmin())
+        limit = (int(contexts[members].min()) - 1) // block_size
+        same = (tables[members, :limit] == tables[members[0], :limit]).all(axis=0)
+        shared = limit if same.all() else int(same.argmin())
         if shared * block_size * (len(members) - 1) >= MIN_SAVED_TOKENS:
-            groups.append((members, shared))
+            families.append(Family(members, shared))
             alone[members] = False
     if alone.any():
-        groups.append((np.flatnonzero(alone), 0))
-    return groups
+        families.append(Family(np.flatnonzero(alone), 0))
+    return families
+
+
+def tokens_of(seqs: Sequences, members: np.ndarray) -> np.ndarray:
+    """Return the tokens [n] of some sequences, as indices of the step's tokens."""
+    return np.concatenate([np.arange(seqs.starts[i], seqs.starts[i + 1]) for i in members])
+
+
+def prefix_groups(
+    seqs: Sequences, families: list[Family], max_queries: int, block_size: int
+) -> QueryGroups:
+    """Group all tokens of each family by M = max_queries. Each attends to the whole prefix."""
+    queries = [np.empty((0, max_queries), np.int64)]
+    for family in families:
+        tokens = tokens_of(seqs, family.members)  # [n]
+        padded = np.pad(tokens, (0, -len(tokens) % max_queries), constant_values=-1)
+        queries.append(padded.reshape(-1, max_queries))  # [groups of the family, M]
+    counts = [len(groups) for groups in queries[1:]]  # of groups, for each family
+    shared = repeated([family.num_shared for family in families], counts)  # [P], blocks
+    # [P], a sequence whose table begins with the prefix
+    reader = repeated([family.members[0] for family in families], counts)
+    return QueryGroups(
+        np.concatenate(queries),  # [P, M]
+        np.repeat(shared[:, None] * block_size, max_queries, axis=1),  # [P, M]
+        seqs.tables[reader, : shared.max(initial=0)],  # [P, blocks]
+    )
+
+
+def groups_of_rest(
+    seqs: Sequences, members: np.ndarray, skipped: np.ndarray, max_queries: int, block_size: int
+) -> QueryGroups:
+    """Group consecutive tokens of each sequence. They attend to all but the first `skipped` blocks.
+
+    members, skipped [n]. The order of groups gives parallel threads about the same work.
+    """
+    query_lens = seqs.query_lens[members]  # [n]
+    longest = int(query_lens.max())
+    size = min(max_queries, longest)  # M
+    index: np.ndarray | int = 0  # of a group within its sequence, [P]
+    if longest > 1:
+        counts = -(-query_lens // size)  # [n], groups of each sequence
+        first_groups = np.cumsum(counts) - counts  # [n]
+        index = np.arange(counts.sum()) - np.repeat(first_groups, counts)  # [P]
+        members, skipped = np.repeat(members, counts), np.repeat(skipped, counts)  # [P]
+    ends = seqs.starts[members + 1]  # [P], the token after the last one of the sequence
+    tokens = (seqs.starts[members] + index * size)[:, None] + np.arange(size)  # [P, M]
+    context_lens = seqs.context_lens[members] - skipped * block_size  # [P], at the last token
+    visible = (context_lens - ends + 1)[:, None] + tokens  # [P, M], context lengths at each token
+    tokens[tokens >= ends[:, None]] = -1
+    num_columns = -(-int(context_lens.max()) // block_size)
+    columns = skipped[:, None] + np.arange(num_columns)  # [P, blocks]
+    columns = np.minimum(columns, seqs.tables.shape[1] - 1)
+    order = balanced(visible[:, 0], numba.get_num_threads())  # [P]
+    tables = seqs.tables[members[:, None], columns]
+    return QueryGroups(tokens[order], visible[order], tables[order])
+
+
+def repeated(values: list[int], counts: list[int]) -> np.ndarray:
+    return np.repeat(np.array(values, np.int64), np.array(counts, np.int64))
+
+
+def balanced(sizes: np.ndarray, parts: int) -> np.ndarray:
+    """Return an order of items whose `parts` equal parts have about the same total size.
+
+    The items are dealt in order of size, back and forth: 0, 1, 1, 0, 0, 1 with two parts. Each part
+    keeps their order, which leaves groups that read the same blocks together.
+    """
+    turn = np.empty(len(sizes), np.int64)
+    turn[np.argsort(sizes, kind="stable")] = np.arange(len(sizes)) % (2 * parts)
+    return np.argsort(np.minimum(turn, 2 * parts - 1 - turn), kind="stable")

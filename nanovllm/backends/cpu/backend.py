@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.backends.cpu import int8, jit, kernels, layers, linear, sampler
+from nanovllm.backends.cpu import fused_decode, int8, jit, linear, pointwise, sampler
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import is_ready
 from nanovllm.models.backend import Backend
@@ -33,8 +33,8 @@ class CpuBackend(Backend):
     attention_class = NumbaAttention
     fused_attention = True
     linear = staticmethod(linear.linear)
-    add_rms_norm = staticmethod(kernels.add_rms_norm)
-    silu_and_mul = staticmethod(kernels.silu_and_mul)
+    add_rms_norm = staticmethod(pointwise.add_rms_norm)
+    silu_and_mul = staticmethod(pointwise.silu_and_mul)
     sample = staticmethod(sampler.sample)
     token_logprobs = staticmethod(sampler.token_logprobs)
 
@@ -44,8 +44,8 @@ class CpuBackend(Backend):
     def after_load(self, module: Linear) -> None:
         linear.pack(module)
 
-    def fuse_layers(self, model: Any, attention: Any) -> layers.FusedLayers | None:
-        return layers.fuse_layers(model, attention)
+    def fuse_layers(self, model: Any, attention: Any) -> fused_decode.FusedLayers | None:
+        return fused_decode.fuse_layers(model, attention)
 
     def step_context(self) -> AbstractContextManager[object]:
         return self._guard

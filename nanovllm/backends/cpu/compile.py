@@ -1,9 +1,10 @@
-"""Compiles the CPU's kernels for one dtype: in this process, or once for later ones in another.
+"""Compiles the CPU's kernels for one dtype, in this process or in another one in the background.
 
     python -m nanovllm.backends.cpu.compile bfloat16
 
-Later processes load the code in less than a second. A file beside it, the marker, says that all
-kernels of a dtype are there. A log beside it says that they are being compiled, or could not be.
+Later processes load the code in less than a second. A file next to the code, the marker, says that
+all kernels of a dtype are compiled. A log next to it says that they are being compiled, or that
+this failed.
 """
 
 import os
@@ -11,7 +12,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +19,21 @@ from numba import boolean, float32, float64, int32, int64, typeof, types
 
 from nanovllm.api.child import python
 from nanovllm.api.log import logger
-from nanovllm.backends.cpu import amx, avx512, decode, int8, jit, kernels, packs, parallel, sampler
+from nanovllm.backends.cpu import fused_decode, int8, jit, parallel, pointwise, sampler
+from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.parallel import Types
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
+from nanovllm.backends.cpu.units.amx import AMX
+from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend
+from nanovllm.backends.cpu.units.unit import Unit, units
 
 
-def kernels_in_parts(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> dict[Any, Types]:
-    """The kernels that cpu/parallel.py calls, with the types of their arguments.
+def kernels_in_parts(
+    dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype
+) -> dict[Kernel, Types]:
+    """Return the kernels that cpu/parallel.py calls, with the types of their arguments.
 
-    `unit` is as in NumbaAttention. The types are as in the signatures of the kernels: int64 is an
-    address or a size.
+    The types are as in the signatures of the kernels: int64 is an address or a size.
     """
     example, cached = typeof(DTYPE_EXAMPLE[dtype]), typeof(DTYPE_EXAMPLE[cache_dtype])
     qkv, cache = example[:, :, ::1], cached[:, :, :, ::1]
@@ -36,10 +41,10 @@ def kernels_in_parts(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) ->
     blocks, logits = (int64[:, ::1], int64[:, ::1], int32[:, ::1]), (int64, boolean, int64)
     weighed = boolean[::1], tables, tables, tables
     found = {
-        unit.attend_packs: (qkv, qkv, tables, cache, cache, *blocks, boolean),
-        kernels.add_rms_norm_rows: (*[int64] * 5, float64, example),
-        kernels.silu_and_mul_rows: (*[int64] * 4, example),
-        kernels.norm_rope_store_rows: tuple(
+        unit.attend_groups: (qkv, qkv, tables, cache, cache, *blocks, boolean),
+        pointwise.add_rms_norm_rows: (*[int64] * 5, float64, example),
+        pointwise.silu_and_mul_rows: (*[int64] * 4, example),
+        pointwise.norm_rope_store_rows: tuple(
             [int64] * 7 + [ints] + [int64] * 5 + [float64, example, cached, float64, float64]
         ),
         sampler._weigh_chunks: (*logits, floats, *weighed),
@@ -47,38 +52,40 @@ def kernels_in_parts(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) ->
         sampler._logprobs_of_rows: (*logits, ints, float64[:, ::1]),
         **int8.types_of_code(dtype),
     }
-    if unit is not packs:
+    if unit.linear_blocks is not None:
         found[unit.linear_blocks] = (int64,) * 7
     return {kernel: (*argument_types, int64, int64) for kernel, argument_types in found.items()}
 
 
-def calls(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> list[tuple[Any, Types]]:
-    """All kernels that two dtypes, of the model and of the KV cache, need, with the types of their
-    arguments. The later ones call the earlier ones.
+def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tuple[Kernel, Types]]:
+    """Return all kernels for the dtypes of the model and the KV cache, with their arguments' types.
+
+    The later ones call the earlier ones.
     """
     example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
     queries, shape = np.empty((0, 0), np.int64), (1,) * 4
-    some = packs.Packs(queries, queries, queries.astype(np.int32))
-    work = packs.AttentionWork(some, some, queries.astype(np.float32))
+    groups = QueryGroups(queries, queries, queries.astype(np.int32))
+    work = AttentionWork(groups, groups, queries.astype(np.float32))
     in_parts = kernels_in_parts(dtype, unit, cache_dtype)
     found = list(in_parts.items())
     for argument_types in in_parts.values():
         arguments = types.BaseTuple.from_types(argument_types[:-2])
         found.append((parallel.in_parts, (int64, arguments, int64, int64)))
     samples = [
-        (packs.attend, (*[0] * 6, shape, work, example, cached, 0, 1)),
+        (attend, (*[0] * 6, shape, work, example, cached, 0, 1)),
         (int8.product, ((0, 0), *[0] * 8, example, 1)),
     ]
-    if unit is not packs:
-        code, slots = decode.Code(*[0] * 6), np.empty(0, np.int64)
+    if unit.linear_blocks is not None:
+        code, slots = fused_decode.Code(*[0] * 6), np.empty(0, np.int64)
         sizes = 1, 1, 0.0, shape, slots, work, 1
-        samples.append((decode.decode_layers, (code, queries, *[0] * 6, *sizes)))
+        samples.append((fused_decode.decode_layers, (code, queries, *[0] * 6, *sizes)))
     return found + [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in samples]
 
 
-def compile_all(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> dict[Any, int]:
-    """Compile all kernels that two dtypes, of the model and of the KV cache, need, or load their
-    code. None of them is called. Returns the addresses of those of `kernels_in_parts`.
+def compile_all(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> dict[Kernel, int]:
+    """Compile all kernels for the dtypes of the model and the KV cache, or load their code.
+
+    No kernel is called. Return the addresses of the kernels of `kernels_in_parts`.
     """
     with jit.guard():
         missed = False
@@ -93,19 +100,9 @@ def compile_all(dtype: torch.dtype, unit: Any, cache_dtype: torch.dtype) -> dict
     return {call[0]: parallel.address_of(*call) for call in in_parts.items()}
 
 
-def units(dtype: torch.dtype) -> list[Any]:
-    """What may compute attention in this dtype here; see NumbaAttention."""
-    # Both kernels of attention are needed: fits_amx depends on model and blocks.
-    if dtype is torch.bfloat16 and amx.has_amx():
-        return [packs, amx]
-    if dtype is torch.bfloat16 and avx512.has_avx512_bf16():
-        return [packs, avx512]
-    return [packs]
-
-
 def marker(dtype: torch.dtype) -> Path | None:
-    """The marker's path; None if Numba has no directory to keep kernels in."""
-    name = f"{str(dtype)[6:]}{'-amx' if amx.has_amx() else ''}.compiled"
+    """Return the path of the marker, or None if Numba has no directory to keep kernels in."""
+    name = f"{str(dtype)[6:]}{'-amx' if AMX.is_available() else ''}.compiled"
     return jit.DIRECTORY / name if jit.DIRECTORY else None
 
 
@@ -122,6 +119,7 @@ def compile_marked(dtype: torch.dtype) -> None:
     """Compile what is not compiled, and leave the marker. The caller's process holds the lock."""
     path = marker(dtype)
     if path is not None and not path.exists():
+        # All of them: which one a model uses depends on its sizes and the size of blocks.
         for unit in units(dtype):
             compile_all(dtype, unit, dtype)
         path.touch()
@@ -129,23 +127,24 @@ def compile_marked(dtype: torch.dtype) -> None:
 
 
 def is_ready(dtype: torch.dtype) -> bool:
-    """Whether the kernels are compiled. If not, this starts to compile them in the background."""
+    """Return whether the kernels are compiled. If not, start to compile them in the background."""
     path = marker(dtype)
     if path is None:
         logger.warning(
-            "Numba finds no directory to keep compiled kernels in, so that this process runs in "
-            "plain torch, which is slower; set NUMBA_CACHE_DIR"
+            "Numba finds no directory to keep compiled kernels in, so this process runs in plain "
+            "torch, which is slower; set NUMBA_CACHE_DIR"
         )
         return False
     if path.exists():
         return True
-    # If another process compiles, or none can be started, which the next start reports.
+    # Suppressed: another process is compiling, or none can be started. The next start reports it.
     with suppress(OSError), jit.locked(path.with_suffix(".lock"), wait=False) as lock:
         report_failure(path.with_suffix(".log"), str(dtype)[6:])
         start_compiling(path.with_suffix(".log"), dtype, lock)
     logger.info(
-        "the CPU's kernels are compiled in the background for later starts, which takes 15 to 30 s;"
-        " this process runs in plain torch, which is slower. attention_backend='numba' waits instead"
+        "the CPU's kernels are compiled in the background for later starts, which takes 15 to 30 "
+        "s; this process runs in plain torch, which is slower. attention_backend='numba' waits "
+        "instead"
     )
     return False
 
@@ -156,8 +155,9 @@ def report_failure(log: Path, name: str) -> None:
         lines = log.read_text(errors="replace").split("\n")
         reason = next((line for line in reversed(lines) if line.strip()), "without a message")
         logger.warning(
-            f"an earlier start could not compile the CPU's kernels in the background ({reason:.200}); "
-            "it is tried again. The command that shows the whole error, or compiles them: "
+            f"an earlier start could not compile the CPU's kernels in the background "
+            f"({reason:.200}); it is tried again. The command that shows the whole error, or "
+            "compiles them: "
             f"{os.path.basename(sys.executable)} -m nanovllm.backends.cpu.compile {name}"
         )
 
@@ -168,7 +168,7 @@ def start_compiling(log: Path, dtype: torch.dtype, lock: list[int]) -> None:
         f"import torch; from nanovllm.backends.cpu import compile; compile.compile_marked({dtype})"
     )
     with log.open("w") as errors:
-        # A session of its own, so that Ctrl-C in this one does not stop it.
+        # A new session, because Ctrl-C in this one must not stop it.
         subprocess.Popen(
             python(code),
             stdin=subprocess.DEVNULL,

@@ -1,7 +1,8 @@
 """Linear layers with weights in int8 on a CPU: `dynamic` of models/int8.py in one kernel.
 
 VNNI, the dot product of AVX-512 for int8, adds to each of 16 numbers in int32 the products of 4
-neighbours. The weights are stored in the order in which the kernel reads them, [O / 64, I / 4, 64, 4]:
+neighbours. The weights are stored in the order in which the kernel reads them:
+[O / 64, I / 4, 64, 4].
 
     four vectors     output    0       1    ..   63
     inputs 0 to 3         [ wwww | wwww | .. | wwww ]       x of a token: inputs 0 to 3 in all lanes
@@ -26,8 +27,8 @@ from numba import get_num_threads, int64, typeof, types
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.backends.cpu.dot import INT8, dot_rows
 from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.llvm.dot import INT8, dot_rows
 from nanovllm.backends.cpu.parallel import (
     SERIAL_ELEMENTS,
     Types,
@@ -42,13 +43,16 @@ from nanovllm.models.layers import Linear
 
 f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
-TOKENS = 4  # whose sums for a block stay in registers
+TOKENS = 4  # their sums for a block stay in registers
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
 
 
 @dataclass(slots=True)
 class PackedWeight(Int8Weight):
-    """`values` [O / 64, I / 4, 64] int32, each 4 inputs of an output; `rows` of it are this weight."""
+    """A weight in int8. Each of `values` [O / 64, I / 4, 64] int32 has 4 inputs of an output.
+
+    Of all outputs in `values`, `rows` are this weight.
+    """
 
     rows: range
     inputs: int
@@ -88,9 +92,10 @@ def has_vnni() -> bool:
 
 @compiled()
 def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
-    """sums [tokens, 64] int32 += x [tokens, 4 * steps] int8 times a block of weights.
+    """Compute sums [tokens, 64] int32 += x [tokens, 4 * steps] int8 times a block of weights.
 
-    tokens is TOKENS or 1. The first three are addresses, and the rows of x begin `stride` bytes apart.
+    tokens is TOKENS or 1. The first three arguments are addresses. The rows of x begin `stride`
+    bytes apart.
     """
     x, w = (x_ptr, stride, 4), (weight_ptr, 4 * OUTPUTS)
     if tokens == TOKENS:
@@ -102,7 +107,8 @@ def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
 @compiled()
 def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     """Compute the same as vnni_tile."""
-    sums, x = array(sums_ptr, (tokens, OUTPUTS), int32(0)), array(x_ptr, (tokens, stride), np.int8(0))
+    sums = array(sums_ptr, (tokens, OUTPUTS), int32(0))
+    x = array(x_ptr, (tokens, stride), np.int8(0))
     weight = array(weight_ptr, (steps, OUTPUTS, 4), np.uint8(0))
     for t in range(tokens):
         for s in range(steps):
@@ -118,10 +124,10 @@ tile: Any = vnni_tile if has_vnni() else plain_tile
 
 @compiled(exact=True)
 def quantize_rows(x_ptr, values, scale, excess, size, example, start, stop):
-    """Rows [start, stop) of `quantize` of x [T, size], and the excess [T] of their products."""
+    """Quantize rows [start, stop) of x [T, size], and set the excess [T] of their products."""
     x = array(x_ptr, (len(scale), size), example)
     for i in range(start, stop):
-        # As integers, the bits of magnitudes are in the same order, and those of NaN come last.
+        # As integers, the bits of magnitudes are in the same order, and the bits of NaN last.
         bits = f32(SMALLEST).view(np.int32)
         for c in range(size):
             number = np.float32(to_float32(x[i, c])).view(np.int32)
@@ -138,7 +144,7 @@ def quantize_rows(x_ptr, values, scale, excess, size, example, start, stop):
 
 @compiled(exact=True)
 def scale_dequantized(sums, excess, token_scale, scale, addend, out):
-    """out [N] = (sums - excess) * token_scale * scale + addend."""
+    """Compute out [N] = (sums - excess) * token_scale * scale + addend."""
     for c in range(len(out)):
         total = f32(int32(sums[c] - excess))
         out[c] = from_float32(total * token_scale * scale[c] + addend[c], out[c])
@@ -147,7 +153,7 @@ def scale_dequantized(sums, excess, token_scale, scale, addend, out):
 @compiled(exact=True)
 def product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
                    example, start, stop):
-    """Blocks [start, stop) of 64 outputs, of all tokens: values [T, I] int8 -> out [T, outputs]."""
+    """Compute blocks [start, stop) of 64 outputs: values [T, I] int8 -> out [T, outputs]."""
     tokens, size = values.shape
     scale, out = array(scale_ptr, (outputs,), f32(0)), array(out_ptr, (tokens, outputs), example)
     bias = array(bias_ptr, (outputs,), example)
@@ -178,7 +184,7 @@ def product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr,
 @compiled()
 def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, example,
             parts):
-    """code: the addresses of quantize_rows and product_blocks."""
+    """Compute out [tokens, outputs]. `code` has the addresses of quantize_rows, product_blocks."""
     quantize, blocks = code
     values = np.empty((tokens, (size + 3) // 4 * 4), np.int8)
     token_scale, excess = np.empty(tokens, f32), np.empty(tokens, np.int32)
@@ -193,7 +199,7 @@ def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size,
 
 
 def types_of_code(dtype: torch.dtype) -> dict[Any, Types]:
-    """The types of the arguments, but for (start, stop), of the kernels that `product` calls."""
+    """Return the types of the arguments without (start, stop) of the kernels `product` calls."""
     example = typeof(DTYPE_EXAMPLE[dtype])
     values, scale, excess = types.int8[:, ::1], types.float32[::1], types.int32[::1]
     return {
@@ -209,7 +215,7 @@ def code(dtype: torch.dtype) -> tuple[int, ...]:
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
-    """x [T, I], float32 or bfloat16 -> [T, O]."""
+    """Return x [T, I] in float32 or bfloat16 times the weight: [T, O]."""
     weight, bias = module.weight, module.bias
     outputs, inputs = weight.shape
     out = x.new_empty((len(x), outputs))

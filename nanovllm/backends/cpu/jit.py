@@ -1,8 +1,9 @@
 """How a kernel is compiled, and where its code is kept: `compiled` is the decorator of all kernels.
 
-Numba keeps compiled code in __pycache__ or in NUMBA_CACHE_DIR. It compiles a function again if its
-own file has changed, but not if only the file of a function that it calls has. The code is kept in
-a subdirectory whose name is therefore a digest of all files of this folder.
+Numba keeps compiled code in __pycache__ or in NUMBA_CACHE_DIR. It compiles a function again if the
+file of the function has changed, but not if the file of a function that it calls has. The code of
+all kernels is therefore kept in one subdirectory, whose name is a digest of all files of this
+folder and the folders in it.
 """
 
 import hashlib
@@ -15,13 +16,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import llvmlite
 import numba
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 from numba import get_num_threads, njit
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
+
+# A function that Numba compiles. Numba has no type for it.
+Kernel: TypeAlias = Any
 
 config: Any = numba.config
 if config.DISABLE_JIT:
@@ -34,7 +38,7 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 class Guard:
-    """Held while kernels run: `lock`. Afterwards Numba has as many threads as before."""
+    """Hold `lock` while kernels run. Afterwards Numba has as many threads as before."""
 
     def __init__(self, lock: AbstractContextManager[object]) -> None:
         self.lock = lock
@@ -49,11 +53,11 @@ class Guard:
 
 
 def guard() -> Guard:
-    """Return what must be held while kernels run: LOCK if two threads may not call them at once.
+    """Return the context in which kernels run: with LOCK if two threads may not call them at once.
 
     Numba has such a layer of threads, "workqueue", where it finds neither OpenMP nor TBB.
     """
-    # In a thread of its own: Numba's start sets the number of OpenMP's threads of its thread.
+    # In a separate thread, because Numba's start sets the number of OpenMP's threads of its thread.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(get_num_threads).result()
     layer = numba.threading_layer()  # type: ignore[attr-defined]
@@ -61,9 +65,9 @@ def guard() -> Guard:
 
 
 def digest() -> str:
-    """A digest of all that compiled code depends on: sources, versions, processor."""
+    """Return a digest of what compiled code depends on: sources, versions, processor."""
     parts = [
-        *(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))),
+        *(path.read_bytes() for path in sorted(Path(__file__).parent.rglob("*.py"))),
         *(numba.__version__, llvmlite.__version__, sys.implementation.cache_tag),
         config.CPU_NAME or get_host_cpu_name(),
         config.CPU_FEATURES or get_host_cpu_features().flatten(),
@@ -90,7 +94,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[list[int]]:
 
 
 class KernelCache(FunctionCache):
-    """Numba's cache, in a subdirectory of the directory that Numba would use."""
+    """Numba's cache, in DIRECTORY instead of the directory that Numba would use."""
 
     def save_overload(self, sig: Any, data: Any) -> None:
         # Numba gives the next free number to a file of code. Two processes that compile a function
@@ -101,19 +105,22 @@ class KernelCache(FunctionCache):
     class _impl_class(CompileResultCacheImpl):
         def __init__(self, function: Callable) -> None:
             super().__init__(function)
-            path = os.path.join(os.path.abspath(self.locator.get_cache_path()), SUBDIRECTORY)
-            self.locator.get_cache_path = lambda: path
+            self.locator.get_cache_path = lambda: str(DIRECTORY)
 
 
 def make_directory() -> Path | None:
-    """Make the directory, and remove old ones. None if Numba finds none that can be written."""
+    """Make the directory where Numba would keep the code of a function of this file.
+
+    Remove old ones. Return None if Numba finds no place that can be written.
+    """
     try:
-        cache = KernelCache(make_directory)
-        cache._impl.locator.ensure_cache_path()
-        os.utime(cache.cache_path)
+        locator = CompileResultCacheImpl(make_directory).locator
+        path = Path(locator.get_cache_path()).absolute() / f"kernels-{digest()}"
+        locator.get_cache_path = lambda: str(path)
+        locator.ensure_cache_path()
+        os.utime(path)
     except (RuntimeError, OSError):
         return None
-    path = Path(cache.cache_path)
     for other in path.parent.glob("kernels-*"):
         with suppress(OSError):  # another process may be removing it
             if other.stat().st_mtime < time.time() - MAX_AGE:
@@ -121,14 +128,13 @@ def make_directory() -> Path | None:
     return path
 
 
-SUBDIRECTORY = f"kernels-{digest()}"
 DIRECTORY = make_directory()
 
 
 def compiled(
     parallel: bool = False, no_nan: bool = False, exact: bool = False
 ) -> Callable[[Callable], Any]:
-    """The decorator of all kernels. `parallel` makes prange parallel.
+    """Return the decorator of all kernels. `parallel` makes prange parallel.
 
     LLVM vectorizes a maximum only with `no_nan`: the result for a NaN is then undefined. With
     `exact` it computes every operation as it is written.

@@ -1,8 +1,8 @@
 """Linear layers on packed weights: oneDNN's blocked layout, made once instead of at every call.
 
-The results are those of the plain layout, bit for bit, for the same number of tokens; with padding,
-sums may be formed in another order. Measured on 2 cores, Qwen3-0.6B's shape, GB/s of weights read
-(plain and packed; layers and head):
+For the same number of tokens the results equal the results of the plain layout, bit for bit. With
+padding, sums may be formed in another order. Measured on 2 cores with the shape of Qwen3-0.6B, GB/s
+of weights read (plain and packed; layers and head):
 
     AMX, 1 to 16 tokens         15 and 21; 17 and 25
     AMX, 64 tokens              10 and 15; 12 and 18
@@ -30,7 +30,7 @@ LARGE = 1 << 18  # elements of a float32 weight
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
-    """x [T, I], weight [O, I] plain or packed -> [T, O]."""
+    """Return x [T, I] times the weight [O, I], plain or packed: [T, O]."""
     return product(x, module.weight, module.bias)
 
 
@@ -46,24 +46,24 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def padded_tokens(tokens: int) -> int:
-    """The number of tokens of a packed product: one of about a hundred, at most 1/16 or 15 more.
+    """Return for how many tokens a product is computed: at most 1/16 or 15 more than there are.
 
-    oneDNN compiles code for each number and keeps it: 20 ms and a megabyte for each weight's shape,
-    while a product of 1,000 tokens takes 3 ms.
+    There are about a hundred results. oneDNN compiles code for each and keeps it: 20 ms and a
+    megabyte for each shape of a weight, while a product of 1,000 tokens takes 3 ms.
     """
     step = max(EXACT_TOKENS, 1 << tokens.bit_length() >> 5)
     return -(-tokens // step) * step if tokens > EXACT_TOKENS else tokens
 
 
 def pack(module: Linear) -> None:
-    """Pack the weight of a Linear. A tied head is packed beside the embedding table, which stays."""
+    """Pack the weight of a Linear. The table of a tied head stays as it is for the embedding."""
     module.weight = packed(module.weight)
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A packed copy of a weight [O, I], or `weight` itself where packing does not help.
+    """Return a packed copy of a weight [O, I], or `weight` itself where packing does not help.
 
-    The operators are those that torch's compiler uses when it freezes a model.
+    torch's compiler uses the same operators when it freezes a model.
     """
     ops = torch.ops.mkldnn
     if not (hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")):
@@ -76,10 +76,10 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def is_packed_by(width: int, weight: Tensor) -> bool:
-    """Whether a packed weight [O, I] has the layout [O / width, I / 2, width, 2].
+    """Return whether a packed weight [O, I] has the layout [O / width, I / 2, width, 2].
 
-    cpu/amx.py and cpu/avx512.py read it. The layout is not documented. Products with unit vectors,
-    which are columns, confirm it.
+    The units read it. It is not documented. Products with unit vectors are columns of the weight,
+    which confirm it.
     """
     ops, (outputs, inputs) = torch.ops.mkldnn, weight.shape
     if not weight.is_mkldnn or not hasattr(ops, "data_ptr") or outputs % width or inputs % 32:
@@ -97,5 +97,5 @@ def is_packed_by(width: int, weight: Tensor) -> bool:
 
 
 def address(weight: Tensor) -> int:
-    """The address of a packed weight's data."""
+    """Return the address of a packed weight's data."""
     return int(torch.ops.mkldnn.data_ptr(weight))

@@ -29,12 +29,12 @@ def check_openmp() -> None:
 
 @functools.cache
 def first_process() -> int:
-    """The process that made its first LLM. A process that is forked later inherits the answer."""
+    """Return the process that made its first LLM. A process forked later inherits the answer."""
     return os.getpid()
 
 
 def is_freshly_forked() -> bool:
-    """Whether this process was forked and has not started a thread."""
+    """Return whether this process was forked and has not started a thread."""
     if sys.platform != "linux":
         return False
     flags = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6])

@@ -1,8 +1,8 @@
 """Kernels that compute a part of their items, and all items with several threads.
 
-The last two arguments of such a kernel are (start, stop), the range of items that it computes. Numba
-compiles a function again within each one that names it, and three times for a parallel loop. A
-parallel loop therefore calls such a kernel at its address: to compile all kernels for float32 and
+The last two arguments of such a kernel are (start, stop), the range of items that it computes.
+Numba compiles a function again within each one that names it, and three times for a parallel loop.
+A parallel loop therefore calls such a kernel at its address: to compile all kernels for float32 and
 bfloat16 takes 36 s of one core instead of 81 s (EPYC with AVX512-BF16).
 """
 
@@ -10,30 +10,33 @@ import hashlib
 from typing import Any, TypeAlias
 
 import numpy as np
-from llvmlite import ir
 from numba import get_num_threads, prange, typeof, types
 from numba._dispatcher import compute_fingerprint
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.llvm.calls import INT, element, pointer_to
 
 # The calling thread computes up to this many elements alone, because waking others takes 10 us.
 SERIAL_ELEMENTS = 1 << 17
 
 Types: TypeAlias = tuple[Any, ...]
 # What is at the addresses: [2] uint64, the address of the code and the number of its types.
-CODE: dict[tuple[Any, Types], np.ndarray] = {}
-ADDRESSES: dict[tuple[Any, bytes], int] = {}  # what `run` found
+CODE: dict[tuple[Kernel, Types], np.ndarray] = {}
+ADDRESSES: dict[tuple[Kernel, bytes], int] = {}  # what `run` found
 
 
 def number_of(argument_types: Types) -> int:
-    """A number for the types of a kernel's arguments, but for (start, stop), in any process."""
+    """Return a number for the types of a kernel's arguments without (start, stop).
+
+    It is the same in every process.
+    """
     return int.from_bytes(hashlib.sha256(str(argument_types).encode()).digest()[:8], "little")
 
 
-def address_of(kernel: Any, argument_types: Types) -> int:
-    """The address by which a kernel is called. It is compiled for these types if it was not yet."""
+def address_of(kernel: Kernel, argument_types: Types) -> int:
+    """Return the address by which a kernel is called. Compile it for these types if necessary."""
     key = kernel, argument_types
     if key not in CODE:
         kernel.compile(argument_types)
@@ -46,32 +49,31 @@ def address_of(kernel: Any, argument_types: Types) -> int:
 
 @intrinsic
 def code_at(typing: Any, address: Any, arguments: Any) -> Any:
-    """The code at an address of `address_of`. Raises TypeError if it takes arguments of other types.
+    """Return the code at an address of `address_of`, for `call_at`.
 
-    Without (start, stop). It is for `call_at`, which cannot raise it: a parallel loop drops errors.
+    `arguments` are without (start, stop). Raises TypeError if the code takes arguments of other
+    types. `call_at` cannot raise it, because a parallel loop drops errors.
     """
     number = number_of(tuple(arguments.types))
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        at = builder.inttoptr(args[0], word.as_pointer())
-        known = builder.load(builder.gep(at, [word(1)]))
-        with builder.if_then(builder.icmp_unsigned("!=", known, word(number)), likely=False):
+        known = builder.load(element(builder, args[0], INT(1), 8, INT))
+        with builder.if_then(builder.icmp_unsigned("!=", known, INT(number)), likely=False):
             message = f"a kernel is compiled for arguments of other types than {arguments}"
             context.call_conv.return_user_exc(builder, TypeError, (message,))
-        return builder.load(at)
+        return builder.load(pointer_to(builder, args[0], INT))
 
     return types.int64(address, arguments), generate
 
 
 @intrinsic
 def call_at(typing: Any, code: Any, arguments: Any) -> Any:
-    """Call the code that `code_at` found with a tuple of arguments, which ends with (start, stop)."""
+    """Call the code that `code_at` returned. The last two `arguments` are (start, stop)."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         convention, values = context.call_conv, cgutils.unpack_tuple(builder, args[1])
-        kind = convention.get_function_type(types.none, arguments.types).as_pointer()
-        function = builder.inttoptr(args[0], kind)
+        kind = convention.get_function_type(types.none, arguments.types)
+        function = pointer_to(builder, args[0], kind)
         convention.call_function(builder, function, types.none, arguments.types, values)
         return context.get_dummy_value()
 
@@ -90,7 +92,7 @@ def in_parts(kernel, arguments, items, parts):
         call_at(code, (*arguments, p * items // parts, (p + 1) * items // parts))
 
 
-def run(kernel: Any, arguments: tuple[Any, ...], items: int, elements: int) -> None:
+def run(kernel: Kernel, arguments: tuple[Any, ...], items: int, elements: int) -> None:
     """Compute all items of a kernel, with several threads if it computes many elements.
 
     The address is kept for all arguments of the same types. Numba tells these by a fingerprint in

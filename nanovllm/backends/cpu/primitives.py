@@ -1,17 +1,17 @@
 """What all kernels of a CPU are made of: numbers as they are stored, addresses, exp and maximum.
 
-NumPy has no bfloat16, so it is stored as uint16, the upper half of a float32. The type of the
-argument `example` of a kernel selects the stored dtype, and that of `cache_example` the dtype of
-the KV cache, where uint8 is fp8.
+NumPy has no bfloat16, so it is stored as uint16, the upper half of a float32. The type of a
+kernel's argument `example` selects the stored dtype. The type of `cache_example` selects the dtype
+of the KV cache, where uint8 is fp8.
 """
 
 import numpy as np
 import torch
-from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
 from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.llvm.calls import decode_fp8, pointer, prefetch
 from nanovllm.models.fp8 import FP8
 
 CACHE_LINE = 64  # bytes
@@ -21,64 +21,13 @@ DTYPE_EXAMPLE = {torch.bfloat16: BFLOAT16, torch.float32: np.float32(0), FP8: np
 f32 = np.float32
 
 
-def instruction(name, kinds, operands, *constants):
-    """Return what @intrinsic expects for a call to the LLVM function `name`.
-
-    `kinds` says what each operand is: a tile (whose number must be a literal), an address, an array
-    or a number of bytes. The int32 `constants` follow. An address does not keep its array alive:
-    Numba frees an array after the last statement or loop that names it. Kernels therefore read
-    `.ctypes.data` in the loop that uses it.
-    """
-
-    def generate(context, builder, signature, args):
-        values, byte, full = [], ir.IntType(8), f"llvm.{name}"
-        for kind, operand, arg in zip(kinds.split(), operands, args, strict=True):
-            if kind == "tile":
-                values.append(byte(operand.literal_value))
-            elif kind == "address":
-                values.append(builder.inttoptr(arg, byte.as_pointer()))
-            elif kind == "array":
-                data = context.make_array(operand)(context, builder, arg).data
-                values.append(builder.bitcast(data, byte.as_pointer()))
-            else:
-                values.append(context.cast(builder, arg, operand, types.int64))
-        values += [ir.IntType(32)(constant) for constant in constants]
-        kind = ir.FunctionType(ir.VoidType(), [value.type for value in values])
-        function = builder.module.globals.get(full) or ir.Function(builder.module, kind, full)
-        builder.call(function, values)
-        return context.get_dummy_value()
-
-    return types.void(*operands), generate
-
-
-@intrinsic
-def prefetch(typing, address):
-    """Load the cache line of an address without waiting: to read, into all levels, as data."""
-    return instruction("prefetch.p0", "address", (address,), 0, 3, 1)
-
-
-@intrinsic
-def pointer(typing, address, example):
-    """Cast an address to a pointer to numbers of the type of `example`."""
-
-    def generate(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.CPointer(example)(address, example), generate
-
-
-@intrinsic
-def half_to_float32(typing, bits):
-    """Convert a float16, given as uint16."""
-
-    def generate(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), generate
-
-
 @compiled()
 def array(address, shape, example):
+    """The array at an address, of numbers like `example`.
+
+    It does not keep alive the array whose memory it shows: Numba frees an array after the last
+    statement or loop that names it. Kernels therefore read `.ctypes.data` in the loop that uses it.
+    """
     return carray(pointer(address, example), shape)
 
 
@@ -89,16 +38,8 @@ def to_float32(x):
 
 @overload(to_float32)
 def _to_float32(x):
-    def from_fp8(x):
-        # By float16, which the processor converts: it has the same order of fields, one more bit of
-        # exponent (0 here) and seven more of mantissa, and its exponent means 2^8 less.
-        bits = np.int16((np.int16(np.int8(x)) << np.int16(7)) & np.int16(~0x4000))
-        is_nan = (bits & np.int16(0x3F80)) == np.int16(0x3F80)
-        bits = np.int16(bits | np.int16(0x7E00)) if is_nan else bits
-        return half_to_float32(np.uint16(bits)) * f32(256)
-
     if x == types.uint8:
-        return from_fp8
+        return lambda x: decode_fp8(x)
     if x == types.uint16:
         return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
     return lambda x: x
@@ -133,7 +74,7 @@ def _from_float32(x, example):
 
 
 def store_in_cache(x, cache, scale, example):
-    """Write x [D] to cache [D]. In fp8, of x / scale; x becomes what the cache then holds."""
+    """Write x [D] to cache [D]. A cache in fp8 gets x / scale, and x becomes what it then holds."""
     raise NotImplementedError("compiled code only")
 
 
@@ -153,11 +94,11 @@ def _store_in_cache(x, cache, scale, example):
 
 @compiled()
 def exp(x):
-    """e^x for x clamped to [-87, 87]; the relative error is at most 3e-7 + 1e-7 |x|.
+    """Return e^x for x clamped to [-87, 87]; the relative error is at most 3e-7 + 1e-7 |x|.
 
     LLVM vectorizes it, unlike libm's. If x / ln 2 = whole + part, then 2^whole is the exponent of a
-    float, and a polynomial on [0, 1) approximates 2^part: the minimax one that is 1 at 0 and
-    2 - 2^-23 at 1, so that e^0 is exactly 1, and e^x less than 1 for every x < 0.
+    float, and a polynomial on [0, 1) approximates 2^part: the minimax polynomial that is 1 at 0 and
+    2 - 2^-23 at 1. Then e^0 is exactly 1, and e^x is less than 1 for every x < 0.
     """
     x = min(max(x * f32(1.44269504), f32(-126)), f32(126))
     whole = np.floor(x)
@@ -170,7 +111,7 @@ def exp(x):
 
 @compiled(no_nan=True)
 def maximum_in(x, lanes):
-    """The maximum of x [n], n >= 1, in `lanes` [16]: LLVM does not vectorize a plain loop."""
+    """Return the maximum of x [n], n >= 1. It uses `lanes` [16]: LLVM vectorizes no plain loop."""
     lanes[:] = x[0]
     whole = len(x) // 16 * 16
     for i in range(0, whole, 16):

@@ -1,10 +1,10 @@
 """The sampler on a CPU: filters, draws and log-probabilities, each logit read once or twice.
 
-The reference is models/sampler.py: it has the same filters and the same random numbers. `sample` takes
-the maximum and the sum of the weights e^((logit - maximum) / temperature) of each chunk of the
-vocabulary, chooses a chunk, and reads that chunk again. With filters, a row is drawn from its
-candidates: with top-k these are the few tokens whose logit is at least the k-th largest of the
-maxima of all groups of tokens, because at least k tokens are as large as that.
+The reference is models/sampler.py: it has the same filters and the same random numbers. `sample`
+takes the maximum and the sum of the weights e^((logit - maximum) / temperature) of each chunk of
+the vocabulary, chooses a chunk, and reads that chunk again. With filters, a row is drawn from its
+candidates. With top-k these are few: at least k tokens reach the k-th largest of the maxima of all
+groups of tokens, so smaller logits cannot be among the k largest.
 """
 
 import numpy as np
@@ -27,14 +27,15 @@ CHUNK, GROUP = 1024, 256
 GROUPS = CHUNK // GROUP
 # The lowest temperature used: its reciprocal is finite.
 MIN_TEMPERATURE = f32(1.2e-38)
-# For more candidates than this, top-p searches the bits of floats: a quickselect's branches cost more.
+# For more candidates than this, top-p searches the bits of floats, because the branches of a
+# quickselect cost more.
 MANY = 4096
 # `_logprobs_of_rows` inserts the most likely tokens one by one, which is slow for more of them.
 MAX_LOGPROBS = 64
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits [R, V] in float32 or bfloat16 -> token ids [R] int64."""
+    """Return token ids [R] int64 for logits [R, V] in float32 or bfloat16."""
     values = batch.filters
     if not values.keys() <= set(IN_KERNEL):
         return sampler.sample(logits, batch)
@@ -56,7 +57,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """As models.logit_rules.token_logprobs, in one pass over each row."""
+    """Compute models.logit_rules.token_logprobs in one pass over each row."""
     if k > MAX_LOGPROBS:
         return logit_rules.token_logprobs(logits, tokens, k)
     logits, packed = logits.contiguous(), np.empty((len(logits), 2 + 2 * k))
@@ -83,7 +84,7 @@ def _load(address, is_bf16, start, wide):
 
 @compiled()
 def _uniform(seed, position):
-    """A number in [0, 1): SplitMix64 (Steele et al. 2014), as in the plain sampler."""
+    """Return a number in [0, 1): SplitMix64 (Steele et al. 2014), as in the plain sampler."""
     gamma = np.uint64(0x9E3779B97F4A7C15)
     z = np.uint64(seed) + np.uint64(position) * gamma
     for step in range(2):
@@ -96,7 +97,7 @@ def _uniform(seed, position):
 
 @compiled()
 def _group_maxima(wide, lanes, maxima):
-    """Set maxima [GROUPS] to the maximum of each group of a chunk; -inf for those past its end."""
+    """Set maxima [GROUPS] to the maximum of each group of a chunk; -inf for groups past its end."""
     for group in range(GROUPS):
         part = wide[group * GROUP : (group + 1) * GROUP]
         maxima[group] = maximum_in(part, lanes) if len(part) else -INFINITY
@@ -104,13 +105,13 @@ def _group_maxima(wide, lanes, maxima):
 
 @compiled()
 def _weight(power):
-    """e^power, or 0 below e^-87."""
+    """Return e^power, or 0 below e^-87."""
     return exp(power) if power > f32(-87) else f32(0)
 
 
 @compiled()
 def _exp_weights(logits, top, temperature, weights):
-    """weights = e^((logits - top) / temperature), or 0 below e^-87. Returns their sum."""
+    """Set weights to e^((logits - top) / temperature), or 0 below e^-87. Return their sum."""
     total = f32(0)
     for i in range(len(logits)):
         weight = _weight((logits[i] - top) / temperature)
@@ -121,7 +122,7 @@ def _exp_weights(logits, top, temperature, weights):
 
 @compiled()
 def _search_cumsum(weights, target):
-    """(first index of positive weight whose cumulative sum exceeds target, the sum before it)."""
+    """Return (first index of positive weight with a cumulative sum above target, sum before it)."""
     index, before, total = 0, 0.0, 0.0
     for i in range(len(weights)):
         if weights[i] > 0:
@@ -133,10 +134,10 @@ def _search_cumsum(weights, target):
 
 
 @compiled()
-def _least_kept(values, weights, target):
-    """The largest of values [n] such that all that are at least as large weigh `target` or more.
+def _smallest_kept(values, weights, target):
+    """Return the largest of values [n] for which it and all larger ones weigh `target` or more.
 
-    A quickselect, which reorders both arrays: larger values move to the front.
+    This is a quickselect, which reorders both arrays: larger values move to the front.
     """
     start, stop = 0, len(values)
     while stop - start > 1:
@@ -169,19 +170,20 @@ def _least_kept(values, weights, target):
 
 
 @compiled()
-def _sum_from(weights, least):
-    """The sum of the weights that are at least `least`."""
+def _sum_from(weights, bound):
+    """Return the sum of the weights that are at least `bound`."""
     total = f32(0)
     for i in range(len(weights)):
-        total += weights[i] if weights[i] >= least else f32(0)
+        total += weights[i] if weights[i] >= bound else f32(0)
     return total
 
 
 @compiled()
-def _least_kept_of_many(weights, target):
-    """As `_least_kept` of the weights themselves, for many of them: a search over the bits of floats.
+def _smallest_kept_of_many(weights, target):
+    """Compute `_smallest_kept` of the weights themselves by a search over the bits of floats.
 
-    Positive floats have the order of their bits. Three candidates are summed in one pass.
+    It is for many weights. Positive floats have the order of their bits. Three candidates are
+    summed in one pass.
     """
     low, step = 0, 1 << 28
     while step > 0:
@@ -203,7 +205,7 @@ def _float(bits):
 
 @compiled()
 def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, u, scratch, tokens):
-    """Draw from a row whose logits begin at `start`; maxima [groups] are those of its groups.
+    """Draw from a row whose logits begin at `start`; maxima [groups] has the maximum of each group.
 
     scratch [2, V] float32 and tokens [V] int32 are overwritten.
     """
@@ -211,7 +213,7 @@ def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, 
     top, num, count = maximum(maxima), len(maxima), 0
     values, few = scratch[0], 0 < top_k <= num
     if few:
-        bound = _least_kept(maxima.copy(), np.ones(num, f32), top_k)
+        bound = _smallest_kept(maxima.copy(), np.ones(num, f32), top_k)
         wide = np.empty(GROUP, f32)
         for group in range(num):
             if maxima[group] >= bound:
@@ -227,23 +229,24 @@ def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, 
         _load(address, is_bf16, start, values)
     values, weights = values[:count], scratch[1, :count]
     total = _exp_weights(values, top, temperature, weights)
-    least = f32(0)  # of the weights that are kept
+    smallest = f32(0)  # of the weights that are kept
     if 0 < top_k < count:
-        kth = _least_kept(values.copy(), np.ones(count, f32), top_k)
+        kth = _smallest_kept(values.copy(), np.ones(count, f32), top_k)
         for i in range(count):
             weights[i] = weights[i] if values[i] >= kth else f32(0)
-        total = _sum_from(weights, least)
+        total = _sum_from(weights, smallest)
     if top_p < 1:
         if count > MANY:
-            least = _least_kept_of_many(weights, top_p * total)
+            smallest = _smallest_kept_of_many(weights, top_p * total)
         else:
-            least = _least_kept(weights.copy(), weights.copy(), top_p * total)
+            smallest = _smallest_kept(weights.copy(), weights.copy(), top_p * total)
     # The weight of the most likely token is 1. It stays, even if rounding says otherwise.
-    least = min(max(least, min_p), f32(1))
+    smallest = min(max(smallest, min_p), f32(1))
     # The chunk in which the cumulative sum exceeds the target, or the last with a weight.
-    target, total, chosen, before = u * _sum_from(weights, least), 0.0, 0, 0.0
+    target, total = u * _sum_from(weights, smallest), 0.0
+    chosen, before = 0, 0.0
     for first in range(0, count, CHUNK):
-        chunk_sum = _sum_from(weights[first : first + CHUNK], least)
+        chunk_sum = _sum_from(weights[first : first + CHUNK], smallest)
         if chunk_sum > 0:
             chosen, before = first, total
             total += chunk_sum
@@ -251,14 +254,15 @@ def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, 
                 break
     part = weights[chosen : chosen + CHUNK]
     for i in range(len(part)):
-        part[i] = part[i] if part[i] >= least else f32(0)
+        part[i] = part[i] if part[i] >= smallest else f32(0)
     index, _ = _search_cumsum(part, target - before)
     return tokens[chosen + index] if few else chosen + index
 
 
 @compiled()
-def _weigh_chunks(address, is_bf16, size, temperatures, filtered, maxima, chunk_max, sums, start, stop):
-    """Fill maxima [R, chunks * GROUPS], and chunk_max and sums [R, chunks]: one pass over all logits.
+def _weigh_chunks(address, is_bf16, size, temperatures, filtered, maxima, chunk_max, sums, start,
+                  stop):
+    """Fill maxima [R, chunks * GROUPS], chunk_max and sums [R, chunks] in one pass over all logits.
 
     An item is a chunk of a row. Rows that are greedy or filtered need no sums.
     """
@@ -320,19 +324,19 @@ def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, 
 
 @compiled()
 def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
-    """Fill packed [R, 2 + 2k]; see models/logit_rules.py."""
+    """Fill packed [R, 2 + 2k] as models/logit_rules.py describes it."""
     k = (packed.shape[1] - 2) // 2
     buffer, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
     for row in range(start, stop):
         _load(address, is_bf16, row * size + tokens[row], buffer[:1])
-        own, rank = buffer[0], 1
+        logit, rank = buffer[0], 1
         values, ids = np.full(k, f32(-np.inf)), np.zeros(k, np.int64)
         top, total = f32(-np.inf), f32(0)
         for first in range(0, size, CHUNK):
             wide = buffer[: min(CHUNK, size - first)]
             _load(address, is_bf16, row * size + first, wide)
             for i in range(len(wide)):
-                rank += np.int64(wide[i] > own)
+                rank += np.int64(wide[i] > logit)
             chunk_max = maximum(wide)
             if chunk_max > top:
                 total *= _weight(top - chunk_max)
@@ -348,6 +352,6 @@ def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
                             at -= 1
                         values[at], ids[at] = wide[i], first + i
         log_sum = top + np.log(total)
-        packed[row, 0], packed[row, 1] = own - log_sum, rank
+        packed[row, 0], packed[row, 1] = logit - log_sum, rank
         for i in range(k):
             packed[row, 2 + i], packed[row, 2 + k + i] = values[i] - log_sum, ids[i]

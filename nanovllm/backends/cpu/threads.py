@@ -1,10 +1,10 @@
 """How many threads a step on a CPU uses: as many as there are cores that other processes leave.
 
 A parallel region ends when its slowest thread does. If a thread waits for a core that another
-process occupies, all others wait for it and spin: beside one busy process, two threads on two cores
+process occupies, all others wait for it and spin: with one busy process on two cores, two threads
 are up to thirty times slower than one. Linux counts for each thread how long it was ready to run
-and waited for a core, so that no other process has to be known: one with a low priority takes a
-core that is free, but our threads do not wait for it.
+and waited for a core. This needs no knowledge of other processes: a process with a low priority
+takes a core that is free, but the threads of a step do not wait for it.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Seconds between two looks at what the cores did. The kernel counts in units of 10 ms. Steps that
-# are further apart have a pause between them.
+# Seconds between two looks at what the cores did. Linux counts in units of 10 ms. Steps that are
+# further apart have a pause between them.
 INTERVAL = 0.1
-# While there is a limit, another thread is tried for so many seconds: first after RETRY, then each
-# time after twice as long, at most LONGEST.
+# While there is a limit, one more thread is tried for TRIAL seconds: first after RETRY seconds,
+# then each time after twice as long, at most LONGEST.
 TRIAL, RETRY, LONGEST = 0.05, 1.0, 4.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -32,7 +32,7 @@ class Look(NamedTuple):
 
     time: float
     idle: float  # of the cores
-    own: float  # used by this process
+    used: float  # by this process
     waited: float  # by threads of this process that were ready to run
 
     def since(self, last: "Look") -> "Look":
@@ -47,14 +47,15 @@ class ThreadLimit:
 
     def __init__(self) -> None:
         self.cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        # For this thread alone. torch.set_num_threads also sets it for those that start later.
+        # For this thread alone. torch.set_num_threads also sets it for threads that start later.
         library = ctypes.CDLL(None) if Path("/proc/stat").is_file() else None
         self.set_num_threads: Any = getattr(library, "omp_set_num_threads", None)
         self.chosen = "OMP_NUM_THREADS" in os.environ or self.set_num_threads is None
         self.default = torch.get_num_threads()
-        self.limit = self.most = min(quota(len(self.cores)), self.default)
+        self.limit = self.max_threads = min(quota(len(self.cores)), self.default)
         self.running = False
-        self.ended = self.retry = -float("inf")  # times of the last step's end, of the next trial
+        self.ended = -float("inf")  # time of the last step's end
+        self.retry = -float("inf")  # time of the next trial
         self.patience = RETRY
         self.last = Look(0, 0, 0, 0)
 
@@ -83,10 +84,10 @@ class ThreadLimit:
         """Choose the number of threads after a pause, which says nothing about what runs now."""
         # A container with few of the machine's cores does not know what runs on them.
         others = ready_threads() - 1 if len(self.cores) == os.cpu_count() else None
-        if others is not None and self.most + others <= len(self.cores):
-            self.limit = self.most
-        elif others is not None or self.limit < self.most:
-            self.try_threads(self.most)
+        if others is not None and self.max_threads + others <= len(self.cores):
+            self.limit = self.max_threads
+        elif others is not None or self.limit < self.max_threads:
+            self.try_threads(self.max_threads)
         self.last = self.look()
 
     def adjust(self) -> None:
@@ -94,7 +95,7 @@ class ThreadLimit:
         if not self.running or time.monotonic() - self.last.time < INTERVAL:
             return
         self.judge(self.look().since(self.last))
-        if self.limit == self.most:
+        if self.limit == self.max_threads:
             self.patience = RETRY
         elif time.monotonic() > self.retry:
             self.try_threads(self.limit + 1)
@@ -103,34 +104,34 @@ class ThreadLimit:
 
     def judge(self, past: Look) -> None:
         """Set the limit by what happened since the last look."""
-        # With n threads and one fewer, the work takes n / (n - 1) as long, but nobody waits.
+        # With one of n threads fewer, the work takes n / (n - 1) times as long, but none waits.
         if self.limit > 1 and past.waited * self.limit > past.time:
             self.limit = max(1, self.limit - max(1, round(past.waited / past.time)))
             self.retry = time.monotonic() + self.patience
             self.patience = min(2 * self.patience, LONGEST)
         else:
-            free = round((past.idle + past.own) / past.time)
-            self.limit = max(self.limit, min(self.most, free))
+            free = round((past.idle + past.used) / past.time)
+            self.limit = max(self.limit, min(self.max_threads, free))
 
     def try_threads(self, number: int) -> None:
-        """Set the limit by parallel work that is so short that it costs little if threads wait.
+        """Set the limit by parallel work, which is short and costs little if threads wait.
 
         A process with a low priority keeps a core busy, but leaves it to a thread that needs it.
         """
         self.limit = number
         self.set_num_threads(number)
         work = torch.zeros(number << 15)  # elements enough for each thread
-        # In the first half, the kernel finds a core for each thread.
+        # In the first half, Linux finds a core for each thread.
         for _ in range(2):
             start = self.look()
             while time.monotonic() - start.time < TRIAL / 2:
                 work.cos_()
-        # The kernel's units are too coarse for the idle time of a trial.
-        self.judge(self.look().since(start)._replace(idle=0, own=0))
+        # The units of Linux are too coarse for the idle time of a trial.
+        self.judge(self.look().since(start)._replace(idle=0, used=0))
 
 
 def idle_ticks(stat: str, cores: list[int]) -> int:
-    """The time that these cores were idle, from the text of /proc/stat."""
+    """Return how many ticks these cores were idle, from the text of /proc/stat."""
     total = 0
     for line in stat.splitlines():
         name, *numbers = line.split()
@@ -141,7 +142,7 @@ def idle_ticks(stat: str, cores: list[int]) -> int:
 
 
 def waited_seconds() -> float:
-    """The time that threads of this process were ready to run and had no core. 0 if unknown."""
+    """Return how long threads of this process were ready to run without a core; 0 if unknown."""
     total = 0
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError, IndexError):  # a thread that has ended, a kernel without the file
@@ -150,13 +151,13 @@ def waited_seconds() -> float:
 
 
 def ready_threads() -> int:
-    """The threads of the machine that run or wait for a core at this moment, with the caller."""
+    """Return how many threads of the machine run or wait for a core now, the caller included."""
     found = re.search(r"procs_running (\d+)", Path("/proc/stat").read_text())
     return int(found[1]) if found else 1
 
 
 def quota(cores: int) -> int:
-    """The cores that the container may use, at most `cores`: cpu.max of its control group."""
+    """Return how many of `cores` the container may use: cpu.max of its control group."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return cores if limit == "max" else max(1, min(cores, -(-int(limit) // int(period))))

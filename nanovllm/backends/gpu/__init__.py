@@ -1,1 +1,19 @@
-"""The optional GPU backend: Triton kernels, paged attention with them, and CUDA graphs."""
+"""The optional GPU backend: Triton kernels, paged attention with them, and CUDA graphs.
+
+Read the files in this order. Each needs only models/ and the files above it.
+
+kernels/pointwise.py   Two short kernels: RMSNorm and SwiGLU. How a Triton kernel looks here.
+kernels/launch.py      Launches a kernel with little work on the host.
+kernels/configs.py     Tile sizes of attention for each GPU, in a table.
+kernels/store.py       Norms and rotates q and k, and writes k and v to the paged cache.
+kernels/attention.py   Paged attention: prefill in tiles of queries, decode in splits of contexts.
+attention.py           TritonAttention: what a step and each layer launch. Needs the three above.
+kernels/sampling.py    Filters and draws tokens without a sort and without a synchronization.
+kernels/int8.py        Products with weights in int8. Needs models/int8.py.
+graphs.py              DecodeGraphs: a decode step is captured once and replayed. Needs no kernel.
+backend.py             Joins all of it into a Backend, or says why the device cannot run it.
+
+The first two suffice to read any other kernel. The plain torch reference of each kernel is in
+models/ or tests/helpers/references.py. `.ci/compile_kernels.py` compiles all kernels for GPUs that
+the machine does not have.
+"""

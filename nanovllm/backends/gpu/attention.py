@@ -1,4 +1,4 @@
-"""Paged attention on a GPU, by the Triton kernels in gpu/kernels/."""
+"""Paged attention on a GPU with the Triton kernels in gpu/kernels/."""
 
 import torch
 from torch import Tensor
@@ -22,11 +22,11 @@ class TritonAttention(PlainAttention):
         device: torch.device,
         fp8_scales: list[Scales] | None = None,
     ) -> None:
-        if fp8_scales:  # for older GPUs Triton has no conversions of float8_e4m3fn
+        if fp8_scales:  # Triton cannot convert float8_e4m3fn on older GPUs
             instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
             check_capability(device, (8, 9), "kv_cache_dtype='fp8' needs", instead)
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
-        # Numbers of the host: a captured launch contains them, and no kernel waits for a load.
+        # They are numbers on the host: a captured launch contains them, and no kernel loads them.
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
@@ -41,7 +41,7 @@ class TritonAttention(PlainAttention):
         self.num_kv_heads, self.eps = config.num_kv_heads, config.rms_norm_eps
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Compute once for all layers what a launch of the chunks and one of the decodes take."""
+        """Compute the arguments that all layers share: of a launch for chunks, one for decodes."""
         decodes, lens, tables = batch.num_decodes, batch.context_lens, batch.block_tables
         chunks, tokens = len(lens) - decodes, len(batch.input_ids) - decodes
         batch.attention = []  # (tokens, function, its arguments)
@@ -68,9 +68,9 @@ class TritonAttention(PlainAttention):
         return store.norm_rope_store(qkv, q_norm, k_norm, self.eps, *rope, *cache, *scales)
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Attention of q [T, H, D] -> [T, H * D].
+        """Compute attention of q [T, H, D] -> [T, H * D].
 
-        Decodes have their own launch: in a prefill tile a single query would leave most rows
+        Decodes have a separate launch: in a prefill tile a single query would leave most rows
         unused, and one program would have to read its whole context.
         """
         out = torch.empty_like(q)
@@ -80,7 +80,7 @@ class TritonAttention(PlainAttention):
 
 
 def check_capability(device: torch.device, least: tuple[int, int], what: str, instead: str) -> None:
-    """Raise ValueError if the device is a GPU of NVIDIA whose compute capability is below `least`."""
+    """Raise ValueError if the device is an NVIDIA GPU with a capability below `least`."""
     if device.type == "cuda" and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
         if capability < least:

@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: the launches of a step are captured once and replayed by one call.
 
-DecodeGraphs owns a graph for each of a few batch sizes and the tensors that these read and write at
-fixed addresses. A batch is padded to the next captured size with row N, the padding row of Rows.
+DecodeGraphs owns a graph for each of a few batch sizes, and the tensors at fixed addresses that the
+graphs read and write. A batch is padded to the next captured size with row N, the padding row of
+Rows.
 """
 
 import gc
@@ -24,21 +25,24 @@ Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
-    """The captured sizes: dense where a padding row is a large share, and the maximum itself."""
+    """Return the sizes to capture: dense where padding is a large share, and the maximum itself."""
     sizes = [1, 2, 4, 8, *range(16, 512, 16), *range(512, max_num_seqs, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-# torch hands out this many streams in turn, and then the same ones again.
+# torch returns this many streams in turn, and then the same ones again.
 NUM_STREAMS = 32
-# The streams of living engines. A graph that is freed frees the cuBLAS workspaces of its stream,
-# which the graphs of another engine on this stream would still use (pytorch/pytorch#193402).
+# The streams of living engines. A graph that is freed frees the cuBLAS workspaces of its stream.
+# Graphs of another engine on this stream would still use them (pytorch/pytorch#193402).
 _streams: WeakSet[torch.cuda.Stream] = WeakSet()
 _streams_lock = threading.Lock()
 
 
 def unused_stream() -> torch.cuda.Stream:
-    """A stream of the current device that no living engine captures on, while it is referenced."""
+    """Return a stream of the current device on which no living engine captures.
+
+    It is taken as long as it is referenced.
+    """
     with _streams_lock:
         for _ in range(NUM_STREAMS):
             stream = torch.cuda.Stream()
@@ -74,18 +78,21 @@ class DecodeGraphs:
         hidden: Tensor,
         capture: Callable[[], Capture],
     ) -> None:
-        """decode: rows [S] -> (hidden [S, E], tokens [S]). Replays write to `hidden` [N, E]."""
+        """Capture decode: rows [S] -> (hidden [S, E], tokens [S]).
+
+        Replays write to `hidden` [N, E].
+        """
         num_rows, device = len(hidden), hidden.device
         self.padding_row = num_rows
         self.rows = torch.full((num_rows,), num_rows, dtype=torch.int64, device=device)
         self.hidden = hidden
         self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        # What self.rows holds, without padding; None if that is not known.
+        # The content of self.rows without padding; None if it is not known.
         self.decode_rows: list[int] | None = None
         self.size = 0
         self.replays: dict[int, Callable[[], None]] = {}
         start = time.perf_counter()
-        self.capture = capture()  # kept with the graphs, because it has their stream
+        self.capture = capture()  # kept with the graphs, because it owns their stream
 
         def step(size: int) -> None:
             self.hidden[:size], self.tokens[:size] = decode(self.rows[:size])

@@ -15,8 +15,10 @@ numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests
 
 from attention_cases import BACKENDS, NAN, compare, heads_strategy, make  # noqa: E402
 
-from nanovllm.backends.cpu import amx, avx512  # noqa: E402
 from nanovllm.backends.cpu.attention import NumbaAttention, balanced  # noqa: E402
+from nanovllm.backends.cpu.units.amx import AMX  # noqa: E402
+from nanovllm.backends.cpu.units.any import ANY  # noqa: E402
+from nanovllm.backends.cpu.units.avx512 import AVX512  # noqa: E402
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -60,24 +62,24 @@ def test_what_the_matrix_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
     def unit(heads: tuple[int, int], size: int, dim: int, dtype: torch.dtype) -> object:
         backend = make(NumbaAttention, heads, 2, size, dtype, dim)
         assert isinstance(backend, NumbaAttention)
-        return backend.unit.__name__.rpartition(".")[2]
+        return backend.unit
 
     fits = ((8, 1), 16, 32, torch.bfloat16)
-    monkeypatch.setattr(avx512, "has_avx512_bf16", lambda: False)
-    assert unit(*fits) == ("amx" if amx.has_amx() else "packs")
+    monkeypatch.setattr(AVX512, "is_available", lambda: False)
+    assert unit(*fits) is (AMX if AMX.is_available() else ANY)
     for other in (
         ((9, 1), *fits[1:]), (fits[0], 24, *fits[2:]), (*fits[:2], 48, fits[3]),
         (*fits[:3], torch.float32),
     ):  # fmt: skip
-        assert unit(*other) == "packs"
-    monkeypatch.setattr(amx, "has_amx", lambda: False)
-    assert unit(*fits) == "packs"
+        assert unit(*other) is ANY
+    monkeypatch.setattr(AMX, "is_available", lambda: False)
+    assert unit(*fits) is ANY
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (18, 2)])
 def test_prompts_and_chunks_in_bfloat16(block_size: int, heads: tuple[int, int]) -> None:
-    """Packs of 1 to 64 rows, and contexts that end anywhere in a tile of keys."""
+    """Groups of 1 to 64 rows, and contexts that end anywhere in a tile of keys."""
     lengths = [(n, past) for n in (1, 7, 33, 70) for past in (0, 5, 90)] + [(1, 40)]
     compare(NumbaAttention, lengths, block_size, heads, 4, dtype=torch.bfloat16, dim=64)
 
@@ -85,7 +87,7 @@ def test_prompts_and_chunks_in_bfloat16(block_size: int, heads: tuple[int, int])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)])
 @pytest.mark.parametrize(("dim", "block_size"), [(8, 16), (32, 1), (96, 3), (160, 16)])
 def test_short_chunks_in_bfloat16(heads: tuple[int, int], dim: int, block_size: int) -> None:
-    """Queries of one pack see different numbers of tokens; of 160 dimensions sums take two rounds."""
+    """Queries of one group see different numbers of tokens; of 160 dimensions sums take two rounds."""
     lengths = [(20, 320), (33, 325), (1, 330), (60, 320), (7, 333), (1, 5)]
     step = compare(
         NumbaAttention, lengths, block_size, heads, 2, {320 // block_size: [0, 1, 2, 3, 4]},
@@ -105,10 +107,10 @@ def test_a_prefix_and_the_rest_in_bfloat16() -> None:
 
 def prefixes(step: Any, block_size: int, kv_heads: int) -> dict[int, int]:
     """Tokens of the step that read a prefix with others -> its length. None reads two."""
-    packs = step.work.prefixes
+    groups = step.work.prefixes
     read = [
         (int(token), int(length))
-        for tokens, lengths in zip(packs.queries, packs.context_lens, strict=True)
+        for tokens, lengths in zip(groups.queries, groups.context_lens, strict=True)
         for token, length in zip(tokens, lengths, strict=True)
         if token >= 0
     ]
@@ -120,14 +122,14 @@ def prefixes(step: Any, block_size: int, kv_heads: int) -> dict[int, int]:
 
 def alone(step: Any) -> int:
     """How many tokens of the step read tokens of their own."""
-    return int((step.work.own.queries >= 0).sum())
+    return int((step.work.rest.queries >= 0).sum())
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) -> None:
     """Two families of a common prefix, two that share too little, and others, some not decoding. Of 8
-    heads one query fills a pack, and there is nothing to share."""
+    heads one query fills a group, and there is nothing to share."""
     long, short = 320 // block_size, 192 // block_size
     pasts = [321, 400, 380, 500, 200, 192 + 1, 210, 250, 17, 40, 20, 0]
     lengths = [(7, 500), (3, 0)] + [(1, past) for past in pasts]
@@ -151,7 +153,7 @@ def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
     assert len(step.prefixes) == 1
     assert prefixes(step, block_size, 2) == dict.fromkeys(range(400, 400 + 20 + 33 + 60), 320)
     assert alone(step) == 20 + 33 + 60 + 1
-    assert step.work.own.block_tables.shape[1] == -(-60 // block_size)
+    assert step.work.rest.block_tables.shape[1] == -(-60 // block_size)
     lengths = [c.tokens.stop - c.tokens.start for c in step.chunks]
     assert sorted(lengths) == [8, 9, 65]
     assert [tokens for tokens, _ in step.prompts] == [slice(0, 400)]
@@ -199,7 +201,7 @@ def test_threads_share_the_work() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [1, 8, 24, 47])
 def test_equal_parts_have_about_the_same_work(count: int, parts: int) -> None:
-    """Each pack of a prompt reads more keys than the one before: the second half, three times as many."""
+    """Each group of a prompt reads more keys than the one before: the second half, three times as many."""
     sizes = np.arange(1, count + 1)
     order = balanced(sizes, parts)
     assert sorted(order) == list(range(count))

@@ -16,7 +16,8 @@ import torch
 numba = pytest.importorskip("numba")
 
 import nanovllm  # noqa: E402
-from nanovllm.backends.cpu import amx, attention, compile, jit  # noqa: E402
+from nanovllm.backends.cpu import attention, compile, jit  # noqa: E402
+from nanovllm.backends.cpu.units.amx import AMX  # noqa: E402
 from nanovllm.loading.checkpoint import Checkpoint  # noqa: E402
 
 ANSWER = """
@@ -55,7 +56,7 @@ def test_first_start_answers_while_kernels_are_compiled(
     source = jit.DIRECTORY
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     directory = jit.make_directory()
-    missing = "kernels.silu_and_mul_rows-"
+    missing = "pointwise.silu_and_mul_rows-"
     assert list(source.glob(f"{missing}*.nbc"))
     for path in source.glob("*.nb[ic]"):
         if not path.name.startswith(missing):
@@ -119,8 +120,8 @@ def test_a_compilation_that_failed_is_reported_once(
 
 def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch) -> None:
     markers = {compile.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    other = not amx.has_amx()
-    monkeypatch.setattr(amx, "has_amx", lambda: other)
+    other = not AMX.is_available()
+    monkeypatch.setattr(AMX, "is_available", lambda: other)
     markers |= {compile.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
     assert len(markers) == 4
     assert None not in markers
@@ -134,7 +135,7 @@ def test_with_amx_every_block_size_is_compiled_in_the_background(
 ) -> None:
     """AMX is emulated: what would be compiled is noted, and nothing runs."""
     compiled: list[tuple[torch.dtype, bool | None]] = []
-    monkeypatch.setattr(amx, "has_amx", lambda: True)
+    monkeypatch.setattr(AMX, "is_available", lambda: True)
     monkeypatch.setattr(jit, "DIRECTORY", tmp_path)
     for module in (attention, compile):
         monkeypatch.setattr(module, "compile_all", lambda *arguments: compiled.append(arguments))
@@ -160,15 +161,15 @@ def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
     code = """
 import numpy as np
 from numba import int64, typeof
-from nanovllm.backends.cpu import amx, avx512
+from nanovllm.backends.cpu.units import amx, avx512
 for unit in (amx, avx512):
     unit.linear_blocks.compile((int64,) * 9)
 qkv, cache = np.empty((0, 1, 32), np.uint16), np.empty((0, 1, 16, 32), np.uint16)
 ints, lse = np.empty((0, 1), np.int64), np.empty((0, 1), np.float32)
-packs = ints, ints, ints.astype(np.int32)
-arguments = (qkv, qkv, lse, cache, cache, *packs, True, 0, 0)
-amx.attend_packs.compile(tuple(map(typeof, arguments)))
-for kernel in (amx.linear_blocks, amx.attend_packs, avx512.linear_blocks):
+groups = ints, ints, ints.astype(np.int32)
+arguments = (qkv, qkv, lse, cache, cache, *groups, True, 0, 0)
+amx.attend_groups.compile(tuple(map(typeof, arguments)))
+for kernel in (amx.linear_blocks, amx.attend_groups, avx512.linear_blocks):
     code = kernel.inspect_asm(kernel.signatures[0])
     print("tdpbf16ps" in code, "vdpbf16ps" in code)
 """

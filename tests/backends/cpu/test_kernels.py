@@ -1,4 +1,4 @@
-"""The kernels that Numba compiles, beside torch's functions on the same input."""
+"""The kernels that Numba compiles, compared with torch's functions on the same input."""
 
 import json
 import logging
@@ -20,10 +20,14 @@ from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rota
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.backends.cpu import amx, avx512, compile, decode, int8, packs, parallel, primitives  # noqa: E402
-from nanovllm.backends.cpu import kernels as cpu  # noqa: E402
+from nanovllm.backends.cpu import compile, fused_decode, int8, parallel, primitives  # noqa: E402
+from nanovllm.backends.cpu import pointwise as cpu  # noqa: E402
 from nanovllm.backends.cpu import sampler as cpu_sampler  # noqa: E402
-from nanovllm.backends.cpu.layers import FusedLayers  # noqa: E402
+from nanovllm.backends.cpu.fused_decode import FusedLayers  # noqa: E402
+from nanovllm.backends.cpu.units import amx, avx512  # noqa: E402
+from nanovllm.backends.cpu.units import any as any_unit  # noqa: E402
+from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend  # noqa: E402
+from nanovllm.backends.cpu.units.unit import units  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -113,7 +117,7 @@ def test_numbers_of_any_type() -> None:
     code = """
 import random, numba, numpy as np, torch
 from numba import float64, int64, typeof
-from nanovllm.backends.cpu import compile, kernels, parallel
+from nanovllm.backends.cpu import compile, parallel, pointwise
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.models.layers import add_rms_norm
 numba.set_num_threads(2)
@@ -124,10 +128,10 @@ for eps in [1, 1e-6, 1, *rng.choices(numbers, k=30)]:
     dtype = rng.choice([torch.float32, torch.bfloat16])
     x, residual, weight = torch.randn(4, 8).to(dtype), torch.randn(4, 8).to(dtype), torch.ones(8)
     wanted = add_rms_norm(x, residual, weight.to(dtype), float(eps))
-    found = kernels.add_rms_norm(x, residual, weight.to(dtype), eps)
+    found = pointwise.add_rms_norm(x, residual, weight.to(dtype), eps)
     torch.testing.assert_close(found, wanted)
 x, weight = torch.randn(2, 4, 8), torch.ones(8)
-kernel, example = kernels.add_rms_norm_rows, DTYPE_EXAMPLE[torch.float32]
+kernel, example = pointwise.add_rms_norm_rows, DTYPE_EXAMPLE[torch.float32]
 address = parallel.address_of(kernel, (*[int64] * 5, float64, typeof(example), int64, int64))
 start = x[0].data_ptr(), x[1].data_ptr(), weight.data_ptr(), 4, 8
 parallel.in_parts(address, (*start, 1e-6, example), 4, 2)
@@ -286,7 +290,7 @@ def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch)
 def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     """What `compile_all` compiled fits every call: prompts, decodes, a prefix in common."""
     llm = LLM(dtype=dtype, device="cpu")
-    modules = cpu, packs, amx, avx512, decode, int8, parallel, cpu_sampler
+    modules = cpu, any_unit, amx, avx512, fused_decode, int8, parallel, cpu_sampler
     kernels = [k for m in modules for k in vars(m).values() if hasattr(k, "signatures")]
     before = [len(k.signatures) for k in kernels]
     assert max(before) > 0
@@ -297,31 +301,31 @@ def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     assert [len(k.signatures) for k in kernels] == before
 
 
-NO_PRODUCTS = not (amx.has_amx() or avx512.has_avx512_bf16())
+NO_PRODUCTS = units(torch.bfloat16)[0].linear_blocks is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
-    """However large: the queries of a pack read the same blocks, each only so far."""
+    """However large: the queries of a group read the same blocks, each only so far."""
     torch.manual_seed(0)
     shape, like = (2, 1, 16, 32), primitives.DTYPE_EXAMPLE[dtype]
-    unit = compile.units(dtype)[-1]
-    kernel = compile.compile_all(dtype, unit, dtype)[unit.attend_packs]
-    count = min(12, unit.MAX_PACK_ROWS)
+    unit = units(dtype)[0]
+    kernel = compile.compile_all(dtype, unit, dtype)[unit.attend_groups]
+    count = min(12, unit.max_rows)
     qkv, k, v = (torch.randn(n).to(dtype) for n in ((count, 3, 32), shape, shape))
     none = np.empty((0, count), np.int64)
     queries, contexts = np.arange(count)[None], np.arange(1, count + 1)[None]
-    own = packs.Packs(queries, contexts, np.array([[1]], np.int32))
-    reads = packs.AttentionWork(
-        packs.Packs(none, none, none.astype(np.int32)),
-        own,
+    rest = QueryGroups(queries, contexts, np.array([[1]], np.int32))
+    reads = AttentionWork(
+        QueryGroups(none, none, none.astype(np.int32)),
+        rest,
         np.full((count, 1), -np.inf, np.float32),
     )
     found = []
     for last in (0.0, 3e38):
         v[1, 0, count - 1] = last
         out = torch.empty(count, 32, dtype=dtype)
-        packs.attend(
+        attend(
             qkv.data_ptr(), count, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
             like, kernel, 2,
         )  # fmt: skip
@@ -358,12 +362,12 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
             return wanted
 
     calls = []
-    layers = decode.decode_layers
+    layers = fused_decode.decode_layers
     runner.fused_model = Both
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "decode_layers", lambda *a: (calls.append(a[4]), layers(*a)))
+        patch.setattr(fused_decode, "decode_layers", lambda *a: (calls.append(a[4]), layers(*a)))
         llm.generate(prompts, params, use_tqdm=False)
     assert {1, 16, 17, 33, 64, 65} <= set(sizes)
     assert {1, 16, 17, 33, 64} <= set(calls)
@@ -400,7 +404,8 @@ def test_without_amx(tmp_path) -> None:
     """
     code = (
         "from nanovllm import LLM\n"
-        "from nanovllm.backends.cpu import amx, avx512, backend, compile, int8, packs, sampler\n"
+        "from nanovllm.backends.cpu import backend, compile, int8, sampler\n"
+        "from nanovllm.backends.cpu.units import amx, any, avx512\n"
         "from nanovllm.models import sampler as plain\n"
         "same = [sampler._weigh_chunks, sampler._draw_rows, sampler._logprobs_of_rows]\n"
         "same += [int8.quantize_rows, int8.product_blocks]\n"
@@ -412,8 +417,8 @@ def test_without_amx(tmp_path) -> None:
         "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
         "print(llm.chat(question, use_tqdm=False)[0].outputs[0].text)\n"
         "assert llm.engine.runner.fused_model is llm.engine.runner.model\n"
-        "assert not amx.attend_packs.signatures and not avx512.linear_blocks.signatures\n"
-        "assert packs.attend_packs.signatures and int8.tile is int8.plain_tile\n"
+        "assert not amx.attend_groups.signatures and not avx512.linear_blocks.signatures\n"
+        "assert any.attend_groups.signatures and int8.tile is int8.plain_tile\n"
     )
     variables = dict(NUMBA_CPU_NAME="x86-64-v3", NUMBA_CACHE_DIR=str(tmp_path), NUMBA_OPT="0")
     done = fresh.run(code, **variables)

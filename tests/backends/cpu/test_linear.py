@@ -57,22 +57,23 @@ def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) -> None:
     pytest.importorskip("numba")
-    from nanovllm.backends.cpu import amx, avx512, compile, parallel
+    from nanovllm.backends.cpu import compile, parallel
+    from nanovllm.backends.cpu.units.unit import units
 
-    if not (amx.has_amx() or avx512.has_avx512_bf16()):
+    unit = units(torch.bfloat16)[0]
+    if unit.linear_blocks is None:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
-    unit = amx if amx.has_amx() else avx512
     linear_blocks = compile.compile_all(torch.bfloat16, unit, torch.bfloat16)[unit.linear_blocks]
     torch.manual_seed(0)
     weight = weights(*shape)
     tiles, b = packed(weight), weights(shape[0]) if bias else None
-    assert is_packed_by(unit.WIDTH, tiles)
+    assert is_packed_by(unit.width, tiles)
     for rows in (1, 2, 3, 5, 6, 15, 16, 17, 31, 32, 33, 40, 50, 63, 64, 65, 200):
         x, found = torch.randn(rows, shape[1]).bfloat16(), torch.full((rows + 1, shape[0]), 7.0)
         found = found.bfloat16()
         addresses = x.data_ptr(), address(tiles), 0 if b is None else b.data_ptr(), found.data_ptr()
         arguments = (*addresses, rows, *shape[::-1])
-        parallel.in_parts(linear_blocks, arguments, shape[0] // unit.WIDTH, 3)
+        parallel.in_parts(linear_blocks, arguments, shape[0] // unit.width, 3)
         torch.testing.assert_close(found[:rows], F.linear(x, weight, b), atol=0.02, rtol=0.016)
         assert (found[rows] == 7).all()
 

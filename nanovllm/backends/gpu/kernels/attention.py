@@ -1,8 +1,8 @@
 """Paged attention: queries of any length attend to keys and values that are scattered over blocks.
 
-The layout of the cache and of the block tables is that of PagedAttention (arXiv:2309.06180). Two
-launches share one inner loop, `_attend_range`, which walks over the context in tiles and keeps the
-running maximum and sum of an online softmax (arXiv:1805.02867, algorithm 3):
+The cache and the block tables have the layout of PagedAttention (arXiv:2309.06180). Two launches
+share one inner loop, `_attend_range`, which walks over the context in tiles and keeps the running
+maximum and sum of an online softmax (arXiv:1805.02867, algorithm 3):
 
 - `attend` takes any mix of query lengths. As in FlashAttention-2 (arXiv:2307.08691), one program
   computes one tile of a sequence's queries.
@@ -10,11 +10,11 @@ running maximum and sum of an online softmax (arXiv:1805.02867, algorithm 3):
   is split among several programs (flash decoding, Dao et al. 2023) and `_merge_splits` merges them.
 
 With grouped-query attention (GQA, arXiv:2305.13245) the G = H / K query heads of a group read the
-same KV head. They are packed into the rows of one tile, so that K and V are loaded once per group
-and the matrix units, which take at least 16 rows, have less padding. A tile with G = 2:
+same KV head. They are the rows of one tile, so K and V are loaded once per group. This also leaves
+less padding in the matrix units, which take at least 16 rows. A tile with G = 2:
 
     rows of the tile      keys by position; their block is block_table[position // block size]
-    query 0, head 0   [ x x x x x . . . | . . . . . . . . ]   x: position <= that of the query
+    query 0, head 0   [ x x x x x . . . | . . . . . . . . ]   x: position <= the query's position
     query 0, head 1   [ x x x x x . . . | . . . . . . . . ]
     query 1, head 0   [ x x x x x x . . | . . . . . . . . ]   A tile with only x needs no mask.
     query 1, head 1   [ x x x x x x . . | . . . . . . . . ]   A tile with only . is not loaded.
@@ -34,9 +34,9 @@ The splits of a context in flash decoding, and their merge:
 
 The cache of a layer is [blocks, K, block size, D], so the keys of a head and block are contiguous.
 Slots that were never written may hold anything, including NaN; they are never loaded. A cache in
-fp8 (models/fp8.py) is converted after the load, to float16 if q is bfloat16. Its scales are numbers of the
-launch, on which Triton does not specialize: that of K is part of `scale`, and the result is
-multiplied by that of V.
+fp8 (models/fp8.py) is converted after the load, to float16 if q is bfloat16. Its scales are numbers
+of the launch, on which Triton does not specialize: K's scale is part of `scale`, and V's scale
+multiplies the result.
 """
 
 import numpy as np
@@ -137,8 +137,8 @@ def _attend_range(
     return acc / row_sum[:, None] * v_scale, row_max + tl.log2(row_sum)
 
 
-# Triton must not specialize on numbers that vary between steps, or on the alignment of tensors that
-# may be slices: a compilation takes about a second.
+# A compilation takes about a second. Triton must therefore not specialize on numbers that vary
+# between steps, or on the alignment of tensors that may be slices.
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["tiles", "query_start_loc", "context_lens", "block_tables"],
@@ -200,7 +200,7 @@ def _attend_decode(
     """One program computes one split of a sequence's context for the G heads of one group.
 
     A second loop without masks would save little arithmetic, and its loads would have to wait until
-    those of the first have drained.
+    the loads of the first loop have drained.
     """
     G: tl.constexpr = H // K
     kv_head, split = tl.program_id(0), tl.program_id(1)
@@ -252,7 +252,7 @@ def _merge_splits(
 
 
 def query_tiles(query_lens: np.ndarray, queries_per_tile: int) -> np.ndarray:
-    """The queries of each program of `attend`: [tiles, 2] int32 of (sequence, first query)."""
+    """Return the queries of each program of `attend`: [tiles, 2] int32, (sequence, first query)."""
     counts = -(-query_lens // queries_per_tile)
     seq = np.repeat(np.arange(len(counts)), counts)
     first_tile = np.cumsum(counts) - counts
@@ -265,12 +265,12 @@ def attend(
     context_lens: Tensor, block_tables: Tensor, config: Tile, out: Tensor,
     k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:
-    """Causal attention of q [T, H, D] over each sequence's context, written to `out` [T, H, D].
+    """Write causal attention of q [T, H, D] over each sequence's context to `out` [T, H, D].
 
     The queries are the last tokens of their context. k_cache, v_cache [blocks, K, block size, D];
     tiles from `query_tiles`; query_start_loc [S + 1] int32; context_lens [S]; block_tables [S, B]
-    int32. All tensors are contiguous, and D is even. What the caches hold is multiplied by the
-    scales.
+    int32. All tensors are contiguous, and D is even. The numbers in the caches are multiplied by
+    the scales.
     """
     _, H, D = q.shape
     _, K, BLOCK, _ = k_cache.shape
@@ -312,7 +312,7 @@ def attend_decode(
 
 
 def num_splits(num_seqs: int, num_kv_heads: int, num_resident: int) -> int:
-    """The most splits per context, for a GPU on which `num_resident` programs run at a time.
+    """Return the largest number of splits per context if `num_resident` programs run at a time.
 
     Twice as many may start, because contexts are not equally long and short ones have fewer splits.
     """

@@ -5,7 +5,7 @@ and the same input could give different results. The number of keys of a tile do
 block size of the cache. The entries follow from shared memory, registers and spills, which
 `.ci/compile_kernels.py --table` reports without a GPU, and from sizes published for Hopper GPUs: 16
 rows, 32 to 64 keys and 3 to 4 stages for decode; 64 to 128 rows, 64 keys and 2 to 3 stages for
-prefill. Only those for heads of 128 in half precision have been timed, on an H100.
+prefill. Only the entries for heads of 128 in half precision have been timed, on an H100.
 """
 
 from dataclasses import dataclass
@@ -51,9 +51,9 @@ class GpuInfo:
 # Tiles by column and by the largest head size that they serve; the numbers are the fields of Tile.
 # The column float32 applies on every GPU. Its tiles are small, because it uses no matrix units
 # (TF32 would lose precision). The others are for half precision, by the shared memory of a program:
-# largest from 200 KiB (sm_90, sm_100), large from 160 KiB (sm_80), medium from 96 KiB (sm_86, sm_89,
-# sm_120), small below. `.ci/compile_kernels.py` checks that `programs_per_sm` fit at the same time.
-# They serve a cache in fp8 too: with more keys or stages, decode was slower on an H100.
+# largest from 200 KiB (sm_90, sm_100), large from 160 KiB (sm_80), medium from 96 KiB (sm_86,
+# sm_89, sm_120), small below. `.ci/compile_kernels.py` checks that `programs_per_sm` fit at the
+# same time. They serve a cache in fp8 too: with more keys or stages, decode was slower on an H100.
 LARGE = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)}
 PREFILL = {
     "float32": {64: Tile(64, 32, 8, 2), 128: Tile(32, 16, 8, 2), 256: Tile(16, 16, 4, 2)},

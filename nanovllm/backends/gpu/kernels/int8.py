@@ -28,10 +28,10 @@ class Int8Tile(NamedTuple):
     num_stages: int
 
 
-# By the largest number of rows that they serve; more than that are multiplied in torch. With 16
-# outputs the small layers of Qwen3-0.6B (1,024 outputs) have 64 programs. The sizes follow from
-# shared memory and registers. On an H100 a single request of that model took 1.04 times as long as in
-# bfloat16; no other sizes were timed. Those of float32 are small, because it uses no matrix units.
+# By the largest number of rows that they serve. torch multiplies more rows. With 16 outputs the
+# small layers of Qwen3-0.6B (1,024 outputs) have 64 programs. The sizes follow from shared memory
+# and registers. On an H100 a single request of this model took 1.04 times as long as in bfloat16;
+# no other sizes were timed. The sizes for float32 are small, because it uses no matrix units.
 HALF = {
     16: Int8Tile(16, 16, 256, 4, 4),
     32: Int8Tile(32, 32, 128, 4, 4),
@@ -52,7 +52,9 @@ def _int8_linear(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One program computes ROWS x OUTPUTS of out [T, O] = (x [T, I] weight [O, I]^T) * scale + bias.
+    """One program computes ROWS x OUTPUTS of out = (x weight^T) * scale + bias.
+
+    out [T, O], x [T, I], weight [O, I].
 
     ALIGNED: whether I is a multiple of 16, so that a load takes 16 bytes. The product is
     transposed, so that the converted weights are the operand that may be in registers.
@@ -81,7 +83,7 @@ def _int8_linear(
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
-    """x [T, I], contiguous -> [T, O]."""
+    """Return x [T, I] times the weight, [T, O]. x is contiguous."""
     weight, bias, rows = module.weight, module.bias, len(x)
     tiles = FLOAT32 if x.dtype == torch.float32 else HALF
     if rows > max(tiles):

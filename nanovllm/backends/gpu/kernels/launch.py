@@ -1,10 +1,10 @@
 """Launches of Triton kernels with little work on the host.
 
-For every launch Triton derives from all arguments which compiled variant of the kernel it needs,
-which takes about 10 us: with 28 layers, half of the host's time of a step with chunks. `launch` does
-this once for each combination of types, constants and options. It may, because no argument that
-varies between launches changes the variant: integers are in `do_not_specialize`, batches' integers
-in `do_not_specialize_on_alignment`, and other tensors are aligned to 16 bytes or take the long way.
+For every launch Triton derives from all arguments the compiled variant of the kernel. This takes
+about 10 us: with 28 layers, half of the host's time of a step with chunks. `launch` does it once
+for each combination of types, constants and options. No argument that varies between launches
+changes the variant: integers are in `do_not_specialize`, batches' integers in
+`do_not_specialize_on_alignment`, and other tensors are aligned to 16 bytes or take the long way.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def launch(
 ) -> None:
     """Launch `kernel` on `grid`: num_warps and num_stages are options.
 
-    `constants` are the kernel's constexpr parameters in their order, which follow those of `args`.
+    `constants` are the kernel's constexpr parameters in their order. They follow `args`.
     """
     values = tuple(constants.values())
     key: list[Any] = [id(kernel), args[0].device, *values, *options.values()]
@@ -48,5 +48,5 @@ def launch(
         return
     compiled = kernel[grid](*args, *values, **options, **COMPILE_OPTIONS)
     if aligned:
-        # The kernel is kept, so that no other gets its id. In Triton's interpreter `compiled` is None.
+        # Keep the kernel: no other one may get its id. In Triton's interpreter `compiled` is None.
         _compiled[known] = kernel, compiled

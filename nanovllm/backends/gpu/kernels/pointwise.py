@@ -37,7 +37,7 @@ def _add_rms_norm(x, residual, weight, out, total, eps, E: tl.constexpr, ADD: tl
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(RMSNorm(x + residual) * weight, x + residual), arXiv:1910.07467; both [T, E].
+    """Return (RMSNorm(x + residual) * weight, x + residual), arXiv:1910.07467; both [T, E].
 
     x, residual [T, E] and weight [E] are contiguous. Without a residual, the second result is x.
     """
@@ -65,7 +65,7 @@ def _silu_and_mul(x, out, F: tl.constexpr):
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(gate) * up [T, F] of x [T, 2F] = (gate, up), contiguous; SwiGLU (arXiv:2002.05202)."""
+    """Return silu(gate) * up [T, F] of x [T, 2F] = (gate, up), contiguous (arXiv:2002.05202)."""
     num_tokens, width = x.shape
     out = torch.empty((num_tokens, width // 2), dtype=x.dtype, device=x.device)
     grid = (num_tokens, -(-width // (2 * COLUMNS.value)), 1)

@@ -1,7 +1,8 @@
 """Sampling on a GPU: temperature, top-k, top-p, min-p and the draw, without sorting or waiting.
 
 The reference is nanovllm.models.sampler: it has the same filters and the same random numbers. Rows
-skip on the device what they do not need, so one CUDA graph serves every mix. Two launches:
+skip on the device what they do not need, so one CUDA graph serves every mix. There are two
+launches:
 
 1. `_weigh_chunks` reads all logits once, to find the maximum and the sum of weights of each chunk
    of the vocabulary. The weight of a token is exp((logit - maximum) / temperature).
@@ -12,7 +13,7 @@ skip on the device what they do not need, so one CUDA graph serves every mix. Tw
    Only the chunks whose maximum reaches the bound are read; for top-k they are little more than k.
 
    The draw inverts the cumulative distribution at u in [0, 1), a function of (seed, position). It
-   selects a chunk and then a token in it, so that it reads the logits of only one chunk:
+   selects a chunk and then a token in it, and thus reads the logits of only one chunk:
 
     weights of the chunks    [   2.1   |   0.4   |   1.5   ]     total 4.0
     u = 0.6, target = 2.4     0 ..... 2.1 .^. 2.5 ..... 4.0      chunk 1, remainder 2.4 - 2.1 = 0.3

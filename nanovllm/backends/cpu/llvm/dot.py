@@ -1,6 +1,7 @@
 """The inner loop of the CPU's products, with the dot products of AVX-512 for bfloat16 and int8.
 
-LLVM compiles it only for a processor with the instruction: vdpbf16ps (AVX512-BF16) or vpdpbusd (VNNI).
+LLVM compiles it only for a processor with the instruction: vdpbf16ps (AVX512-BF16) or vpdpbusd
+(VNNI).
 """
 
 from llvmlite import ir
@@ -8,17 +9,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanovllm.backends.cpu.vectors import (
+from nanovllm.backends.cpu.llvm.calls import (
     BYTE,
-    FLOATS,
     INT,
     INT32,
-    LANES,
-    at,
     call,
-    copies,
-    prefetch,
+    element,
+    pointer_to,
+    prefetch_line,
+    without_result,
 )
+from nanovllm.backends.cpu.llvm.vectors import FLOATS, LANES, copies
 
 INT8, BF16 = 0, 1
 
@@ -30,21 +31,22 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
     BF16: N = 2 numbers in bfloat16, and out is float32. INT8: N = 4, x is int8, w uint8, out int32.
     The first four arguments are literals, and `steps` is a multiple of `chains`. x is (address, row
     stride, step stride), w (address, step stride), and out (address, row stride), with all strides
-    in bytes. `ahead` is (address, lines): step s prefetches `lines` cache lines, beginning with line
-    s * lines from that address.
+    in bytes. `ahead` is (address, lines): step s prefetches `lines` cache lines, beginning with
+    line s * lines from that address.
 
-    The instruction multiplies N numbers of one row of x with those of 16 outputs and adds the
-    products to 16 sums, which stay in registers. It waits for the one before it that adds to the
-    same sums. Therefore few rows have several `chains` of sums, which take turns and are added at
-    the end.
+    The instruction multiplies N numbers of one row of x with the weights of 16 outputs and adds the
+    products to 16 sums, which stay in registers. It waits for the instruction before it that adds
+    to the same sums. Few rows therefore have several `chains` of sums, which take turns and are
+    added at the end.
     """
     is_bf16, num_rows, num_vectors, num_chains = (
         literal.literal_value for literal in (kind, rows, vectors, chains))
 
-    def generate(context, builder, signature, args):
-        x, x_row, x_step, w, w_step, out, out_row, ahead, lines = (
-            number for i in (4, 5, 7, 8) for number in cgutils.unpack_tuple(builder, args[i]))
-        steps = args[6]
+    def emit(builder, _kind, _rows, _vectors, _chains, x, w, steps, out, ahead):
+        x, x_row, x_step = cgutils.unpack_tuple(builder, x)
+        w, w_step = cgutils.unpack_tuple(builder, w)
+        out, out_row = cgutils.unpack_tuple(builder, out)
+        ahead, lines = cgutils.unpack_tuple(builder, ahead)
         numbers = ir.VectorType(INT32, LANES)
         sums = FLOATS if is_bf16 else numbers
         name = f"x86.{'avx512bf16.dpbf16ps.512' if is_bf16 else 'avx512.vpdpbusd.512'}"
@@ -53,7 +55,7 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
             return builder.add(address, builder.mul(INT(row), step))
 
         results = {
-            (row, v): at(builder, row_of(out, row, out_row), INT(v), 64, sums)
+            (row, v): element(builder, row_of(out, row, out_row), INT(v), 64, sums)
             for row in range(num_rows) for v in range(num_vectors)}
         # LLVM keeps them in registers. The first chain continues what `out` has.
         totals = {}
@@ -67,13 +69,14 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
                 block = builder.add(w, builder.mul(this, w_step))
                 line = builder.mul(this, lines)
                 with cgutils.for_range(builder, lines) as later:
-                    prefetch(builder, at(builder, ahead, builder.add(line, later.index), 64, BYTE))
+                    index = builder.add(line, later.index)
+                    prefetch_line(builder, element(builder, ahead, index, 64, BYTE))
                 weights = [
-                    builder.load(at(builder, block, INT(v), 64, numbers), align=4)
+                    builder.load(element(builder, block, INT(v), 64, numbers), align=4)
                     for v in range(num_vectors)]
                 first = builder.add(x, builder.mul(this, x_step))
                 for row in range(num_rows):
-                    pointer = builder.inttoptr(row_of(first, row, x_row), INT32.as_pointer())
+                    pointer = pointer_to(builder, row_of(first, row, x_row), INT32)
                     number = copies(builder, builder.load(pointer, align=4))
                     for v in range(num_vectors):
                         total = totals[chain, row, v]
@@ -85,6 +88,5 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
                 other = builder.load(totals[chain, row, v])
                 total = (builder.fadd if is_bf16 else builder.add)(total, other)
             builder.store(total, pointer, align=4)
-        return context.get_dummy_value()
 
-    return types.void(kind, rows, vectors, chains, x, w, steps, out, ahead), generate
+    return types.void(kind, rows, vectors, chains, x, w, steps, out, ahead), without_result(emit)

@@ -1,7 +1,7 @@
-"""CPU kernels for processors with AVX512-BF16 and without AMX, in bfloat16.
+"""The unit of processors with AVX512-BF16 and without AMX: products of few rows, attention.
 
-Products of few rows, and attention of many queries to the same keys. The rules and shapes are those
-of cpu/kernels.py. LLVM compiles them only for a processor with these instructions.
+All is in bfloat16. The rules and shapes are in cpu/pointwise.py, and QueryGroups in units/any.py.
+LLVM compiles these kernels only for a processor with these instructions.
 
 A product of few rows takes as long as reading its weights. On the 2 cores of an EPYC, oneDNN reads
 16 GB/s of them for one row and this kernel 27; docs/performance.md has more rows.
@@ -13,64 +13,61 @@ import numba
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
 
-from nanovllm.backends.cpu import packs
-from nanovllm.backends.cpu.dot import BF16, dot_rows
-from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.packs import count_queries, kv_address
+from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.llvm.dot import BF16, dot_rows
 from nanovllm.backends.cpu.primitives import BFLOAT16, array, exp, f32, from_float32, to_float32
+from nanovllm.backends.cpu.units.any import attend_groups as attend_small_groups
+from nanovllm.backends.cpu.units.any import count_queries, kv_address
 
 WIDTH = 64  # outputs of a block of the packed weight: four vectors of 16
-# With several groups of rows, a product takes this many inputs of a block at a time. Their weights,
+# With several panels of rows, a product takes this many inputs of a block at a time. Their weights,
 # 8 kB, are also how far ahead any product prefetches.
 INPUTS = 64
-# Attention takes this many rows (queries times heads of a group) and keys at a time, and this many
-# rows from a pack.
+# Attention takes this many rows (queries times heads of a KV head) and keys at a time, and this
+# many rows of a group.
 ROWS, KEYS = 32, 32
-MAX_PACK_ROWS = 64
-# Packs of fewer rows are left to cpu/packs.py.
-MIN_PACK_ROWS = 8
-
-
-def has_avx512_bf16() -> bool:
-    """Whether Numba compiles for this processor, and it has the instructions."""
-    named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
-    return not named and sys.byteorder == "little" and get_host_cpu_features().get("avx512bf16")
+MAX_ROWS = 64
+# Groups of fewer rows are left to units/any.py.
+MIN_ROWS = 8
 
 
 @compiled()
 def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop):
-    """out [rows, outputs] = x [rows, inputs] W^T + bias: blocks [start, stop) of 64 outputs.
+    """Compute blocks [start, stop) of 64 outputs of out = x W^T + bias.
 
-    oneDNN packs W as [outputs / 64, inputs / 2, 64, 2]. All groups of rows have the same height,
-    so the last one may start early and compute some rows again.
+    x [rows, inputs], out [rows, outputs].
 
-    Of several groups of rows, the first one reads 8 kB of weights from memory, and the others read
-    them from the cache. So that memory is not idle meanwhile, the groups share the prefetch of the
-    next 8 kB: two or three take half each, four and more a quarter each.
+    oneDNN packs W as [outputs / 64, inputs / 2, 64, 2]. The rows of x are divided into panels of
+    the same height, so the last panel may start early and compute some rows again.
+
+    Of several panels, the first one reads 8 kB of weights from memory, and the others read them
+    from the cache. To keep memory busy meanwhile, the panels share the prefetch of the next 8 kB:
+    two or three take half each, four and more a quarter each.
     """
     out = array(out_ptr, (rows, outputs // WIDTH, WIDTH), BFLOAT16)
     height = 1 if rows < 2 else 2 if rows < 4 else 4 if rows == 5 or rows % 4 == 0 else 6
-    groups = (rows + height - 1) // height
-    span = inputs if groups == 1 else INPUTS
-    lines = (groups + 3) // groups  # each group prefetches so many of the four cache lines of a step
-    acc, bias = np.empty((groups * height, WIDTH), f32), np.zeros(WIDTH, f32)
+    panels = (rows + height - 1) // height
+    span = inputs if panels == 1 else INPUTS
+    lines = (panels + 3) // panels  # of the four cache lines of a step, what a panel prefetches
+    acc, bias = np.empty((panels * height, WIDTH), f32), np.zeros(WIDTH, f32)
     for block in range(start, stop):
         if bias_ptr != 0:
             for c in range(WIDTH):
                 bias[c] = to_float32(array(bias_ptr, (outputs,), BFLOAT16)[WIDTH * block + c])
         # Not `acc[:] = bias`, whose error message takes seconds to compile.
-        for i in range(groups * height):
+        for i in range(panels * height):
             for c in range(WIDTH):
                 acc[i, c] = bias[c]
         for first in range(0, inputs, span):
             steps = min(span, inputs - first) // 2
             weights = weight_ptr + 2 * WIDTH * (block * inputs + first)
             w = weights, 4 * WIDTH
-            for group in range(groups):
-                row = min(group * height, rows - height)
+            for panel in range(panels):
+                row = min(panel * height, rows - height)
                 x = x_ptr + 2 * (row * inputs + first), 2 * inputs, 4
-                to = np.int64(acc[group * height :].ctypes.data), 4 * WIDTH
-                fetched = min(group * lines, 4)  # beyond 4: the beginning of the weights after those
+                to = np.int64(acc[panel * height :].ctypes.data), 4 * WIDTH
+                # Beyond 4, this is the beginning of the weights after the next ones.
+                fetched = min(panel * lines, 4)
                 ahead = weights + 2 * WIDTH * INPUTS + fetched * 64 * steps, lines
                 if height == 6:
                     dot_rows(BF16, 6, 4, 1, x, w, steps, to, ahead)
@@ -80,21 +77,21 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
                     dot_rows(BF16, 2, 4, 2, x, w, steps, to, ahead)
                 else:
                     dot_rows(BF16, 1, 4, 4, x, w, steps, to, ahead)
-        for group in range(groups):
-            row = min(group * height, rows - height)
+        for panel in range(panels):
+            row = min(panel * height, rows - height)
             for i in range(height):
                 result = out[row + i, block]
                 for c in range(WIDTH):
-                    result[c] = from_float32(acc[group * height + i, c], BFLOAT16)
+                    result[c] = from_float32(acc[panel * height + i, c], BFLOAT16)
 
 
 @compiled(no_nan=True)
-def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
+def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
                  start, stop):
-    """packs.attend_packs in bfloat16, for packs of 8 rows and more.
+    """Compute any.attend_groups in bfloat16, for groups of 8 rows and more.
 
     scores = K q, for 8 keys, in the layout of the cache, and 32 rows at a time. The queries are
-    transposed once per pack:
+    transposed once per group:
 
             dims 0  1   2  3                row 0   row 1               row 0   1
         token 0 [ k  k | k  k |     dims 0, 1 [ q  q | q  q |       token 0 [ s | s |
@@ -109,27 +106,29 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
           row 1 [ w  w | w  w |  x       2, 3 [ v  v | v  v |   =     row 1 [ o | o |
 
     The weights are rounded before they are summed. As 0 times infinity is NaN, an infinity in V
-    can make NaN in all rows of the pack. A prompt of 512 tokens with the heads of Qwen3-0.6B takes
+    can make NaN in all rows of the group. A prompt of 512 tokens with the heads of Qwen3-0.6B takes
     4.4 ms at best, and torch's attention took 26.
     """
-    block_size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]
-    scale, num_kv_heads, pairs = f32(1) / np.sqrt(f32(dim)), k_cache.shape[1], dim // 2
-    max_rows = (queries.shape[1] * group + ROWS - 1) // ROWS * ROWS
+    _, num_kv_heads, block_size, dim = k_cache.shape
+    q_per_kv, pairs, scale = out.shape[1] // num_kv_heads, dim // 2, f32(1) / np.sqrt(f32(dim))
+    max_rows = (queries.shape[1] * q_per_kv + ROWS - 1) // ROWS * ROWS
     max_keys = (block_tables.shape[1] * block_size + KEYS - 1) // KEYS * KEYS
-    query, keys = np.zeros((max_rows // ROWS, pairs, ROWS), np.uint32), np.empty((KEYS, pairs), np.uint32)
+    query = np.zeros((max_rows // ROWS, pairs, ROWS), np.uint32)
+    keys = np.empty((KEYS, pairs), np.uint32)
     scores, values = np.empty((max_keys, max_rows), f32), np.empty((KEYS // 2, dim), np.uint32)
     weights, acc = np.empty((max_keys // 2, max_rows), np.uint32), np.empty((max_rows, dim), f32)
-    visible, row_max, row_sum = np.empty(max_rows, np.int32), np.empty(max_rows, f32), np.empty(max_rows, f32)
+    visible = np.empty(max_rows, np.int32)
+    row_max, row_sum = np.empty(max_rows, f32), np.empty(max_rows, f32)
     item = start
     while item < stop:
         p, head = item // num_kv_heads, item % num_kv_heads
         table, count = block_tables[p], count_queries(queries[p])
-        rows, context_len = count * group, context_lens[p, count - 1]
-        if rows < MIN_PACK_ROWS:
+        rows, context_len = count * q_per_kv, context_lens[p, count - 1]
+        if rows < MIN_ROWS:
             following = min(stop, item + num_kv_heads - head)
-            packs.attend_packs(
-                qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix, item,
-                following)
+            attend_small_groups(
+                qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
+                item, following)
             item = following
             continue
         item += 1
@@ -137,11 +136,11 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
         num_keys = (context_len + KEYS - 1) // KEYS * KEYS
         visible[:padded], row_max[:padded], row_sum[:padded] = 0, -np.inf, 0
         for r in range(rows):
-            token, h = queries[p, r // group], head * group + r % group
+            token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv
             q = array(qkv[token, h].ctypes.data, (pairs,), np.uint32(0))
             for d in range(pairs):
                 query[r // ROWS, d, r % ROWS] = q[d]
-            visible[r] = context_lens[p, r // group]
+            visible[r] = context_lens[p, r // q_per_kv]
             if not is_prefix:
                 row_max[r] = lse[token, h]
 
@@ -166,7 +165,7 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
                 score = scores[t, r] * scale if t < visible[r] else f32(-np.inf)
                 row_max[r] = max(row_max[r], score)
         for r in range(rows):
-            token, h = queries[p, r // group], head * group + r % group
+            token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv
             if not is_prefix and lse[token, h] > -np.inf:
                 row_sum[r] = exp(lse[token, h] - row_max[r])
             for d in range(dim):
@@ -183,7 +182,8 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
         for first in range(0, num_keys, KEYS):
             for j in range(KEYS // 2):
                 # The same here: slots after the last token may hold NaN, and 0 times NaN is NaN.
-                slot, after = min(first + 2 * j, context_len - 1), min(first + 2 * j + 1, context_len - 1)
+                slot = min(first + 2 * j, context_len - 1)
+                after = min(first + 2 * j + 1, context_len - 1)
                 address = kv_address(v_cache, table[slot // block_size], head, slot % block_size)
                 v = array(address, (dim,), BFLOAT16)
                 address = kv_address(v_cache, table[after // block_size], head, after % block_size)
@@ -198,9 +198,28 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
                     dot_rows(BF16, 8, 2, 1, x, w, KEYS // 2, to, (0, 0))
 
         for r in range(rows):
-            token, h = queries[p, r // group], head * group + r % group
+            token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv
             if is_prefix:
                 lse[token, h] = row_max[r] + np.log(row_sum[r])
             result = out[token, h]
             for d in range(dim):
                 result[d] = from_float32(acc[r, d] / row_sum[r], BFLOAT16)
+
+
+class Avx512Unit:
+    max_rows = MAX_ROWS
+    reads_prompts = True
+    attend_groups: Kernel = staticmethod(attend_groups)
+    linear_blocks: Kernel | None = staticmethod(linear_blocks)
+    width = WIDTH
+
+    def is_available(self) -> bool:
+        named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
+        has_instructions = get_host_cpu_features().get("avx512bf16", False)
+        return not named and sys.byteorder == "little" and has_instructions
+
+    def fits(self, group_size: int, block_size: int, head_dim: int) -> bool:
+        return head_dim % 32 == 0
+
+
+AVX512 = Avx512Unit()

@@ -1,28 +1,29 @@
-"""Attention of decode rows and of short chunks on any CPU: queries in packs that read the same blocks.
+"""The unit of any processor: attention of decode rows and of short chunks.
 
-The rules and shapes are those of cpu/kernels.py.
+Queries that read the same blocks are computed in groups. The rules and shapes are in
+cpu/pointwise.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.llvm.vectors import LANES, add_two, score_two
 from nanovllm.backends.cpu.parallel import in_parts
 from nanovllm.backends.cpu.primitives import array, exp, f32, from_float32, maximum, to_float32
-from nanovllm.backends.cpu.vectors import LANES, add_two, score_two
 
-# Prefetch distance of KV, in tiles of 16 tokens or (in attend_packs) of a block: 28 layers of
+# Prefetch distance of KV, in tiles of 16 tokens or (in attend_groups) of a block: 28 layers of
 # attention over 16 x 192 tokens take 20 ms instead of 27 ms.
 PREFETCH_TILES = 2
-# The most rows of a pack of several queries: with AMX each takes two of a tile's 16.
-MAX_PACK_ROWS = 8
+# The largest number of rows of a group of several queries: with AMX each takes two of a tile's 16.
+MAX_ROWS = 8
 
 
-class Packs(NamedTuple):
-    """P packs of up to M queries that read the same blocks, each up to its own context length.
+class QueryGroups(NamedTuple):
+    """P groups of up to M queries that read the same blocks, each up to its own context length.
 
-    Each K and V is read once per pack. A pack of three tokens of one sequence, with B = 4:
+    Each K and V is read once per group. A group of three tokens of one sequence, with B = 4:
 
         block table   |       7       |       3       |       9       |
         tokens        | 0   1   2   3 | 4   5   6   7 | 8   9         |  context_lens
@@ -31,25 +32,24 @@ class Packs(NamedTuple):
         query 22      | x   x   x   x | x   x   x   x | x   x         |       10
     """
 
-    # [P, M] int64, indices of the step's tokens, padded with -1. M * G <= MAX_PACK_ROWS, or M = 1.
-    queries: Any
-    # [P, M] int64, ascending and at least 1; and [P, blocks] int32.
-    context_lens: Any
-    block_tables: Any
+    # [P, M] int64, indices of the step's tokens, padded with -1. M * G <= max_rows, or M = 1.
+    queries: np.ndarray
+    context_lens: np.ndarray  # [P, M] int64, ascending and at least 1
+    block_tables: np.ndarray  # [P, blocks] int32
 
 
 class AttentionWork(NamedTuple):
     """Two passes, merged as in flash decoding (arXiv:2311.01282): prefixes, then the rest."""
 
-    prefixes: Packs
-    own: Packs
+    prefixes: QueryGroups
+    rest: QueryGroups
     # [T, H] float32, log-sum-exp of the scores of the prefix; minus infinity without a prefix.
-    lse: Any
+    lse: np.ndarray
 
 
 @compiled()
 def kv_address(cache, block, head, slot):
-    """The address of a token's K or V in cache [blocks, K, B, D]."""
+    """Return the address of a token's K or V in cache [blocks, K, B, D]."""
     row = (np.int64(block) * cache.shape[1] + head) * cache.shape[2] + slot
     return np.int64(cache.ctypes.data) + row * cache.shape[3] * cache.itemsize
 
@@ -64,30 +64,30 @@ def count_queries(queries):
 
 @compiled()
 def tile_addresses(cache, table, first_head, heads, tile, tiles):
-    """The address of a tile, the tokens of a block and a head, and that of a later one."""
+    """Return the addresses of a tile (a head's tokens of a block) and of a later tile."""
     later = min(tile + PREFETCH_TILES, tiles - 1)
     here = kv_address(cache, table[tile // heads], first_head + tile % heads, 0)
     return here, kv_address(cache, table[later // heads], first_head + later % heads, 0)
 
 
 @compiled()
-def address_of(x, i, j):
-    """The address of x[i, j] in an array of float32."""
+def element_address(x, i, j):
+    """Return the address of x[i, j] in an array of float32."""
     return np.int64(x.ctypes.data) + 4 * (i * x.shape[1] + j)
 
 
 @compiled()
-def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
+def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
                  start, stop):
-    """Compute attention for items [start, stop) of the P * K pairs of a pack and a KV head.
+    """Compute attention for items [start, stop) of the P * K pairs of a group and a KV head.
 
     qkv [T, H + 2K, D] and out [T, H, D] may have more rows; lse [T, H]. The prefix pass writes out
-    and lse, and the other pass merges them into out. The rows of a pack are its queries times G
-    heads. All items of a pack are computed together, so that the cache is read as it lies in
-    memory: blocks, then heads, then tokens. An odd last row is paired with zeros.
+    and lse, and the other pass merges them into out. The rows of a group are its queries times G
+    heads. All items of a group are computed together, to read the cache as it lies in memory:
+    blocks, then heads, then tokens. An odd last row is paired with zeros.
     """
     _, num_kv_heads, block_size, dim = k_cache.shape
-    group, wide = out.shape[1] // num_kv_heads, (dim + LANES - 1) // LANES * LANES
+    q_per_kv, wide = out.shape[1] // num_kv_heads, (dim + LANES - 1) // LANES * LANES
     scale, example = f32(1) / np.sqrt(f32(dim)), k_cache[0, 0, 0, 0]
     item = start
     while item < stop:
@@ -95,14 +95,14 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
         heads = min(num_kv_heads - first_head, stop - item)
         item += heads
         table, count = block_tables[p], count_queries(queries[p])
-        rows, context_len = count * group, context_lens[p, count - 1]
+        rows, context_len = count * q_per_kv, context_lens[p, count - 1]
         height, tiles = rows + rows % 2, (context_len + block_size - 1) // block_size * heads
         query, acc = np.zeros((heads * height, wide), f32), np.zeros((heads * height, wide), f32)
-        # Until the softmax, `weights` holds the scores.
-        weights, row_sum = np.empty((heads * height, context_len), f32), np.empty(heads * height, f32)
+        weights = np.empty((heads * height, context_len), f32)  # the scores until the softmax
+        row_sum = np.empty(heads * height, f32)
         for h in range(heads):
             for r in range(rows):
-                q = qkv[queries[p, r // group], (first_head + h) * group + r % group]
+                q = qkv[queries[p, r // q_per_kv], (first_head + h) * q_per_kv + r % q_per_kv]
                 for d in range(dim):
                     query[h * height + r, d] = to_float32(q[d]) * scale
 
@@ -111,14 +111,15 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
             keys, ahead = tile_addresses(k_cache, table, first_head, heads, tile, tiles)
             tokens = min(block_size, context_len - i * block_size)
             for r in range(h * height, (h + 1) * height, 2):
-                scores = address_of(weights, r, i * block_size)
-                score_two(address_of(query, r, 0), keys, ahead, tokens, dim, scores, context_len,
-                          example)
+                scores = element_address(weights, r, i * block_size)
+                score_two(element_address(query, r, 0), keys, ahead, tokens, dim, scores,
+                          context_len, example)
 
         for h in range(heads):
             for r in range(rows):
-                token, q_head = queries[p, r // group], (first_head + h) * group + r % group
-                row, visible = weights[h * height + r], context_lens[p, r // group]
+                token = queries[p, r // q_per_kv]
+                q_head = (first_head + h) * q_per_kv + r % q_per_kv
+                row, visible = weights[h * height + r], context_lens[p, r // q_per_kv]
                 prefix_lse = f32(-np.inf) if is_prefix else lse[token, q_head]
                 row_max = max(prefix_lse, maximum(row[:visible]))
                 prefix_sum = exp(prefix_lse - row_max) if prefix_lse > -np.inf else f32(0)
@@ -140,12 +141,12 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
             values, ahead = tile_addresses(v_cache, table, first_head, heads, tile, tiles)
             tokens = min(block_size, context_len - i * block_size)
             for r in range(h * height, (h + 1) * height, 2):
-                add_two(address_of(weights, r, i * block_size), context_len, values, ahead, tokens,
-                        dim, address_of(acc, r, 0), example)
+                add_two(element_address(weights, r, i * block_size), context_len, values, ahead,
+                        tokens, dim, element_address(acc, r, 0), example)
 
         for h in range(heads):
             for r in range(rows):
-                result = out[queries[p, r // group], (first_head + h) * group + r % group]
+                result = out[queries[p, r // q_per_kv], (first_head + h) * q_per_kv + r % q_per_kv]
                 for d in range(dim):
                     number = acc[h * height + r, d] / row_sum[h * height + r]
                     result[d] = from_float32(number, qkv[0, 0, 0])
@@ -153,18 +154,37 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
 
 @compiled()
 def attend(qkv_ptr, rows, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example, cache_example,
-           packs_kernel, parts):
+           attend_groups_at, parts):
     """Compute the AttentionWork `work`: qkv [rows, H + 2K, D] -> out [rows, H, D].
 
-    packs_kernel is the address of attend_packs, of this file or cpu/amx.py or cpu/avx512.py.
+    attend_groups_at is the address of a unit's attend_groups.
     """
     num_kv_heads, dim = shape[1], shape[3]
     qkv = array(qkv_ptr, (rows, num_heads + 2 * num_kv_heads, dim), example)
     out = array(out_ptr, (rows, num_heads, dim), example)
     k_cache, v_cache = array(k_ptr, shape, cache_example), array(v_ptr, shape, cache_example)
     for is_prefix in (True, False):
-        queries, context_lens, block_tables = work.prefixes if is_prefix else work.own
+        queries, context_lens, block_tables = work.prefixes if is_prefix else work.rest
         if len(queries) > 0:
             arguments = (qkv, out, work.lse, k_cache, v_cache, queries, context_lens, block_tables,
                          is_prefix)
-            in_parts(packs_kernel, arguments, num_kv_heads * len(queries), parts)
+            in_parts(attend_groups_at, arguments, num_kv_heads * len(queries), parts)
+
+
+class AnyUnit:
+    """Any processor. oneDNN computes its products."""
+
+    max_rows = MAX_ROWS
+    reads_prompts = False
+    attend_groups: Kernel = staticmethod(attend_groups)
+    linear_blocks: Kernel | None = None
+    width = 0
+
+    def is_available(self) -> bool:
+        return True
+
+    def fits(self, group_size: int, block_size: int, head_dim: int) -> bool:
+        return True
+
+
+ANY = AnyUnit()

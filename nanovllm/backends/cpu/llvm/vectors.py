@@ -10,33 +10,26 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from nanovllm.backends.cpu.llvm.calls import (
+    BYTE,
+    FLOAT,
+    INT,
+    INT32,
+    call,
+    element,
+    fp8_to_float32,
+    prefetch_line,
+    without_result,
+)
+
 LANES = 16
 FLAGS = ("reassoc", "contract", "nsz")  # sums may be reordered, and a product fused with a sum
-FLOAT, INT, INT32, BYTE = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(8)
 FLOATS = ir.VectorType(FLOAT, LANES)
 ZEROS = ir.Constant(FLOATS, None)
 
 
-def at(builder, address, number, size, kind):
-    """A pointer to a number of an array that begins at an address, with numbers of `size` bytes."""
-    offset = builder.mul(number, INT(size))
-    return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
-
-
-def call(builder, name, result, *arguments, fastmath=()):
-    """Call a function of LLVM."""
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}")
-    return builder.call(function, arguments, fastmath=fastmath)
-
-
-def prefetch(builder, pointer):
-    """Load the cache line of a pointer without waiting: to read, into all levels, as data."""
-    call(builder, "prefetch.p0", ir.VoidType(), pointer, INT32(0), INT32(3), INT32(1))
-
-
 def copies(builder, number):
-    """A vector of 16 times the same number."""
+    """Return a vector of 16 times the same number."""
     first = builder.insert_element(
         ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined), number, INT32(0)
     )
@@ -45,36 +38,25 @@ def copies(builder, number):
 
 
 def to_float32(builder, x):
-    """Convert stored numbers; see primitives.to_float32."""
-
-    def vector(bits):
-        return ir.VectorType(ir.IntType(bits), LANES)
-
-    def constant(bits, value):
-        return ir.Constant(vector(bits), [value] * LANES)
-
+    """Convert 16 stored numbers; see primitives.to_float32."""
     if x.type == FLOATS:
         return x
-    if x.type == vector(16):
-        return builder.bitcast(builder.shl(builder.zext(x, vector(32)), constant(32, 16)), FLOATS)
-    x = builder.and_(
-        builder.shl(builder.sext(x, vector(16)), constant(16, 7)), constant(16, ~0x4000)
-    )
-    is_nan = builder.icmp_signed("==", builder.and_(x, constant(16, 0x3F80)), constant(16, 0x3F80))
-    x = builder.select(is_nan, builder.or_(x, constant(16, 0x7E00)), x)
-    half = builder.fpext(builder.bitcast(x, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
-    return builder.fmul(half, ir.Constant(FLOATS, [256.0] * LANES))
+    if x.type.element == BYTE:
+        return fp8_to_float32(builder, x)
+    numbers = ir.VectorType(INT32, LANES)
+    shifted = builder.shl(builder.zext(x, numbers), ir.Constant(numbers, [16] * LANES))
+    return builder.bitcast(shifted, FLOATS)
 
 
 def load_stored(builder, address, ahead, number, mask, example):
     """Load 16 numbers like `example` as float32, 0 where there is a mask and it is false.
 
-    Prefetch those of the same place in `ahead`.
+    Prefetch the numbers at the same place in `ahead`.
     """
     size = example.bitwidth // 8
-    prefetch(builder, at(builder, ahead, number, size, BYTE))
+    prefetch_line(builder, element(builder, ahead, number, size, BYTE))
     kind = ir.VectorType(FLOAT if example == types.float32 else ir.IntType(8 * size), LANES)
-    pointer = at(builder, address, number, size, kind)
+    pointer = element(builder, address, number, size, kind)
     if mask is None:
         return to_float32(builder, builder.load(pointer, align=size))
     suffix = f"v16{'f' if example == types.float32 else 'i'}{8 * size}.p0"
@@ -101,7 +83,7 @@ def add_product(builder, total, x, y):
 
 
 def padded(builder, dim):
-    """The next multiple of 16, which is the width of rows that are padded."""
+    """Return the next multiple of 16, which is the width of rows that are padded."""
     return builder.and_(builder.add(dim, INT(LANES - 1)), INT(-LANES))
 
 
@@ -110,11 +92,11 @@ def score_two(typing, query, keys, ahead, tokens, dim, scores, stride, example):
     """scores [2, tokens] = query [2, dim] keys [tokens, dim]^T. Prefetch as many keys at `ahead`.
 
     All are addresses: query and scores of float32, keys of numbers like `example`. The rows of
-    query begin a multiple of 16 numbers apart, padded with zeros, and those of scores `stride`.
+    query are padded with zeros to a multiple of 16 numbers. The rows of scores begin `stride`
+    numbers apart.
     """
 
-    def generate(context, builder, signature, args):
-        query, keys, ahead, tokens, dim, scores, stride, _ = args
+    def emit(builder, query, keys, ahead, tokens, dim, scores, stride, _):
         wide = padded(builder, dim)
         sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(2)]
         with cgutils.for_range(builder, tokens) as token:
@@ -126,7 +108,7 @@ def score_two(typing, query, keys, ahead, tokens, dim, scores, stride, example):
                 key = load_stored(builder, keys, ahead, builder.add(first, column), mask, example)
                 for r, total in enumerate(sums):
                     number = builder.add(builder.mul(INT(r), wide), column)
-                    x = builder.load(at(builder, query, number, 4, FLOATS), align=4)
+                    x = builder.load(element(builder, query, number, 4, FLOATS), align=4)
                     add_product(builder, total, x, key)
 
             for_columns(builder, dim, add)
@@ -140,18 +122,16 @@ def score_two(typing, query, keys, ahead, tokens, dim, scores, stride, example):
                     builder.load(total),
                     fastmath=FLAGS,
                 )
-                builder.store(score, at(builder, scores, number, 4, FLOAT))
-        return context.get_dummy_value()
+                builder.store(score, element(builder, scores, number, 4, FLOAT))
 
-    return types.void(*[types.int64] * 7, example), generate
+    return types.void(*[types.int64] * 7, example), without_result(emit)
 
 
 @intrinsic
 def add_two(typing, weights, stride, values, ahead, tokens, dim, acc, example):
     """acc [2, dim] += weights [2, tokens] values [tokens, dim], as in score_two."""
 
-    def generate(context, builder, signature, args):
-        weights, stride, values, ahead, tokens, dim, acc, _ = args
+    def emit(builder, weights, stride, values, ahead, tokens, dim, acc, _):
         wide = padded(builder, dim)
         sums = [cgutils.alloca_once(builder, FLOATS) for _ in range(2)]
 
@@ -159,19 +139,18 @@ def add_two(typing, weights, stride, values, ahead, tokens, dim, acc, example):
             places = []
             for r, total in enumerate(sums):
                 number = builder.add(builder.mul(INT(r), wide), column)
-                places.append(at(builder, acc, number, 4, FLOATS))
+                places.append(element(builder, acc, number, 4, FLOATS))
                 builder.store(builder.load(places[r], align=4), total)
             with cgutils.for_range(builder, tokens) as token:
                 number = builder.add(builder.mul(token.index, dim), column)
                 value = load_stored(builder, values, ahead, number, mask, example)
                 for r, total in enumerate(sums):
                     number = builder.add(builder.mul(INT(r), stride), token.index)
-                    weight = builder.load(at(builder, weights, number, 4, FLOAT))
+                    weight = builder.load(element(builder, weights, number, 4, FLOAT))
                     add_product(builder, total, copies(builder, weight), value)
             for place, total in zip(places, sums, strict=True):
                 builder.store(builder.load(total), place, align=4)
 
         for_columns(builder, dim, add)
-        return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7, example), generate
+    return types.void(*[types.int64] * 7, example), without_result(emit)

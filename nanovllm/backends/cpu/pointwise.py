@@ -1,17 +1,18 @@
-"""CPU kernels in Python that Numba compiles, as Triton compiles those for a GPU.
+"""Kernels for what is between two matrix products: norms, activation, rotary embedding, stores.
 
-A kernel changes only the memory that its docstring names. It takes the addresses of contiguous
-tensors, because making a Numba array from a tensor takes longer than many kernels run.
+These are Python functions that Numba compiles, as Triton compiles the kernels of a GPU. Between two
+products PyTorch makes about twelve calls. Each takes 10 to 15 us however little it computes,
+because the product has just filled the caches with its weights. Here they are three kernels, each
+of which reads its input once.
 
-Between two matrix products PyTorch makes about twelve calls of 10 to 15 us each, whatever they
-compute, because the product has filled the caches with its weights. Here they are three kernels,
-each of which reads its input once. cpu/packs.py has those of attention, and cpu/amx.py and
-cpu/avx512.py what only some processors can run.
+The rules for all kernels of a CPU:
+- A kernel changes only the memory that its docstring names. It takes the addresses of contiguous
+  tensors, because making a Numba array from a tensor takes longer than many kernels run.
+- Arithmetic is in float32. Results are rounded where PyTorch rounds, except in the rotary
+  embedding, where PyTorch also rounds each product.
+- The items of a kernel (cpu/parallel.py) are rows unless its docstring says otherwise.
 
-Arithmetic is in float32. Results are rounded where PyTorch rounds, except in the rotary embedding,
-where PyTorch also rounds each product. The items of these kernels (see cpu/parallel.py) are rows.
-
-Shapes: T tokens, P packs of M queries, H = K * G query heads that share K KV heads in groups of G,
+Shapes: T tokens, P groups of M queries, H = K * G query heads that share K KV heads in groups of G,
 D head size, B slots per block, E hidden size, F intermediate size, R rows of logits, V vocabulary.
 """
 
@@ -34,7 +35,7 @@ from nanovllm.models.layers import add_rms_norm as plain_add_rms_norm
 
 @compiled()
 def add_rms_norm_rows(x_ptr, residual_ptr, weight_ptr, rows, size, eps, example, start, stop):
-    """residual += x; x = RMSNorm(residual) * weight. x, residual [rows, size]."""
+    """Compute residual += x; x = RMSNorm(residual) * weight. x, residual [rows, size]."""
     x, residual = array(x_ptr, (rows, size), example), array(residual_ptr, (rows, size), example)
     weight = array(weight_ptr, (size,), example)
     for i in range(start, stop):
@@ -51,7 +52,7 @@ def add_rms_norm_rows(x_ptr, residual_ptr, weight_ptr, rows, size, eps, example,
 
 @compiled()
 def silu_and_mul_rows(x_ptr, out_ptr, rows, size, example, start, stop):
-    """out [rows, size] = silu(gate) * up, where x [rows, 2, size] = (gate, up)."""
+    """Compute out [rows, size] = silu(gate) * up, where x [rows, 2, size] is (gate, up)."""
     x, out = array(x_ptr, (rows, 2, size), example), array(out_ptr, (rows, size), example)
     for i in range(start, stop):
         for c in range(size):
@@ -62,7 +63,10 @@ def silu_and_mul_rows(x_ptr, out_ptr, rows, size, example, start, stop):
 
 def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
                  eps: float) -> tuple[Tensor, Tensor]:
-    """(RMSNorm(x + residual) * weight, x + residual); in place if residual is given. x [T, E]."""
+    """Return (RMSNorm(x + residual) * weight, x + residual), in place if residual is given.
+
+    x, residual [T, E].
+    """
     if residual is None:
         return plain_add_rms_norm(x, residual, weight, eps)
     rows, size = x.shape
@@ -73,7 +77,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """x [T, 2F] = (gate, up) side by side -> silu(gate) * up [T, F]."""
+    """Return silu(gate) * up [T, F] of x [T, 2F], which is (gate, up) side by side."""
     rows, size = len(x), x.shape[1] // 2
     out = x.new_empty((rows, size))
     arguments = (x.data_ptr(), out.data_ptr(), rows, size, DTYPE_EXAMPLE[x.dtype])
@@ -88,9 +92,9 @@ def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_pt
     """Normalize and rotate q and k of qkv [T, H + 2K, D] in place, and store k and v in the cache.
 
     q_norm, k_norm [D], or 0 without a norm; cos, sin [T, D] of RotaryEmbedding; slot_mapping [T];
-    k and v [num_blocks, K, B, D] are caches. The scales are 1 unless the caches are in fp8. Then q
-    is multiplied by the scale of k, so that attention needs none for k, and the k and v of qkv are
-    replaced by what the cache holds.
+    k and v [num_blocks, K, B, D] are caches. The scales are 1 unless the caches are in fp8. With
+    fp8, q is multiplied by the scale of k, which attention then does not need. The k and v of qkv
+    become what the cache holds.
     """
     shape, half, tokens = (num_blocks, num_kv_heads, block_size, dim), dim // 2, len(slot_mapping)
     qkv = array(qkv_ptr, (tokens, num_heads + 2 * num_kv_heads, dim), example)

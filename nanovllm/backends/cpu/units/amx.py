@@ -1,7 +1,7 @@
-"""CPU kernels for AMX, the matrix instructions of Intel's processors, in bfloat16.
+"""The unit of processors with AMX, Intel's matrix instructions: attention, products of few rows.
 
-Attention, and products of few rows. The rules and shapes are those of cpu/kernels.py. LLVM compiles
-them only for a processor with AMX.
+All is in bfloat16. The rules and shapes are in cpu/pointwise.py, and QueryGroups in units/any.py.
+LLVM compiles these kernels only for a processor with AMX.
 
 There are eight tiles of up to 16 rows of up to 64 bytes. tile_dot multiplies bfloat16 numbers in
 pairs, which are neighbours in a row of A and in a row of B, and sums in float32 over all k:
@@ -16,57 +16,86 @@ import sys
 import numba
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
+from numba import types
 from numba.extending import intrinsic
 
-from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.packs import MAX_PACK_ROWS, PREFETCH_TILES, count_queries, kv_address
+from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.llvm.calls import BYTE, INT, VOID, call, instruction, pointer_to
 from nanovllm.backends.cpu.primitives import (
-    BFLOAT16, array, exp, f32, from_float32, instruction, maximum, prefetch_range, to_float32)
+    BFLOAT16,
+    array,
+    exp,
+    f32,
+    from_float32,
+    maximum,
+    prefetch_range,
+    to_float32,
+)
+from nanovllm.backends.cpu.units.any import MAX_ROWS, PREFETCH_TILES, count_queries, kv_address
 
 TILE_ROWS = 16
 WIDTH = 32  # outputs of a block of the packed weight
 # Prefetch distance of weights: the layers of Qwen3-0.6B take 36 ms instead of 42 ms.
 PREFETCH_BYTES = 4096
-
-
-def has_amx() -> bool:
-    """Whether this process may use AMX for bfloat16, and Numba compiles for this processor."""
-    named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
-    if named or sys.platform != "linux" or platform.machine() != "x86_64":
-        return False
-    if not get_host_cpu_features().get("amx-bf16"):
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
-
+# The tiles of attend_groups. Tiles 0 to 3 accumulate.
+ACCUMULATORS = 4
+WEIGHTS, KV, QUERY, SCORES = 4, 5, 6, 7
 
 # tile_config sets all shapes from uint8 [64]: [0] is 1, [16 + 2t] the bytes per row of tile t, and
 # [48 + t] its rows. tile_load and tile_store access rows that begin `stride` bytes apart.
 _literal = intrinsic(prefer_literal=True)
-tile_config = intrinsic(lambda typing, config: instruction("x86.ldtilecfg", "array", (config,)))
-tile_release = intrinsic(lambda typing: instruction("x86.tilerelease", "", ()))
-tile_zero = _literal(lambda typing, tile: instruction("x86.tilezero", "tile", (tile,)))
+tile_config = intrinsic(lambda typing, config: instruction("x86.ldtilecfg", "array", config))
+tile_release = intrinsic(lambda typing: instruction("x86.tilerelease", ""))
+tile_zero = _literal(lambda typing, tile: instruction("x86.tilezero", "tile", tile))
 tile_load = _literal(lambda typing, tile, address, stride: instruction(
-    "x86.tileloadd64", "tile address bytes", (tile, address, stride)))
+    "x86.tileloadd64", "tile address number", tile, address, stride))
 tile_store = _literal(lambda typing, tile, address, stride: instruction(
-    "x86.tilestored64", "tile address bytes", (tile, address, stride)))
-tile_dot = _literal(lambda typing, c, a, b: instruction(
-    "x86.tdpbf16ps", "tile tile tile", (c, a, b)))
+    "x86.tilestored64", "tile address number", tile, address, stride))
+tile_dot = _literal(lambda typing, c, a, b: instruction("x86.tdpbf16ps", "tile tile tile", c, a, b))
 
 
-# The tiles of attend_packs. Tiles 0 to 3 accumulate.
-WEIGHTS, KV, QUERY, SCORES = 4, 5, 6, 7
+def for_accumulators(emit):
+    """Return an intrinsic: emit(builder, tile, address, step) for each of `count` accumulators."""
+
+    def definition(typing, count, address, step):
+        def generate(context, builder, signature, args):
+            count, address, step = args
+            for tile in range(ACCUMULATORS):
+                with builder.if_then(builder.icmp_signed(">", count, INT(tile))):
+                    emit(builder, tile, address, step)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), generate
+
+    return intrinsic(definition)
 
 
-def fits_amx(group_size: int, block_size: int, head_dim: int) -> bool:
-    """Whether attend_packs supports these sizes."""
-    return group_size <= MAX_PACK_ROWS and block_size % TILE_ROWS == 0 and head_dim % 32 == 0
+@for_accumulators
+def load_accumulators(builder, tile, address, step):
+    """Load accumulators that begin `step` bytes apart, in rows of 64 bytes."""
+    pointer = pointer_to(builder, builder.add(address, builder.mul(step, INT(tile))))
+    call(builder, "x86.tileloadd64", VOID, BYTE(tile), pointer, INT(64))
+
+
+@for_accumulators
+def store_accumulators(builder, tile, address, step):
+    """Store accumulators where load_accumulators loads them."""
+    pointer = pointer_to(builder, builder.add(address, builder.mul(step, INT(tile))))
+    call(builder, "x86.tilestored64", VOID, BYTE(tile), pointer, INT(64))
+
+
+@for_accumulators
+def add_values(builder, tile, address, stride):
+    """Add WEIGHTS times V. Each accumulator takes the next 64 bytes of the rows of V."""
+    pointer = pointer_to(builder, builder.add(address, INT(64 * tile)))
+    call(builder, "x86.tileloadd64", VOID, BYTE(KV), pointer, stride)
+    call(builder, "x86.tdpbf16ps", VOID, BYTE(tile), BYTE(WEIGHTS), BYTE(KV))
 
 
 @compiled(no_nan=True)
-def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
+def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_tables, is_prefix,
                  start, stop):
-    """packs.attend_packs in bfloat16 by AMX, with tiles of K and V as they are in the cache.
+    """Compute any.attend_groups in bfloat16 by AMX, with tiles of K and V as the cache has them.
 
     scores = K q. A is 16 tokens by 32 dimensions of K, and B the same dimensions of the rows' q:
 
@@ -76,7 +105,7 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
 
     out = w V. B is 16 tokens by 32 dimensions of V. A pair in B is two dimensions of one token, but
     tile_dot expects two tokens of one dimension. Pairs (w, 0) therefore select the even dimensions,
-    pairs (0, w) the odd ones, and each row of the pack takes two rows of A and C:
+    pairs (0, w) the odd ones, and each row of the group takes two rows of A and C:
 
              token 0   1                 dims 0  1   2  3                  dims 0, 1   2, 3
         row 0  [ w  0 | w  0 |        token 0 [ v  v | v  v |      row 0, even [ o0  |  o2  |
@@ -85,9 +114,11 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
     The weights are rounded before they are summed. As 0 times infinity is NaN, an infinity in V
     makes the other number of its pair NaN, and both in rows that do not attend to its token.
     """
-    block_size, dim, group = k_cache.shape[2], k_cache.shape[3], out.shape[1] // k_cache.shape[1]
-    row_bytes, scale, columns = 2 * dim, f32(1) / np.sqrt(f32(dim)), dim // 32
-    max_tiles, max_rows = block_tables.shape[1] * block_size // TILE_ROWS, queries.shape[1] * group
+    _, num_kv_heads, block_size, dim = k_cache.shape
+    q_per_kv, scale = out.shape[1] // num_kv_heads, f32(1) / np.sqrt(f32(dim))
+    row_bytes, columns = 2 * dim, dim // 32
+    max_tiles = block_tables.shape[1] * block_size // TILE_ROWS
+    max_rows = queries.shape[1] * q_per_kv
     # Addresses of tiles in prefetch order: K, V beginning with the last tile, K of the next item.
     tile_ptrs = np.empty(2 * max_tiles + PREFETCH_TILES, np.int64)
     config = np.zeros(64, np.uint8)
@@ -104,7 +135,7 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
     for item in range(start, stop):
         head, p = item // len(queries), item % len(queries)
         table, count = block_tables[p], count_queries(queries[p])
-        rows, context_len = count * group, context_lens[p, count - 1]
+        rows, context_len = count * q_per_kv, context_lens[p, count - 1]
         tiles = (context_len + TILE_ROWS - 1) // TILE_ROWS
         for i in range(tiles):
             slot = i * TILE_ROWS
@@ -118,13 +149,13 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
             tile_ptrs[2 * tiles + i] = kv_address(
                 k_cache, block, next_item // len(queries), slot % block_size)
 
-        # Tiles are 16 rows of 64 bytes, except where they depend on the number of rows in the pack.
+        # Tiles are 16 rows of 64 bytes, except where they depend on the rows of the group.
         config[0], config[16:32:2], config[48:56] = 1, 64, TILE_ROWS
         config[48 : 48 + WEIGHTS + 1] = 2 * rows
         config[16 + 2 * QUERY] = config[16 + 2 * SCORES] = 4 * rows
         tile_config(config)
         for r in range(rows):
-            q = qkv_pairs[queries[p, r // group], head * group + r % group]
+            q = qkv_pairs[queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv]
             for d in range(dim // 2):
                 query[d * rows + r] = q[d]
         for i in range(tiles):
@@ -140,8 +171,8 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
                     scores[r, i * TILE_ROWS + t] = tile_scores[t * rows + r] * scale
 
         for r in range(rows):
-            token, h = queries[p, r // group], head * group + r % group
-            for t in range(context_lens[p, r // group], tiles * TILE_ROWS):
+            token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv
+            for t in range(context_lens[p, r // q_per_kv], tiles * TILE_ROWS):
                 scores[r, t] = -np.inf
             prefix_lse = f32(-np.inf) if is_prefix else lse[token, h]
             row_max = max(prefix_lse, maximum(scores[r, : tiles * TILE_ROWS]))
@@ -153,7 +184,7 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
                 weights[r, t], weights[rows + r, t] = weight, high
                 total += high.view(np.float32)
             # The smallest result of exp, e^-87, is not negligible if V is huge.
-            for t in range(context_lens[p, r // group], tiles * TILE_ROWS):
+            for t in range(context_lens[p, r // q_per_kv], tiles * TILE_ROWS):
                 weights[r, t], weights[rows + r, t] = np.uint32(0), np.uint32(0)
             row_sum[r] = total
             if is_prefix:
@@ -171,41 +202,19 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
             for d in range(dim):
                 tail[t, d] = v[t, d] if t < context_len - (tiles - 1) * TILE_ROWS else np.uint16(0)
         # Up to four columns of 32 dimensions share each load of the weights.
-        for c in range(0, columns, 4):
-            acc_ptr, acc_bytes, remaining = acc[c].ctypes.data, 128 * max_rows, columns - c
-            tile_load(0, acc_ptr, 64)
-            if remaining > 1:
-                tile_load(1, acc_ptr + acc_bytes, 64)
-            if remaining > 2:
-                tile_load(2, acc_ptr + 2 * acc_bytes, 64)
-            if remaining > 3:
-                tile_load(3, acc_ptr + 3 * acc_bytes, 64)
+        for c in range(0, columns, ACCUMULATORS):
+            acc_ptr, count = np.int64(acc[c].ctypes.data), min(columns - c, ACCUMULATORS)
+            load_accumulators(count, acc_ptr, 128 * max_rows)
             for i in range(tiles):
                 if c == 0:
                     prefetch_range(tile_ptrs[tiles + i + PREFETCH_TILES], TILE_ROWS * row_bytes)
                 v_ptr = (tile_ptrs[tiles + i] if i else np.int64(tail.ctypes.data)) + 64 * c
                 tile = i - 1 if i else tiles - 1
                 tile_load(WEIGHTS, weights.ctypes.data + 64 * tile, 64 * (max_tiles | 1))
-                tile_load(KV, v_ptr, row_bytes)
-                tile_dot(0, WEIGHTS, KV)
-                if remaining > 1:
-                    tile_load(KV, v_ptr + 64, row_bytes)
-                    tile_dot(1, WEIGHTS, KV)
-                if remaining > 2:
-                    tile_load(KV, v_ptr + 128, row_bytes)
-                    tile_dot(2, WEIGHTS, KV)
-                if remaining > 3:
-                    tile_load(KV, v_ptr + 192, row_bytes)
-                    tile_dot(3, WEIGHTS, KV)
-            tile_store(0, acc_ptr, 64)
-            if remaining > 1:
-                tile_store(1, acc_ptr + acc_bytes, 64)
-            if remaining > 2:
-                tile_store(2, acc_ptr + 2 * acc_bytes, 64)
-            if remaining > 3:
-                tile_store(3, acc_ptr + 3 * acc_bytes, 64)
+                add_values(count, v_ptr, row_bytes)
+            store_accumulators(count, acc_ptr, 128 * max_rows)
         for r in range(rows):
-            result = out_pairs[queries[p, r // group], head * group + r % group]
+            result = out_pairs[queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv]
             inv_sum = f32(1) / row_sum[r]
             for c in range(columns):
                 even, odd, pair = acc[c, r], acc[c, rows + r], result[16 * c : 16 * c + 16]
@@ -217,17 +226,19 @@ def attend_packs(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_t
 
 @compiled()
 def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop):
-    """out [rows, outputs] = x [rows, inputs] W^T + bias by AMX: blocks [start, stop) of 32 outputs.
+    """Compute blocks [start, stop) of 32 outputs of out = x W^T + bias by AMX.
 
-    oneDNN packs W as [outputs / 32, inputs / 2, 32, 2], so that two tiles B are side by side:
+    x [rows, inputs], out [rows, outputs].
+
+    oneDNN packs W as [outputs / 32, inputs / 2, 32, 2], which puts two tiles B side by side:
 
         output          0      1    ..    15     16     17   ..    31
         inputs 0, 1 [ w  w | w  w | .. | w  w | w  w | w  w | .. | w  w ]
                2, 3 [ w  w | w  w | .. | w  w | w  w | w  w | .. | w  w ]
                  .. [         tile 6          |         tile 7          ]
 
-    Tiles 4 and 5 are 32 inputs of two groups of rows of x. All groups have the same height, so the
-    last one may start early and compute some rows again. Tiles 0 to 3 accumulate.
+    Tiles 4 and 5 are 32 inputs of two sets of rows of x. All sets have the same height, so the last
+    one may start early and compute some rows again. Tiles 0 to 3 accumulate.
     """
     out = array(out_ptr, (rows, outputs // 32, 32), BFLOAT16)
     panels = (rows + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
@@ -276,3 +287,26 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
                     for c in range(32):
                         row[c] = from_float32(total[c] + bias[c], BFLOAT16)
     tile_release()
+
+
+class AmxUnit:
+    max_rows = MAX_ROWS
+    reads_prompts = False
+    attend_groups: Kernel = staticmethod(attend_groups)
+    linear_blocks: Kernel | None = staticmethod(linear_blocks)
+    width = WIDTH
+
+    def is_available(self) -> bool:
+        named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
+        if named or sys.platform != "linux" or platform.machine() != "x86_64":
+            return False
+        if not get_host_cpu_features().get("amx-bf16"):
+            return False
+        arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+        return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
+    def fits(self, group_size: int, block_size: int, head_dim: int) -> bool:
+        return group_size <= MAX_ROWS and block_size % TILE_ROWS == 0 and head_dim % 32 == 0
+
+
+AMX = AmxUnit()

@@ -1,0 +1,1 @@
+"""What Numba cannot say in Python: calls of LLVM's functions, vectors, and dot products."""
