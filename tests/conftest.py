@@ -18,6 +18,7 @@ from checkpoints import make_checkpoint, make_config, random_llm, wrong_by_task
 from fake_runner import make  # noqa: F401 (a fixture)
 
 from nanovllm import LLM
+from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.fp8 import FP8
 from nanovllm.tools.training import data
 
@@ -170,3 +171,23 @@ def embedded_bf16() -> LLM:
 @pytest.fixture(scope="session")
 def wrong_in_bf16(embedded_bf16: LLM) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
     return wrong_by_task(embedded_bf16, every=1)
+
+
+@pytest.fixture(scope="session")
+def small_llm(path: Path) -> LLM:
+    """An engine for at most 300 tokens, with a cache of 10 blocks. Tests leave it without a request."""
+    return random_llm(path, max_model_len=300, num_kvcache_blocks=10)
+
+
+@pytest.fixture(scope="session")
+def larger_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model's tokenizer with 40 more tokens: 1042 and 1043 are zebra and <|more|>."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(find_checkpoint("qwen3-nano"))
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.add_tokens(["<|more|>"], special_tokens=True)
+    tokenizer.add_tokens([f"zebra{i}" for i in range(38)])
+    tokenizer.save_pretrained(path)
+    return path

@@ -9,8 +9,6 @@ from pathlib import Path
 import fresh
 import pytest
 
-from nanovllm.api import child
-
 PACKAGE = Path(__file__).parents[1] / "nanovllm"
 
 # A place imports from itself and from those before it. Places between "|" do not know each other.
@@ -89,20 +87,6 @@ def test_one_file_starts_python() -> None:
     """With the path of this process. The report of a GPU is about the repository, in its root."""
     files = [p.name for p in PACKAGE.rglob("*.py") if "sys.executable" in p.read_text()]
     assert sorted(files) == ["child.py", "compile.py", "modes.py"]  # the second in a message
-
-
-def test_children_import_what_this_process_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing from the current directory, and what only this process's path has."""
-    for name in ("json", "numba", "torch", "nanovllm"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the current directory')")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "only_here.py").touch()
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "own"), tmp_path])  # no string
-    command = child.python("import json, numba, only_here, nanovllm.engine.core\nprint(1 + 1)")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 def run(code: str) -> str:

@@ -1,7 +1,6 @@
 """Several callers of one engine: threads, logits processors, forked processes, copies."""
 
 import copy
-import logging
 import os
 import pickle
 import re
@@ -18,7 +17,6 @@ from checkpoints import random_llm
 from engines import is_idle, run_in_threads
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.api.log import show_log
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -386,20 +384,6 @@ def test_the_first_engines_start_at_once(case: str) -> None:
         OMP_NUM_THREADS="2",
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_the_log_is_set_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(logging.StreamHandler):
-        def __init__(self) -> None:
-            time.sleep(0.1)
-            super().__init__()
-
-    logger = logging.getLogger("nanovllm")
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "level", logging.NOTSET)
-    monkeypatch.setattr(logging, "StreamHandler", Slow)
-    run_in_threads([show_log, show_log])
-    assert len(logger.handlers) == 1
 
 
 # ---- copies and processes ----

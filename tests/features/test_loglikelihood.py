@@ -4,13 +4,15 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import VOCAB, random_llm
+from engines import still_serves
 
-from nanovllm import LLM, LoglikelihoodOutput, SamplingParams
+from nanovllm import LLM, LoglikelihoodOutput, PoolingParams, SamplingParams
 from nanovllm.plan import StepPlan
 from nanovllm.tools.training.data import graded_samples
 
@@ -291,3 +293,52 @@ def test_lm_evals_command_knows_the_model(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "demo_choice" in done.stdout
+
+
+CALLS = [
+    (lambda llm: llm.embed([[1]], SamplingParams()), TypeError, "pooling_params must be a Pooling"),
+    (lambda llm: llm.embed([[1]], {"dimensions": 3}), TypeError, "pooling_params must be a Pooli"),
+    (lambda llm: llm.embed([[1]], [PoolingParams()] * 2), ValueError, "1 prompts but 2 pooling_pa"),
+    (lambda llm: llm.embed([[1]], PoolingParams(), dimensions=3), TypeError, "or pass them alone"),
+    (lambda llm: llm.embed([[1]], lora_request=3), ValueError, "lora_request=3 is not supported"),
+    (lambda llm: llm.embed([[1]], use_tqmd=False), TypeError, "did you mean 'use_tqdm'"),
+    (lambda llm: llm.embed([[1] * 161]), ValueError, "takes 11 KV blocks of 16; the cache has 10"),
+    (lambda llm: llm.generate([[1]], PoolingParams()), TypeError, "must be a SamplingParams"),
+    (lambda llm: next(llm.stream([[1]], PoolingParams())), TypeError, "must be a SamplingParams"),
+    (lambda llm: next(llm.stream([[1], [VOCAB]])), ValueError, r"prompts\[1\]: token id"),
+    (lambda llm: llm.loglikelihood([[1]] * 2, [[2]] * 3), ValueError, "2 prompts but 3 continuat"),
+    (lambda llm: llm.loglikelihood([1], []), None, ""),
+    (lambda llm: llm.loglikelihood([], []), None, ""),
+    (lambda llm: llm.loglikelihood([], [[2]]), ValueError, "0 prompts but 1 continuations"),
+    (lambda llm: llm.loglikelihood([[1]], [[]]), ValueError, "the continuation is empty"),
+    (lambda llm: llm.loglikelihood([[]], [[1]]), ValueError, "the prompt is empty"),
+    (lambda llm: llm.loglikelihood([1], "a"), TypeError, "the continuation 'a' is text, and its"),
+    (lambda llm: llm.loglikelihood([1], [VOCAB]), ValueError, f"token id {VOCAB}"),
+    (lambda llm: llm.loglikelihood([1], [[2], [1.5]]), TypeError, "pair 1: .* not 1.5"),
+    (lambda llm: llm.loglikelihood([1], None), TypeError, "continuations must be a string"),
+    (lambda llm: llm.loglikelihood("a", "b"), ValueError, "no tokenizer"),
+    (lambda llm: llm.score("a", "b"), AttributeError, "use loglikelihood"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "word"), CALLS)
+def test_calls_of_embed_and_loglikelihood(
+    small_llm: LLM, call: Callable, error: type[Exception] | None, word: str
+) -> None:
+    if error is None:
+        assert call(small_llm) == []
+    else:
+        with pytest.raises(error, match=word):
+            call(small_llm)
+    still_serves(small_llm)
+
+
+def test_continuations_that_add_no_token(embedded: LLM) -> None:
+    for prompt, end, word in (
+        ("a", "", "the continuation is empty"),
+        (" ", "b", "the prompt is empty"),
+        ("", "b", "the prompt is empty"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            embedded.loglikelihood(prompt, end)
+    still_serves(embedded)

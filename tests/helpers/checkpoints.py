@@ -1,5 +1,6 @@
 """Random checkpoints, engines of them, and graded answers of the embedded model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,12 @@ def wrong_by_task(
         task: ([pair for pair in wrong if pair[0].task == task], len(samples))
         for task, samples in asked.items()
     }
+
+
+def edited(path: Path, tmp_path: Path, **changes: object) -> Path:
+    """A copy of the checkpoint whose config.json differs; a change to None removes the field."""
+    config = json.loads((path / "config.json").read_text()) | changes
+    config = {k: v for k, v in config.items() if v is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    return tmp_path

@@ -342,3 +342,18 @@ def test_draw_with_a_sum_in_the_order_of_a_tree(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.Tensor, "cumsum", scan)
     tokens = draw(logits.expand(512, -1), u)
     assert (logits[0, tokens] > float("-inf")).all()
+
+
+def test_extreme_but_valid_params(small_llm: LLM) -> None:
+    """What float32 cannot hold is still the right draw: the likeliest token."""
+    greedy = small_llm.generate(
+        [[5, 6]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False
+    )
+    for fields in (
+        {"temperature": 1e-40},
+        {"temperature": 1e-38, "top_k": 2**70},
+        {"top_p": 1e-60},
+    ):
+        params = SamplingParams(max_tokens=9, **fields)
+        out = small_llm.generate([[5, 6]], params, use_tqdm=False)
+        assert out[0]["token_ids"] == greedy[0]["token_ids"], fields
