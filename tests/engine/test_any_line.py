@@ -106,7 +106,6 @@ def small(asynchronous: bool) -> LLM:
     return LLM(
         dtype="float32", device="cpu", async_scheduling=asynchronous, attention_backend="sdpa",
         num_kvcache_blocks=14, kvcache_block_size=4, max_model_len=40, swap_space=0.01,
-        swap_min_blocks=1,
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 A fault names a function, a pattern in it and what replaces the one place that matches. In a pattern a
 single capital letter matches any expression, so that renamed variables and other line breaks do not
 matter. `apply` returns the module with the fault. Every fault is caught by the tests of
-tests/test_control_plane.py. No torch.
+tests/tools/test_oracle.py. No torch.
 """
 
 import ast

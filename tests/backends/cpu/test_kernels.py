@@ -1,10 +1,8 @@
 """The kernels that Numba compiles, beside torch's functions on the same input."""
 
 import json
-import logging
 import platform
 import shutil
-import sys
 from pathlib import Path
 
 import fresh
@@ -370,26 +368,6 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
     assert max(calls) == 64
 
 
-def test_without_numba(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The same tokens by torch's attention, and one line that says what is missing."""
-    make_checkpoint(tmp_path)
-    prompts = [[1 + (7 * i + n) % 150 for i in range(n)] for n in (1, 5, 40, 80)]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    wanted = random_llm(tmp_path).generate(prompts, params, use_tqdm=False)
-    monkeypatch.setitem(sys.modules, "numba", None)
-    for name in [name for name in sys.modules if name.startswith("nanovllm.backends.cpu.")]:
-        monkeypatch.delitem(sys.modules, name)
-    with caplog.at_level(logging.WARNING, logger="nanovllm"):
-        llm = random_llm(tmp_path)
-    assert "attention runs in plain torch, which is slower" in caplog.text
-    found = llm.generate(prompts, params, use_tqdm=False)
-    assert [o["token_ids"] for o in found] == [o["token_ids"] for o in wanted]
-    with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
-        random_llm(tmp_path, attention_backend="numba")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
 def test_without_amx(tmp_path) -> None:
@@ -433,33 +411,6 @@ def test_numba_leaves_torch_its_threads() -> None:
     )
     done = fresh.run(code, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_disabled_compiler() -> None:
-    """The plain backend with one line of warning, and an error if Numba was asked for."""
-    code = (
-        "from nanovllm import LLM\n"
-        "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
-        "print(LLM(dtype='float32').chat(question, use_tqdm=False)[0].outputs[0].text)\n"
-        "try: LLM(dtype='float32', attention_backend='numba')\n"
-        "except ValueError as error: print(error)"
-    )
-    done = fresh.run(code, NUMBA_DISABLE_JIT="1")
-    assert done.returncode == 0, done.stderr
-    answer, error = done.stdout.splitlines()
-    assert answer == "34 + 58 = 92"
-    assert "NUMBA_DISABLE_JIT is set" in error
-    assert done.stderr.count("NUMBA_DISABLE_JIT is set") == done.stderr.count("plain torch") == 1
-
-
-def test_float16_is_not_numbas(tmp_path) -> None:
-    with pytest.raises(ValueError, match="float32 or bfloat16, and this is 'cpu' with float16"):
-        LLM(dtype="float16", device="cpu", attention_backend="numba")
-    answer = LLM(dtype="float16", device="cpu").generate(
-        [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False
-    )
-    assert len(answer[0]["token_ids"]) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -24,8 +24,6 @@ from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
-from nanovllm.loading.select_backend import pick_backend
-from nanovllm.models.backend import Backend
 from nanovllm.runner.single_rank import SingleRank
 
 
@@ -348,21 +346,3 @@ def test_engines_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch
     second = engine()
     assert used == [1, 1]
     assert len({id(x) for x in (first, second, third)}) == 3
-
-
-def test_a_gpu_older_than_the_kernels(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It runs plain torch with one warning; asking for Triton is an error."""
-    gpu, arguments = torch.device("cuda", 0), (torch.float16, 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
-    assert type(pick_backend("auto", gpu, *arguments)) is Backend
-    (record,) = caplog.records
-    for words in ("plain torch, which is slower", "7.5 or higher", "Tesla V100 has 7.0"):
-        assert words in record.getMessage()
-    with pytest.raises(ValueError, match="7.5 or higher, and Tesla V100 has 7.0; .*'sdpa'"):
-        pick_backend("triton", gpu, *arguments)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert pick_backend("auto", gpu, *arguments).captures
-    assert len(caplog.records) == 1

@@ -1,1 +1,1 @@
-"""Triton kernels. The plain torch reference of each is in models/ or tests/references.py."""
+"""Triton kernels. The plain torch reference of each is in models/ or tests/helpers/references.py."""

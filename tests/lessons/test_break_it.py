@@ -84,7 +84,7 @@ def test_shorter_histories_fail_too() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["break", "99"], "a number from 1 to 24, not '99'"),
+        (["break", "99"], f"a number from 1 to {len(MUTANTS)}, not '99'"),
         (["break", "one"], "not 'one'"),
         (["break", "1", "--answers", "1"], "2 answers are needed"),
         (["16"], "invalid choice: '16'"),
