@@ -154,9 +154,13 @@ def test_logprobs_of_a_row_without_a_token(path: Path, backend: str, asynchronou
 
     for processor, num in ((fails, 2), (hides, 3)):
         params = SamplingParams(
-            temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, repetition_penalty=1.2,
+            temperature=0,
+            max_tokens=6,
+            ignore_eos=True,
+            logprobs=3,
+            repetition_penalty=1.2,
             logits_processors=[processor],
-        )  # fmt: skip
+        )
         request = llm.engine.submit([1, 2], params)
         assert llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"] == want
         sample = request.output.outputs[0]

@@ -55,8 +55,13 @@ NOT_THERE = [
 @pytest.mark.parametrize("backend", ["numba", "sdpa"])
 def test_tokens_that_the_model_does_not_have(larger_tokenizer: Path, backend: str) -> None:
     """A tokenizer with tokens that were added without another row of the embedding table."""
-    llm = LLM(dtype="float32", device="cpu", tokenizer=str(larger_tokenizer),
-              attention_backend=backend, num_kvcache_blocks=64)  # fmt: skip
+    llm = LLM(
+        dtype="float32",
+        device="cpu",
+        tokenizer=str(larger_tokenizer),
+        attention_backend=backend,
+        num_kvcache_blocks=64,
+    )
     question, greedy = "What is 12 + 30?\n", SamplingParams(temperature=0, max_tokens=20)
     for fields, word in NOT_THERE:
         with pytest.raises(ValueError, match=word):

@@ -149,9 +149,12 @@ def test_the_text_of_a_stop_token(embedded: LLM, asynchronous: bool) -> None:
         llm = LLM(dtype="float32", device="cpu", async_scheduling=True, num_kvcache_blocks=64)
     for include, stop in ((False, ()), (True, ()), (False, "zebra"), (True, "zebra")):
         params = SamplingParams(
-            temperature=0, stop_token_ids=[7], include_stop_str_in_output=include, stop=stop,
+            temperature=0,
+            stop_token_ids=[7],
+            include_stop_str_in_output=include,
+            stop=stop,
             logits_processors=[follow],
-        )  # fmt: skip
+        )
         out = llm.generate([[1]], params, use_tqdm=False)[0].outputs[0]
         assert out.text == "cat\ufffd" + seven * include
         assert (out.token_ids, out.finish_reason, out.stop_reason) == (script, "stop", 7)

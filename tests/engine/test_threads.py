@@ -226,8 +226,12 @@ def test_abort_of_one_among_others(path: Path) -> None:
         use_tqdm=False,
     )
     assert [o.outputs[0].finish_reason for o in outs] == [
-        "length", "abort", "abort", "length", "abort",
-    ]  # fmt: skip
+        "length",
+        "abort",
+        "abort",
+        "length",
+        "abort",
+    ]
     assert outs[0]["token_ids"] == want[0]
     assert outs[1]["token_ids"] == want[1][: len(outs[1]["token_ids"])]
     assert outs[3]["token_ids"] == want[1]

@@ -395,8 +395,12 @@ def one_token() -> dict:
 
 # ---- whole engines ----
 
-PARAMS = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=20, ignore_eos=True,
-                         n=1 + (i % 4 == 3)) for i in range(10)]  # fmt: skip
+PARAMS = [
+    SamplingParams(
+        temperature=0.7 * (i % 2), seed=i, max_tokens=20, ignore_eos=True, n=1 + (i % 4 == 3)
+    )
+    for i in range(10)
+]
 PROMPTS = [[(7 * i * (i % 3 > 0) + j) % 190 + 1 for j in range(20 + 9 * i)] for i in range(10)]
 
 

@@ -73,8 +73,9 @@ def test_a_stem_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     outputs = llm.loglikelihood(STEM, ENDS, use_tqdm=False)
     (plan,) = plans
     assert [(c.start, len(c.token_ids)) for c in plan.chunks] == [
-        (0, 40), *((32, 8 + len(end) - 1) for end in ENDS[1:])
-    ]  # fmt: skip
+        (0, 40),
+        *((32, 8 + len(end) - 1) for end in ENDS[1:]),
+    ]
     assert [c.logprob_targets for c in plan.chunks] == ENDS
     assert [output.num_cached_tokens for output in outputs] == [0, 32, 32, 32, 32]
     # A stem that ends with a block keeps its last token for the first of the continuation.

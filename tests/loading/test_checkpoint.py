@@ -277,10 +277,18 @@ def test_generation_config(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     for raw, want in (
         ({}, SamplingParams(temperature=0)),
-        ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [3, 4]},
-         SamplingParams(temperature=0.6, top_k=20, top_p=0.95)),
+        (
+            {
+                "do_sample": True,
+                "temperature": 0.6,
+                "top_k": 20,
+                "top_p": 0.95,
+                "eos_token_id": [3, 4],
+            },
+            SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+        ),
         ({"do_sample": True, "max_new_tokens": 7}, SamplingParams(max_tokens=7)),
-    ):  # fmt: skip
+    ):
         (tmp_path / "generation_config.json").write_text(json.dumps(raw))
         llm = random_llm(tmp_path)
         assert llm.get_default_sampling_params() == want

@@ -48,13 +48,21 @@ IDS = torch.tensor([PROMPT + OUTPUT])
 DETERMINISTIC = [
     (LogitRules(repetition_penalty=1.3), RepetitionPenaltyLogitsProcessor(1.3)),
     (LogitRules(repetition_penalty=0.8), RepetitionPenaltyLogitsProcessor(0.8)),
-    (LogitRules(logit_bias=((4, 2.5), (9, -100.0))), SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -100.0]])),
-    (LogitRules(allowed_token_ids=(1, 4, 19)), PrefixConstrainedLogitsProcessor(lambda *_: [1, 4, 19], 1)),
+    (
+        LogitRules(logit_bias=((4, 2.5), (9, -100.0))),
+        SequenceBiasLogitsProcessor([[[4], 2.5], [[9], -100.0]]),
+    ),
+    (
+        LogitRules(allowed_token_ids=(1, 4, 19)),
+        PrefixConstrainedLogitsProcessor(lambda *_: [1, 4, 19], 1),
+    ),
     (LogitRules(min_tokens=5, stops=(2, 8)), MinNewTokensLengthLogitsProcessor(4, 5, [2, 8])),
     (LogitRules(min_tokens=4, stops=(2, 8)), MinNewTokensLengthLogitsProcessor(4, 4, [2, 8])),
-    (LogitRules(bad_words=((6,), (9, 2, 11), (2, 12), (1, 2, 13))),
-     NoBadWordsLogitsProcessor([[6], [9, 2, 11], [2, 12], [1, 2, 13]])),
-]  # fmt: skip
+    (
+        LogitRules(bad_words=((6,), (9, 2, 11), (2, 12), (1, 2, 13))),
+        NoBadWordsLogitsProcessor([[6], [9, 2, 11], [2, 12], [1, 2, 13]]),
+    ),
+]
 
 
 @pytest.mark.parametrize(("rules", "theirs"), DETERMINISTIC)
@@ -185,9 +193,15 @@ def test_mixed_batch_equals_each_alone(checkpoint) -> None:
 @pytest.mark.slow
 def test_rules_survive_preemption(checkpoint) -> None:
     params = SamplingParams(
-        temperature=1.0, seed=2, max_tokens=40, ignore_eos=True, frequency_penalty=1.5,
-        repetition_penalty=1.4, min_tokens=30, logprobs=1,
-    )  # fmt: skip
+        temperature=1.0,
+        seed=2,
+        max_tokens=40,
+        ignore_eos=True,
+        frequency_penalty=1.5,
+        repetition_penalty=1.4,
+        min_tokens=30,
+        logprobs=1,
+    )
     prompts = [[i] * 20 for i in range(1, 5)]
     want = random_llm(checkpoint[0]).generate(prompts, params, use_tqdm=False)
     for asynchronous in (False, True):

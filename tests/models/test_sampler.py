@@ -214,8 +214,16 @@ def test_uniform_is_uniform_and_pure() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "row", [(1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 4, 1.0, 0.0), (1.0, 0, 0.7, 0.0), (1.0, 0, 1.0, 0.2), (1.3, 6, 0.9, 0.1)]
-)  # fmt: skip
+    "row",
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 4, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.3, 6, 0.9, 0.1),
+    ],
+)
 def test_draws_follow_the_distribution(row: tuple[float, int, float, float]) -> None:
     torch.manual_seed(3)
     base = torch.randn(1, 12) * 1.5
@@ -238,7 +246,14 @@ def test_draws_follow_the_distribution(row: tuple[float, int, float, float]) -> 
 
 
 def test_mixed_rows_equal_rows_alone() -> None:
-    rows = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.5, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.3), (0.9, 9, 0.7, 0.1)]  # fmt: skip
+    rows = [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 5, 1.0, 0.0),
+        (1.5, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.3),
+        (0.9, 9, 0.7, 0.1),
+    ]
     logits = torch.randn(len(rows), 300) * 2
     together = sample(logits.clone(), sampling_batch(rows, [4] * len(rows)))
     for i, row in enumerate(rows):
@@ -297,9 +312,12 @@ def test_engine_seed_repeats_a_run(tmp_path) -> None:
     make_checkpoint(tmp_path)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     runs = [
-        [o["token_ids"] for o in random_llm(tmp_path, seed=s).generate([[5, 6]] * 4, params, use_tqdm=False)]
+        [
+            o["token_ids"]
+            for o in random_llm(tmp_path, seed=s).generate([[5, 6]] * 4, params, use_tqdm=False)
+        ]
         for s in (1, 1, 2)
-    ]  # fmt: skip
+    ]
     assert runs[0] == runs[1] != runs[2]
 
 

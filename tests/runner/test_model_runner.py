@@ -29,9 +29,15 @@ def test_logprobs(checkpoint, options: dict) -> None:
     llm = random_llm(path, **options)
     prompt = [1 + 7 * i % 150 for i in range(40)]
     params = SamplingParams(
-        temperature=3.0, seed=1, max_tokens=9, ignore_eos=True, logprobs=4, prompt_logprobs=2,
-        top_k=20, repetition_penalty=1.2,
-    )  # fmt: skip
+        temperature=3.0,
+        seed=1,
+        max_tokens=9,
+        ignore_eos=True,
+        logprobs=4,
+        prompt_logprobs=2,
+        top_k=20,
+        repetition_penalty=1.2,
+    )
     llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)  # the prefix is cached now
     out = llm.generate(prompt, params, use_tqdm=False)[0]
     ids = torch.tensor([prompt + out["token_ids"]])

@@ -24,50 +24,69 @@ class Mutant(NamedTuple):
 
 BLOCKS, SCHEDULER = block_manager, scheduler
 
-# fmt: off
 MUTANTS = {
     "a reference is not counted": Mutant(BLOCKS, "share", "A.ref_count += 1", "pass"),
     "a shared block stays evictable": Mutant(BLOCKS, "share", "del A[B]", "pass"),
-    "a stale hash is kept when a block is reused":
-        Mutant(BLOCKS, "_evict", "self._uncache(A)", "self.free.append(self.evictable.popitem(last=False)[0])"),
+    "a stale hash is kept when a block is reused": Mutant(
+        BLOCKS,
+        "_evict",
+        "self._uncache(A)",
+        "self.free.append(self.evictable.popitem(last=False)[0])",
+    ),
     "the parent is not checked": Mutant(BLOCKS, "holds", "A.parent == B and C", "C"),
     "the tokens are not compared": Mutant(BLOCKS, "holds", "A and B.token_ids == C", "A"),
     "a match goes to the very end": Mutant(BLOCKS, "match", "(len(A) - 1) // B", "len(A) // B"),
-    "a block is cached before it is full":
-        Mutant(BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"),
-    "a block is cached before it is computed":
-        Mutant(BLOCKS, "cache_full_blocks", "min(A, B) // C", "min(len(seq.block_table) * C, B) // C"),
-    "a shared block is written in place":
-        Mutant(BLOCKS, "_shared_block", "A.ref_count == 1 and B", "True"),
-    "a cached block is written in place":
-        Mutant(BLOCKS, "_shared_block", "A.ref_count == 1 and B", "A.ref_count == 1"),
-    "a block is appended one token late":
-        Mutant(SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed == B + 1"),
-    "a block is appended one token early":
-        Mutant(SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed + 1 == B"),
+    "a block is cached before it is full": Mutant(
+        BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"
+    ),
+    "a block is cached before it is computed": Mutant(
+        BLOCKS, "cache_full_blocks", "min(A, B) // C", "min(len(seq.block_table) * C, B) // C"
+    ),
+    "a shared block is written in place": Mutant(
+        BLOCKS, "_shared_block", "A.ref_count == 1 and B", "True"
+    ),
+    "a cached block is written in place": Mutant(
+        BLOCKS, "_shared_block", "A.ref_count == 1 and B", "A.ref_count == 1"
+    ),
+    "a block is appended one token late": Mutant(
+        SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed == B + 1"
+    ),
+    "a block is appended one token early": Mutant(
+        SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed + 1 == B"
+    ),
     "a copy is not planned": Mutant(BLOCKS, "copy_on_write", "A._moves.append(B)", "pass"),
-    "the copied block is not reported":
-        Mutant(SCHEDULER, "_allocate", "new.append((A, B // C, D))", "pass"),
-    "a fork shares one token too many":
-        Mutant(SCHEDULER, "commit", "seq.num_prompt - 1", "seq.num_prompt"),
-    "the oldest is preempted":
-        Mutant(SCHEDULER, "_make_room", "self.running[-1]", "self.running[0]"),
-    "a preempted sequence loses its tokens":
-        Mutant(SCHEDULER, "_preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt :]"),
+    "the copied block is not reported": Mutant(
+        SCHEDULER, "_allocate", "new.append((A, B // C, D))", "pass"
+    ),
+    "a fork shares one token too many": Mutant(
+        SCHEDULER, "commit", "seq.num_prompt - 1", "seq.num_prompt"
+    ),
+    "the oldest is preempted": Mutant(
+        SCHEDULER, "_make_room", "self.running[-1]", "self.running[0]"
+    ),
+    "a preempted sequence loses its tokens": Mutant(
+        SCHEDULER, "_preempt", "seq.preemptions += 1", "del seq.token_ids[seq.num_prompt :]"
+    ),
     "admission in a step that preempted": Mutant(SCHEDULER, "schedule", "A > preemptions", "False"),
     "a row is not returned": Mutant(SCHEDULER, "_leave", "self._free_rows.append(A)", "pass"),
-    "a token sampled too late is kept":
-        Mutant(SCHEDULER, "commit", "A.status is Status.FINISHED", "False"),
+    "a token sampled too late is kept": Mutant(
+        SCHEDULER, "commit", "A.status is Status.FINISHED", "False"
+    ),
     "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
     "an abandoned step keeps its blocks": Mutant(BLOCKS, "revert", "self._free_all()", "pass"),
-    "max_length is passed by one":
-        Mutant(SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"),
-    "a resumed chunk starts one token late":
-        Mutant(SCHEDULER, "_plan_chunk", "Chunk(A, B, C[start:end], D)", "Chunk(A, B, C[start + 1 : end + 1], D)"),
-    "a block computed before a reset is cached after it":
-        Mutant(BLOCKS, "cache_full_blocks", "A.began_after != B", "False"),
+    "max_length is passed by one": Mutant(
+        SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"
+    ),
+    "a resumed chunk starts one token late": Mutant(
+        SCHEDULER,
+        "_plan_chunk",
+        "Chunk(A, B, C[start:end], D)",
+        "Chunk(A, B, C[start + 1 : end + 1], D)",
+    ),
+    "a block computed before a reset is cached after it": Mutant(
+        BLOCKS, "cache_full_blocks", "A.began_after != B", "False"
+    ),
 }
-# fmt: on
 
 
 def matches(pattern: object, node: object, found: dict[str, Any]) -> bool:

@@ -66,9 +66,11 @@ def test_what_the_matrix_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(avx512, "has_avx512_bf16", lambda: False)
     assert unit(*fits) == ("amx" if amx.has_amx() else "packs")
     for other in (
-        ((9, 1), *fits[1:]), (fits[0], 24, *fits[2:]), (*fits[:2], 48, fits[3]),
+        ((9, 1), *fits[1:]),
+        (fits[0], 24, *fits[2:]),
+        (*fits[:2], 48, fits[3]),
         (*fits[:3], torch.float32),
-    ):  # fmt: skip
+    ):
         assert unit(*other) == "packs"
     monkeypatch.setattr(amx, "has_amx", lambda: False)
     assert unit(*fits) == "packs"
@@ -88,9 +90,15 @@ def test_short_chunks_in_bfloat16(heads: tuple[int, int], dim: int, block_size: 
     """Queries of one pack see different numbers of tokens; of 160 dimensions sums take two rounds."""
     lengths = [(20, 320), (33, 325), (1, 330), (60, 320), (7, 333), (1, 5)]
     step = compare(
-        NumbaAttention, lengths, block_size, heads, 2, {320 // block_size: [0, 1, 2, 3, 4]},
-        torch.bfloat16, dim,
-    )  # fmt: skip
+        NumbaAttention,
+        lengths,
+        block_size,
+        heads,
+        2,
+        {320 // block_size: [0, 1, 2, 3, 4]},
+        torch.bfloat16,
+        dim,
+    )
     assert alone(step) == 20 + 33 + 1 + 60 + 7 + 1
 
 

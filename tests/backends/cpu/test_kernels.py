@@ -190,10 +190,20 @@ def test_turn_and_store(
         q, k = rms_norm(q, weights[0], eps), rms_norm(k, weights[1], eps)
     q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
     arguments = (
-        qkv.data_ptr(), *(0 if w is None else w.data_ptr() for w in weights), cos.data_ptr(),
-        sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, *cache.shape[1:],
-        heads, eps, *[primitives.DTYPE_EXAMPLE[dtype]] * 2, 1.0, 1.0,
-    )  # fmt: skip
+        qkv.data_ptr(),
+        *(0 if w is None else w.data_ptr() for w in weights),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cache[0].data_ptr(),
+        cache[1].data_ptr(),
+        slots,
+        *cache.shape[1:],
+        heads,
+        eps,
+        *[primitives.DTYPE_EXAMPLE[dtype]] * 2,
+        1.0,
+        1.0,
+    )
     parallel.run(cpu.norm_rope_store_rows, arguments, rows, qkv.numel())
     # torch rounds each product to bfloat16, the kernel the sum alone
     near = (
@@ -320,9 +330,19 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
         v[1, 0, count - 1] = last
         out = torch.empty(count, 32, dtype=dtype)
         packs.attend(
-            qkv.data_ptr(), count, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
-            like, kernel, 2,
-        )  # fmt: skip
+            qkv.data_ptr(),
+            count,
+            out.data_ptr(),
+            1,
+            k.data_ptr(),
+            v.data_ptr(),
+            shape,
+            reads,
+            like,
+            like,
+            kernel,
+            2,
+        )
         found.append(out)
     assert torch.equal(found[0][:-1], found[1][:-1])
     assert not torch.equal(found[0][-1], found[1][-1])

@@ -30,9 +30,13 @@ from nanovllm.runner.single_rank import SingleRank
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
     """An LLM, with the stand-in for graphs if asked for; async, as on a GPU."""
     settings = dict(
-        dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64,
-        num_kvcache_blocks=400, async_scheduling=True,
-    )  # fmt: skip
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        num_kvcache_blocks=400,
+        async_scheduling=True,
+    )
     with pytest.MonkeyPatch.context() as patch:
         if graphs:
             capture_with(patch, stand_in)
@@ -57,16 +61,22 @@ def test_padded_equals_unpadded(path: Path, maximum: int) -> None:
     """Every batch size from the maximum down to 1: the requests end one after the other."""
     prompts = [[(7 * i + j) % VOCAB for j in range(1 + i % 5)] for i in range(maximum)]
     params = [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, top_k=5 * (i % 3), max_tokens=3 + i,
-                       ignore_eos=True)
+        SamplingParams(
+            temperature=0.8 * (i % 2), seed=i, top_k=5 * (i % 3), max_tokens=3 + i, ignore_eos=True
+        )
         for i in range(maximum)
-    ]  # fmt: skip
+    ]
     sizes = set()
     outputs = []
     for graphs in (False, True):
         length = 8 + maximum
-        llm = make_llm(path, graphs, max_num_seqs=maximum, max_model_len=length,
-                       num_kvcache_blocks=maximum * (length // 16 + 3))  # fmt: skip
+        llm = make_llm(
+            path,
+            graphs,
+            max_num_seqs=maximum,
+            max_model_len=length,
+            num_kvcache_blocks=maximum * (length // 16 + 3),
+        )
         if graphs:
             runner = llm.engine.runner
 
@@ -320,9 +330,12 @@ def test_engines_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch
         return nullcontext()
 
     stubs = dict(
-        Stream=Stream, graph=graph, graph_pool_handle=int, synchronize=int,
+        Stream=Stream,
+        graph=graph,
+        graph_pool_handle=int,
+        synchronize=int,
         CUDAGraph=lambda: SimpleNamespace(replay=int),
-    )  # fmt: skip
+    )
     for name, stub in stubs.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(gpu_graphs, "NUM_STREAMS", 3)

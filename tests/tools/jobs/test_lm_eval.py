@@ -83,9 +83,15 @@ def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
     ):
         manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
         results = lm_eval.simple_evaluate(
-            model=model, model_args=args, tasks=list(TASKS), task_manager=manager, device="cpu",
-            batch_size=8, bootstrap_iters=0, log_samples=True,
-        )  # fmt: skip
+            model=model,
+            model_args=args,
+            tasks=list(TASKS),
+            task_manager=manager,
+            device="cpu",
+            batch_size=8,
+            bootstrap_iters=0,
+            log_samples=True,
+        )
         found.append(results)
     hf, ours = found
     for task in TASKS:
@@ -112,10 +118,22 @@ def test_lm_evals_command_knows_the_model(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     write_tasks(tmp_path, 8)
     command = [
-        sys.executable, "-m", "nanovllm", "lm-eval", "run", "--model", "nanovllm",
-        "--model_args", "model=qwen3-nano,attention_backend=sdpa", "--device", "cpu",
-        "--include_path", str(tmp_path), "--tasks", "demo_choice",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "nanovllm",
+        "lm-eval",
+        "run",
+        "--model",
+        "nanovllm",
+        "--model_args",
+        "model=qwen3-nano,attention_backend=sdpa",
+        "--device",
+        "cpu",
+        "--include_path",
+        str(tmp_path),
+        "--tasks",
+        "demo_choice",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "demo_choice" in done.stdout

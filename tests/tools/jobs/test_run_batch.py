@@ -159,9 +159,12 @@ def test_fields_become_parameters(embedded: LLM) -> None:
     }
     given |= {"logprobs": True, "top_logprobs": 4, "structured_outputs": {"choice": ["a", "b"]}}
     want = SamplingParams(
-        **same, logit_bias={5: -3, 7: 1.5}, max_tokens=11, logprobs=4,
+        **same,
+        logit_bias={5: -3, 7: 1.5},
+        max_tokens=11,
+        logprobs=4,
         structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
-    )  # fmt: skip
+    )
     assert parse(embedded, CHAT, ask("Hi", **given), NAME).params == want
 
     defaults = embedded.get_default_sampling_params()
