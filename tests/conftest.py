@@ -1,4 +1,4 @@
-"""Shared by the tests: the environment, the order in which they run, and LLMs that are made once."""
+"""What tests share: the environment, the order in which they run, and LLMs that are made once."""
 
 import fcntl
 import os
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the CPU's kernels before the first test; otherwise small models run in plain torch."""
+    """Compile the CPU's kernels before the first test: otherwise small models run in torch."""
     if session.config.getoption("numprocesses"):
         return  # the two processes do it
     try:
@@ -92,8 +92,8 @@ def share_compilation() -> None:
     from nanovllm.backends.cpu import compile, jit, packs
 
     # The same kernel of several lists once: in the order of a list, in which attention comes first.
-    # Lists with a unit are last, because their kernels call those without: two processes that compile
-    # a kernel and its caller at once both compile the first.
+    # Lists with a unit are last, because their kernels call those without: two processes that
+    # compile a kernel and its caller at once both compile the first.
     lists = [(dtype, unit, dtype) for dtype in DTYPES for unit in compile.units(dtype)]
     lists += [(dtype, packs, FP8) for dtype in DTYPES]
     work: dict[tuple[Any, Any], int] = {}
@@ -117,8 +117,8 @@ def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-# Fixtures belong to the session: tests of all files take turns, so that those of a module would be made
-# again and again.
+# Fixtures belong to the session: tests of all files take turns, so that those of a module would be
+# made again and again.
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
     """A random checkpoint, and transformers' model of it. Tests change neither."""
@@ -133,7 +133,7 @@ def path(checkpoint: tuple[Path, torch.nn.Module]) -> Path:
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 160 MB in bfloat16, in several files, to measure memory. All weights are equal."""
+    """A checkpoint of 160 MB in bfloat16, in several files, to measure memory. Weights are 0.01."""
     from huggingface_hub import save_torch_state_dict
     from transformers import Qwen3ForCausalLM
 
@@ -175,7 +175,7 @@ def wrong_in_bf16(embedded_bf16: LLM) -> dict[str, tuple[list[tuple[data.Sample,
 
 @pytest.fixture(scope="session")
 def small_llm(path: Path) -> LLM:
-    """An engine for at most 300 tokens, with a cache of 10 blocks. Tests leave it without a request."""
+    """An engine for 300 tokens, with a cache of 10 blocks. Tests leave it without a request."""
     return random_llm(path, max_model_len=300, num_kvcache_blocks=10)
 
 

@@ -198,7 +198,7 @@ def test_leaving_a_stream_frees_everything(embedded: LLM) -> None:
 
 @pytest.mark.slow
 def test_streams_share_an_engine(embedded: LLM) -> None:
-    """Two streams read by turns, and a `generate` within a third: nothing is lost, nothing is left."""
+    """Two streams in turn, and a `generate` within a third: nothing is lost, nothing is left."""
     params = SamplingParams(temperature=0, max_tokens=60)
     prompts = ["Count from 1 to 9\n", "Reverse garden\n"]
     want = [o["text"] for o in embedded.generate(prompts, params, use_tqdm=False)]

@@ -95,7 +95,8 @@ llm = LLM()
 other = LLM(model=Path("a"), max_num_seqs=4, async_scheduling=None)
 engine: LLMEngine = llm.llm_engine
 prompts = [TokensPrompt(prompt_token_ids=[1, 2])]
-text: str = llm.generate(prompts, SamplingParams(), lora_request=None, priority=0)[0].outputs[0].text
+outputs = llm.generate(prompts, SamplingParams(), lora_request=None, priority=0)
+text: str = outputs[0].outputs[0].text
 llm.generate(prompts, priority=[0], lora_request=[None])
 llm.generate([TextPrompt(prompt="a")], use_tqdm=False)
 llm.chat([{"role": "user", "content": "a"}], chat_template_content_format="auto")

@@ -23,7 +23,7 @@ def test_generate_and_stream_decode_alike(embedded: LLM, monkeypatch: pytest.Mon
 
 
 def test_detokenizer_on_every_prefix(embedded: LLM) -> None:
-    """What is handed out is a prefix of the full decode at every token, and all of it at the end."""
+    """The text so far is a prefix of the full decode at every token, and all of it at the end."""
     from nanovllm.engine.detokenizer import Detokenizer
 
     tokenizer = embedded.get_tokenizer()

@@ -60,7 +60,7 @@ def test_ctrl_c_from_outside(path: Path) -> None:
 
 
 def test_ctrl_c_in_a_manual_loop_loses_nothing(path: Path) -> None:
-    """Pressed in the scheduler, in the runner, between commit and result: the step is finished first."""
+    """In the scheduler, in the runner, between commit and result: the step is finished first."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     want = [o["token_ids"] for o in random_llm(path).generate([[1], [2]], params, use_tqdm=False)]
     for owner, name in (

@@ -157,7 +157,7 @@ def test_a_request_without_a_token_to_sample_ends_with_an_error(
 def test_a_reset_while_requests_run(
     path: Path, length: int, n: int, steps: int, swap: dict
 ) -> None:
-    """After the weights have changed, no later request shares what was computed with the old ones."""
+    """After the weights have changed, no request shares what was computed with the old ones."""
     options = dict(num_kvcache_blocks=12, kvcache_block_size=16, attention_backend="sdpa")
     llm = random_llm(path, **options, **swap)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=n)

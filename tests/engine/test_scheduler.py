@@ -1,4 +1,4 @@
-"""Policies, budgets, sharing and the reserve: one test for each promise and each earlier failure."""
+"""Policies, budgets, sharing and the reserve: one test for each promise and earlier failure."""
 
 import itertools
 import random
@@ -100,7 +100,7 @@ def test_budget_of_one_and_one_sequence() -> None:
 
 
 def test_prompt_longer_than_the_budget_beside_decodes() -> None:
-    """Chunk and decode in one step; the budget is never passed, and nothing waits for the prompt."""
+    """Chunk and decode in one step: the budget is kept, and nothing waits for the prompt."""
     engine = Engine(blocks=100, size=4, seqs=4, budget=8)
     short, long = sequence([1, 2], 12, 0), sequence([3] * 50, 4, 1)
     engine.add(short, long)
@@ -182,7 +182,7 @@ def test_shortest_job_first_and_a_cached_prefix_makes_it_shorter() -> None:
 
 
 def test_sjf_overtaking_is_bounded() -> None:
-    """Under an endless stream of short jobs a long one is overtaken at most tokens / AGING times."""
+    """Under endless short jobs, a long one is overtaken at most tokens / AGING times."""
     engine = Engine(blocks=200, size=4, seqs=1, budget=1000, policy="sjf")
     long = sequence([1] * 400, 1, 0)
     engine.add(sequence([9], 1, 0), long)

@@ -377,7 +377,8 @@ assert texts == ["12 + 30 = 42"] * 20, texts
 def test_the_first_engines_start_at_once(case: str) -> None:
     """In a process that has imported neither transformers nor Numba, and with each kind of threads.
 
-    Numba has the threads of "workqueue" where it finds no OpenMP. Two calls at once end the process.
+    Numba has the threads of "workqueue" where it finds no OpenMP. Two calls at once end the
+    process.
     """
     if case == "numba":
         pytest.importorskip("numba")
@@ -439,7 +440,7 @@ for backend in backends:
 
 @pytest.mark.slow
 def test_forked_processes() -> None:
-    """They have none of OpenMP's threads: they work only if those had not started before the fork."""
+    """OpenMP's threads are not in the child, which works only if they start after the fork."""
     done = fresh.run(FORK, threads=2, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     said: dict[tuple[str, str], list[str]] = {}

@@ -33,7 +33,7 @@ def near(found: list[EmbeddingRequestOutput], model: torch.nn.Module, prompts: l
 
 
 def change_layout(path: Path, layout: str) -> None:
-    """Rewrite a saved Qwen3ForCausalLM as one of the layouts of Qwen3-Embedding and its relatives."""
+    """Rewrite a saved Qwen3ForCausalLM as one of the layouts of Qwen3-Embedding."""
     if layout == "causal":
         return
     tensors = load_file(path / "model.safetensors")

@@ -70,7 +70,8 @@ TIER_MUTANTS = {
         TIER,
         "take_moves",
         "plan.saves, plan.loads = A",
-        "plan.saves, plan.loads, self.late = [*getattr(self, 'late', [])], self._loads, self._saves",
+        "plan.saves, plan.loads, self.late = "
+        "[*getattr(self, 'late', [])], self._loads, self._saves",
     ),
     "a load is not planned": Mutant(TIER, "_load", "self._loads.append(A)", "pass"),
     "a host block that is loaded is saved over": Mutant(TIER, "share", "A._busy.add(B)", "pass"),

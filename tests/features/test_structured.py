@@ -1,4 +1,4 @@
-"""Structured outputs: what a grammar ended is valid under jsonschema and re, whatever else is asked."""
+"""Structured outputs: what a grammar ended is valid under jsonschema and re."""
 
 import contextlib
 import json

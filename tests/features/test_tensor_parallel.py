@@ -450,7 +450,7 @@ def test_dummy_weights_are_those_of_one_rank() -> None:
 
 
 def test_one_rank_uses_nothing_of_it(ranks: Job, paths: dict[str, str]) -> None:
-    """torch imports torch.distributed itself; the package does so in one file, which is not loaded."""
+    """torch imports torch.distributed; the package does so in one file, which is not loaded."""
     importing = []
     for path in (ROOT / "nanovllm").rglob("*.py"):
         names = [

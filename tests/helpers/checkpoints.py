@@ -83,9 +83,9 @@ def random_llm(path: Path, **options: object) -> LLM:
 def wrong_by_task(
     llm: LLM, number: int = 100, every: int = 4
 ) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
-    """Of each task, the wrong answers with what was said, and how many questions there were: `number`
-    of an open task, every so many of a closed one, each of whose answers is asked for in several
-    phrasings.
+    """Of each task, the wrong answers with what was said, and how many questions there were:
+    `number` of an open task, every so many of a closed one, each of whose answers is asked for in
+    several phrasings.
     """
     asked = {
         task: data.graded_samples(task, number)[:: 1 if task in data.OPEN_TASKS else every]

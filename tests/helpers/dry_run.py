@@ -2,8 +2,8 @@
 
     python tests/helpers/dry_run.py DIRECTORY NAME ...    scenarios by their names in SCENARIOS
 
-It prints JSON, which test_dry_run.py checks. The checkpoints are in folders of DIRECTORY. It needs a
-process of its own: torch.cuda is replaced, and the kernels are imported without TRITON_INTERPRET.
+It prints JSON, which test_dry_run.py checks. The checkpoints are in folders of DIRECTORY. It needs
+a process of its own: torch.cuda is replaced, and the kernels are imported without TRITON_INTERPRET.
 
 A CudaTensor claims to be on cuda:0 and holds a tensor of the CPU. Gpu, a dispatch mode, sees each
 operation, and refuses or counts what a GPU would. A graph is a list of what ran in its capture; it
@@ -455,7 +455,7 @@ def site() -> str:
 GPU = Gpu()
 
 
-# ---- the plain reference of each kernel, which reads and writes the launch's arguments by name ----
+# ---- the plain reference of each kernel, which names the arguments of the launch ----
 
 
 def attend(a: Any, starts: Tensor) -> None:

@@ -331,7 +331,8 @@ def test_hub_id_from_a_cache(tmp_path: Path) -> None:
     code = (
         "from nanovllm import LLM, SamplingParams\n"
         "llm = LLM('someone/tiny', skip_tokenizer_init=True, dtype='float32', device='cpu')\n"
-        "print(llm.generate([1, 2], SamplingParams(temperature=0), use_tqdm=False)[0]['token_ids'])\n"
+        "outputs = llm.generate([1, 2], SamplingParams(temperature=0), use_tqdm=False)\n"
+        "print(outputs[0]['token_ids'])\n"
         "try: LLM('someone/absent')\n"
         "except ValueError as error: print(error)"
     )

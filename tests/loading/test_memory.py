@@ -77,7 +77,7 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_of_logit_rules() -> None:
-    """At Qwen3-0.6B's sizes: 8 bytes for each known token, and the logits of all rows in float32."""
+    """At Qwen3-0.6B's sizes: 8 bytes for each known token, and all rows' logits in float32."""
     state = RulesState(256, 40_960, 151_936, torch.device("meta"))
     size = sum(x.nbytes for x in (state.tokens, state.counts, state.logits))
     assert size == 256 * (40_960 * 8 + 151_936 * 4)

@@ -106,7 +106,7 @@ def test_filters_at_the_ends_of_their_ranges(
     if "gpu" in backend.__name__:
         if vocab > 1000:
             pytest.skip("the interpreter takes minutes")
-        # In turns by both dtypes, which differ in how logits are loaded. The first has min_p=1 alone.
+        # Both dtypes in turn, which differ in how logits are loaded. The first has min_p=1 alone.
         step = 19 if vocab > 1 else 38
         chosen = slice(4 + step * DTYPES.index(dtype), None, 2 * step)
         rows, logits, weights = rows[chosen], logits[chosen].contiguous(), weights[chosen]
@@ -144,8 +144,8 @@ def test_a_row_without_a_token(backend: ModuleType, dtype: torch.dtype) -> None:
     logits[-1], logits[-1, :, 7] = -torch.inf, -1000.0  # a hidden token is never drawn
     settings, rows = settings * len(logits), list(range(3 * len(logits)))
     if "gpu" in backend.__name__:
-        # The interpreter takes seconds: each wrong row with one of the settings, in turn, so that each
-        # value and each place is met by all of them.
+        # The interpreter takes seconds: each wrong row with one of the settings, in turn, so that
+        # each value and each place is met by all of them.
         rows = [3 * i + (i + i // 3) % 3 for i in range(len(wrong))] + rows[-6:]
     batch = sampling_batch([settings[row] for row in rows], [4] * len(rows))
     tokens = backend.sample(logits.view(-1, 3000)[rows], batch)

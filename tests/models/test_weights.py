@@ -42,7 +42,7 @@ def test_shards_equal_one_file(tmp_path: Path) -> None:
 
 
 def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the head, the headers, the weights and the scales; then all are closed, also on errors."""
+    """For the head, the headers, the weights and the scales; then closed, also on errors."""
     (tmp_path / "one").mkdir()
     many = tmp_path / "many"
     many.mkdir()
@@ -173,7 +173,8 @@ from nanovllm.models.qwen3 import Qwen3
 from nanovllm.loading.checkpoint import Checkpoint
 
 def private():
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
+    lines = open("/proc/self/status")
+    return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
 
 path, dtype = Path("{path}"), torch.{dtype}
 torch.ones(8, 8) @ torch.ones(8, 8)

@@ -8,7 +8,7 @@ from nanovllm.tools.oracle.oracle import ALPHABET, History, OracleRunner
 
 @pytest.mark.slow
 def test_rows_build_what_the_plan_says() -> None:
-    """The runner's own batches beside the oracle's reading of the same plans, over 200 histories."""
+    """The runner's batches equal the oracle's reading of the same plans, in 200 histories."""
     import numpy as np
     import torch
 

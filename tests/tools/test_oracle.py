@@ -53,8 +53,8 @@ def check_cached_tail(managers: ModuleType = block_manager) -> None:
 
 
 def check_late_copy(schedulers: ModuleType = scheduler) -> None:
-    """A running sequence copies a block that another shares, and the runner is told which it writes.
-    No history does this either: the samples of a request copy as soon as they are admitted.
+    """A running sequence copies a block that another shares, and the runner is told which it
+    writes. No history does this either: the samples of a request copy as soon as they are admitted.
     """
     blocks, runner = block_manager.BlockManager(9, 4), OracleRunner(9, 4, 2)
     planner = schedulers.Scheduler(blocks, 2, 99)

@@ -104,7 +104,7 @@ def test_between_the_products(
 
 @pytest.mark.slow
 def test_numbers_of_any_type() -> None:
-    """A kernel that is called at its address gets its arguments in the types of its code, or TypeError.
+    """A kernel that is called at its address gets arguments of the types of its code, or TypeError.
 
     In another process, because it could crash.
     """
@@ -129,7 +129,8 @@ kernel, example = kernels.add_rms_norm_rows, DTYPE_EXAMPLE[torch.float32]
 address = parallel.address_of(kernel, (*[int64] * 5, float64, typeof(example), int64, int64))
 start = x[0].data_ptr(), x[1].data_ptr(), weight.data_ptr(), 4, 8
 parallel.in_parts(address, (*start, 1e-6, example), 4, 2)
-for wrong in ((1, example), (1e-6, np.uint16(0)), (np.float32(0), example), (example, 1e-6), (0.0,)):
+ints = (1, example), (1e-6, np.uint16(0))
+for wrong in (*ints, (np.float32(0), example), (example, 1e-6), (0.0,)):
     try: parallel.in_parts(address, (*start, *wrong), 4, 2)
     except TypeError as error: assert "arguments of other types" in str(error)
     else: raise AssertionError(wrong)
@@ -274,7 +275,7 @@ def test_sample_with_filters(dtype: torch.dtype, scale: float, size: int) -> Non
 
 
 def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is applied in plain torch, with the others and in their order; see docs/contributing.md."""
+    """Plain torch applies it, with the others and in their order; see docs/contributing.md."""
 
     def keep_even(logits: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
         odd = torch.arange(logits.shape[1]) % 2 == 1
@@ -352,7 +353,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
-    """Every batch of a run by both: decodes of 1 to 70 sequences, a prefix that some share, chunks."""
+    """Both compute every batch of a run: decodes of 1 to 70 sequences, a shared prefix, chunks."""
     make_checkpoint(tmp_path, family, tie=tie)
     llm = random_llm(tmp_path, dtype="bfloat16", num_kvcache_blocks=1000)
     runner = llm.engine.runner
@@ -393,8 +394,8 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
 def test_without_amx(tmp_path) -> None:
     """The AMX kernels are not compiled on a processor without AMX, where LLVM would fail.
 
-    What is compiled is not optimized. torch samples, because the kernels of the sampler are the same,
-    and nothing is in int8.
+    What is compiled is not optimized. torch samples, because the kernels of the sampler are the
+    same, and nothing is in int8.
     """
     code = (
         "from nanovllm import LLM\n"

@@ -58,7 +58,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def paged(contexts: list[int], kv_heads: int, dim: int, size: int, dtype: torch.dtype) -> tuple:
-    """(k, v, block tables, contexts): blocks in random order, NaN in every slot that nobody wrote."""
+    """(k, v, block tables, contexts): blocks in random order, NaN in slots that nobody wrote."""
     counts = [-(-n // size) for n in contexts]
     order = (torch.randperm(sum(counts)) + 1).int()
     tables = torch.zeros((len(contexts), max(counts)), dtype=torch.int32)

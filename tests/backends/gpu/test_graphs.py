@@ -94,8 +94,8 @@ def test_padded_equals_unpadded(path: Path, maximum: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rows_come_and_go(path: Path, asynchronous: bool) -> None:
-    """More requests than rows, chunked prompts, samples that part from one prompt (copy-on-write), a
-    pool that runs out: the tokens stay the same."""
+    """More requests than rows, chunked prompts, samples that part from one prompt (copy-on-write),
+    a pool that runs out: the tokens stay the same."""
     generator = torch.Generator().manual_seed(0)
 
     def number(low: int, high: int) -> int:
@@ -168,7 +168,7 @@ def test_rows_with_rules_take_their_states_from_the_graph(path: Path) -> None:
 
 
 def test_rules_are_forgotten_with_their_request(path: Path) -> None:
-    """A row that once had rules costs later requests nothing: their tokens are not sampled twice."""
+    """A row that once had rules costs later requests nothing: no token is sampled twice."""
     llm = make_llm(path, graphs=True, max_num_seqs=4, async_scheduling=False)
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
     ruled = SamplingParams(repetition_penalty=1.5, **greedy)
@@ -312,7 +312,7 @@ def test_profile_steps_are_the_largest_that_can_occur(
 
 
 def test_engines_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch hands out the same streams in turn; a graph that is freed harms others on its stream."""
+    """torch returns the same streams in turn; a graph that is freed harms others on its stream."""
     numbers, used = itertools.count(), []
 
     class Stream:

@@ -55,7 +55,7 @@ def write_tasks(path: Path, num_docs: int) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is not missing")
 def test_a_device_that_lm_eval_asks_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Its command passes cuda:0 if it is told nothing, which cannot be told from the user's wish."""
+    """Its command passes cuda:0 by default, which may also be what the user asks for."""
     pytest.importorskip("lm_eval")
     from nanovllm.tools.jobs.lm_eval import NanoVLLM
 

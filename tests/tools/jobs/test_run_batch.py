@@ -1,4 +1,4 @@
-"""Files of requests: results equal the library's, wrong lines stop nothing, and any stop loses nothing."""
+"""Files of requests: results are the library's, wrong lines stop nothing, a stop loses nothing."""
 
 import base64
 import errno
@@ -387,7 +387,7 @@ def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path: Path) -> No
 
 
 def test_a_crash_after_every_byte(tmp_path: Path) -> None:
-    """What a kill leaves is a prefix of the output. From each, a start goes on to the same results."""
+    """A kill leaves a prefix of the output. From each, a start goes on to the same results."""
     source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
 
     def finish() -> int:
