@@ -1,4 +1,4 @@
-"""Shared by the tests: the environment, the order in which they run, and LLMs that are made once."""
+"""What tests share: the environment, the order in which they run, and LLMs that are made once."""
 
 import fcntl
 import os
@@ -18,6 +18,7 @@ from checkpoints import make_checkpoint, make_config, random_llm, wrong_by_task
 from fake_runner import make  # noqa: F401 (a fixture)
 
 from nanovllm import LLM
+from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.fp8 import FP8
 from nanovllm.tools.training import data
 
@@ -34,7 +35,7 @@ DTYPES = torch.bfloat16, torch.float32  # of the CPU's kernels
 # process that forks ranks.
 GROUPS = {
     "dry runs": r"/test_dry_run\.py::",
-    "parity": r"/test_parity\.py::",
+    "parity": r"/test_qwen3\.py::",
     "ranks": r"/test_tensor_parallel\.py::",
     "grades": r"::test_(grades|log_probabilities|accuracy_in_bf16)",
     "options": r"::test_(options|constant_preemption)_change",
@@ -72,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the CPU's kernels before the first test; otherwise small models run in plain torch."""
+    """Compile the CPU's kernels before the first test: otherwise small models run in torch."""
     if session.config.getoption("numprocesses"):
         return  # the two processes do it
     try:
@@ -118,8 +119,8 @@ def _columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-# Fixtures belong to the session: tests of all files take turns, so that those of a module would be made
-# again and again.
+# Fixtures belong to the session: tests of all files take turns, so that those of a module would be
+# made again and again.
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module]:
     """A random checkpoint, and transformers' model of it. Tests change neither."""
@@ -134,7 +135,7 @@ def path(checkpoint: tuple[Path, torch.nn.Module]) -> Path:
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 160 MB in bfloat16, in several files, to measure memory. All weights are equal."""
+    """A checkpoint of 160 MB in bfloat16, in several files, to measure memory. Weights are 0.01."""
     from huggingface_hub import save_torch_state_dict
     from transformers import Qwen3ForCausalLM
 
@@ -172,3 +173,23 @@ def embedded_bf16() -> LLM:
 @pytest.fixture(scope="session")
 def wrong_in_bf16(embedded_bf16: LLM) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
     return wrong_by_task(embedded_bf16, every=1)
+
+
+@pytest.fixture(scope="session")
+def small_llm(path: Path) -> LLM:
+    """An engine for 300 tokens, with a cache of 10 blocks. Tests leave it without a request."""
+    return random_llm(path, max_model_len=300, num_kvcache_blocks=10)
+
+
+@pytest.fixture(scope="session")
+def larger_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model's tokenizer with 40 more tokens: 1042 and 1043 are zebra and <|more|>."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(find_checkpoint("qwen3-nano"))
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.add_tokens(["<|more|>"], special_tokens=True)
+    tokenizer.add_tokens([f"zebra{i}" for i in range(38)])
+    tokenizer.save_pretrained(path)
+    return path

@@ -9,8 +9,6 @@ from pathlib import Path
 import fresh
 import pytest
 
-from nanovllm.api import child
-
 PACKAGE = Path(__file__).parents[1] / "nanovllm"
 
 # A place imports from itself and from those before it. Places between "|" do not know each other.
@@ -91,22 +89,6 @@ def test_one_file_starts_python() -> None:
     assert sorted(files) == ["child.py", "compile.py", "modes.py"]  # the second in a message
 
 
-def test_children_import_what_this_process_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing from the current directory, and what only this process's path has."""
-    for name in ("json", "numba", "torch", "nanovllm"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the current directory')")
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "only_here.py").touch()
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "own"), tmp_path])  # no string
-    command = child.python("import json, numba, only_here, nanovllm.engine.core\nprint(1 + 1)")
-    assert repr(str(PACKAGE.parent)) in command[-1]
-    assert repr(str(PACKAGE)) not in command[-1], "its folders would be packages"
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("2\n", "")
-
-
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -132,13 +114,14 @@ def test_histories_run_without_torch() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("missing", ["triton", "nanovllm.backends.gpu", "nanovllm.backends.cpu"])
 def test_works_without(missing: str) -> None:
-    """Without Triton or a device folder; and of transformers the tokenizers, never a model's code."""
+    """Without Triton or a device folder, and with no model's code of transformers."""
     done = fresh.run(
         f"import sys; sys.modules[{missing!r}] = None\n"
         "from nanovllm import LLM, SamplingParams\n"
         "out = LLM().chat([{'role': 'user', 'content': 'What is 2 + 3?'}], use_tqdm=False)\n"
         "assert out[0].outputs[0].text == '2 + 3 = 5', out\n"
-        "loaded = [m for m in sys.modules if m.startswith('transformers.models.') and 'modeling' in m]\n"
+        "loaded = [m for m in sys.modules if m.startswith('transformers.models.')]\n"
+        "loaded = [m for m in loaded if 'modeling' in m]\n"
         "assert not [m for m in loaded if 'qwen' in m], loaded\n"
         "assert 'transformers.modeling_utils' not in sys.modules"
     )

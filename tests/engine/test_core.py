@@ -33,7 +33,7 @@ def test_without_overlap_tokens_are_read_first(make) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_what_is_found_late_costs_one_token(make, asynchronous: bool) -> None:
-    """A stop token costs one token of that sequence, the end by length none; outputs are the same."""
+    """A stop token costs one token of that sequence, an end by length none. Outputs are equal."""
     prompts = [[i % 3, i // 3 % 3, i // 9] for i in range(8)]
     for ends in (frozenset({2}), frozenset()):
         llm = make(asynchronous)

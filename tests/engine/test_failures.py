@@ -1,18 +1,13 @@
 """Whatever fails or is interrupted: the engine stays usable, and no other request is affected."""
 
 import gc
-import linecache
-import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import random_llm
-from engines import ctrl_c_interrupts, is_idle  # noqa: F401
+from engines import is_idle
 
-import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
@@ -22,81 +17,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.models.logit_rules import RowRules, RulesState
 from nanovllm.tools.oracle.oracle import OracleRunner, make_samples
 
-PACKAGE = Path(nanovllm.__file__).parent
-TRACED = f"{PACKAGE}/engine/", f"{PACKAGE}/llm.py"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-# ---- Ctrl-C at any moment ----
-
-
-def press(action: Callable[[], object], at: set[int]) -> int:
-    """Run `action` and press Ctrl-C at these of the lines that the engine and llm.py run.
-
-    Returns how many lines were run. KeyboardInterrupt ends the action.
-    """
-    lines = 0
-
-    def count(frame, event, arg):
-        nonlocal lines
-        name = frame.f_code.co_filename
-        if not name.startswith(TRACED):
-            return None
-        # A signal is handled between calls, so never where a block is left.
-        if event == "line" and not linecache.getline(name, frame.f_lineno).strip().startswith(
-            "with"
-        ):
-            lines += 1
-            if lines in at:
-                signal.raise_signal(signal.SIGINT)
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        action()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
-    return lines
-
-
-# A stream is closed by a `finally`, of which Python cannot protect the first lines: a second Ctrl-C
-# one to three lines after one at the end of a step may come there.
-SECOND = {"generate": (0, 1, 40), "loop": (0, 1, 40), "stream": (0, 40, 200)}
-
-
-@pytest.mark.parametrize(("how", "second"), [(how, n) for how in SECOND for n in SECOND[how]])
-def test_ctrl_c_at_any_line(path: Path, how: str, second: int) -> None:
-    """Nothing is left behind, also if a second Ctrl-C comes so many lines later."""
-    llm = random_llm(path, num_kvcache_blocks=4, kvcache_block_size=4, enable_prefix_caching=False)
-    prompts = [[1, 2, 3], [4, 5], [6, 7, 8]]
-    want = [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
-
-    def loop() -> None:
-        for prompt in prompts:
-            llm.engine.add_request(prompt, GREEDY)
-        while llm.engine.has_unfinished_requests():
-            llm.engine.step()
-
-    actions = {
-        "generate": lambda: llm.generate(prompts, GREEDY, use_tqdm=False),
-        "stream": lambda: list(llm.stream(prompts, GREEDY)),
-        "loop": loop,
-    }
-    lines = press(actions[how], set())
-    assert lines > 500
-    # Sixty lines, and others of them for each `second`.
-    step = max(1, lines // 60)
-    for at in range(1 + SECOND[how].index(second) * step // 3, lines, step):
-        press(actions[how], {at, at + second})
-        if how == "loop":
-            while llm.engine.has_unfinished_requests():
-                llm.engine.step()
-        assert is_idle(llm.engine), at
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert [o["token_ids"] for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == want
 
 
 @pytest.mark.parametrize("function", ["process", "add", "collect_finished"])
@@ -233,9 +154,13 @@ def test_logprobs_of_a_row_without_a_token(path: Path, backend: str, asynchronou
 
     for processor, num in ((fails, 2), (hides, 3)):
         params = SamplingParams(
-            temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, repetition_penalty=1.2,
+            temperature=0,
+            max_tokens=6,
+            ignore_eos=True,
+            logprobs=3,
+            repetition_penalty=1.2,
             logits_processors=[processor],
-        )  # fmt: skip
+        )
         request = llm.engine.submit([1, 2], params)
         assert llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"] == want
         sample = request.output.outputs[0]

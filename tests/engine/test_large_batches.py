@@ -1,4 +1,4 @@
-"""Many requests in one call: work and memory are counted, because a busy machine changes all times."""
+"""Many requests in one call: work and memory are counted, because times depend on the machine."""
 
 import random
 import sys
@@ -172,7 +172,7 @@ def test_memory_of_waiting_requests() -> None:
 
 
 def test_prompts_share_their_token_ids() -> None:
-    """A tokenizer returns new objects, which take more memory than the rest of a waiting request."""
+    """A tokenizer returns new objects, which take more memory than the rest of the request."""
     engine = make_engine()
     texts = [[int(str(300 + i)) for i in range(20)] for _ in range(2)]
     assert texts[0][5] is not texts[1][5]
@@ -297,7 +297,7 @@ def test_results_of_step_are_found_by_their_ids() -> None:
 
 
 def test_many_in_one_call_are_right(path: Path) -> None:
-    """Results of a call of several batches are those of single calls, in the order of the prompts."""
+    """A call of several batches returns what single calls do, in the order of the prompts."""
     llm = random_llm(path, max_num_seqs=64)
     prompts = [[i % 190 + 1, i // 190 + 1] for i in range(1100)]
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)

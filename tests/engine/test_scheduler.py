@@ -1,57 +1,21 @@
-"""Policies, budgets, sharing and the reserve: one test for each promise and each earlier failure."""
+"""Policies, budgets, sharing and the reserve: one test for each promise and earlier failure."""
 
 import itertools
 import random
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from machines import MACHINE
+from oracle_engine import Engine, right, sequence
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import AGING
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.features.host_tier.blocks import TieredBlockManager
-from nanovllm.plan import StepPlan
-from nanovllm.tools.oracle.oracle import OracleRunner, answer, make_samples
-
-
-def sequence(prompt: list[int], new: int, arrival: int = 0, seed: int = 0, n: int = 1) -> Sequence:
-    return make_samples(prompt, len(prompt) + new, arrival, range(seed, seed + n))[0]
-
-
-class Engine:
-    """A scheduler and its oracle, in the engine's order of calls."""
-
-    def __init__(
-        self, blocks: int, size: int, seqs: int, budget: int, policy: str = "fcfs"
-    ) -> None:
-        self.blocks = BlockManager(blocks, size)
-        self.scheduler = Scheduler(self.blocks, seqs, budget, policy)
-        self.runner = OracleRunner(blocks, size, seqs)
-        self.plans: list[StepPlan] = []
-        self.finished: list[Sequence] = []
-
-    def add(self, *seqs: Sequence) -> None:
-        for seq in seqs:
-            self.scheduler.add(seq)
-
-    def step(self) -> StepPlan:
-        step = self.scheduler.schedule()
-        assert step is not None
-        plan = step.plan
-        updated = self.scheduler.commit(step, self.runner.run(plan))
-        self.finished += [s for s in updated if s.status is Status.FINISHED]
-        self.plans.append(plan)
-        return plan
-
-    def run(self) -> None:
-        while self.scheduler.has_work():
-            self.step()
-        assert self.blocks.num_available == self.blocks.num_blocks
-
-
-def right(seq: Sequence) -> bool:
-    prompt = seq.token_ids[: seq.num_prompt]
-    return seq.output_ids == answer(prompt, seq.max_length, seq.stop_token_ids, seq.sampling.seed)
+from nanovllm.tools.oracle.oracle import History
 
 
 def test_one_prefix_is_computed_once() -> None:
@@ -126,37 +90,6 @@ def test_a_resumed_sequence_finds_its_former_self() -> None:
     assert computed == sum(s.max_length - 1 for s in seqs) + recomputed
 
 
-def test_equal_blocks_under_different_prefixes() -> None:
-    engine = Engine(blocks=40, size=2, seqs=1, budget=100)
-    seqs = [sequence([head, head, 5, 6, 7, 8], 2, head) for head in range(4)]
-    engine.add(*seqs)
-    engine.run()
-    assert [s.num_cached_tokens for s in seqs] == [0, 0, 0, 0]
-    assert all(right(s) for s in seqs)
-
-
-def test_stale_hash_after_reuse() -> None:
-    """A block that was evicted and filled anew is not found under its old content."""
-    engine = Engine(blocks=4, size=2, seqs=1, budget=100)
-    old, new, again = ([t] * 6 for t in (1, 2, 1))
-    seqs = [sequence(p, 2, i) for i, p in enumerate((old, new, again))]
-    engine.add(*seqs)
-    engine.run()
-    assert engine.blocks.evictions > 0
-    assert seqs[2].num_cached_tokens == 0
-    assert all(right(s) for s in seqs)
-
-
-def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
-    engine = Engine(blocks=8, size=1, seqs=1, budget=100)
-    engine.add(sequence([1, 2, 3], 1, 0), sequence([4, 5, 6], 1, 1))
-    engine.run()
-    engine.add(sequence([7, 8, 9, 7], 1, 2))  # two free blocks, then two evicted: 3 and 2
-    engine.run()
-    probe = [sequence(p, 1, 9) for p in ([1, 2, 3, 0], [4, 5, 6, 0])]
-    assert [len(engine.blocks.match(p)) for p in probe] == [1, 3]
-
-
 def test_budget_of_one_and_one_sequence() -> None:
     engine = Engine(blocks=5, size=2, seqs=1, budget=1)
     seqs = [sequence([1, 2, 3, 4], 6, i, seed=i) for i in range(3)]
@@ -167,7 +100,7 @@ def test_budget_of_one_and_one_sequence() -> None:
 
 
 def test_prompt_longer_than_the_budget_beside_decodes() -> None:
-    """Chunk and decode in one step; the budget is never passed, and nothing waits for the prompt."""
+    """Chunk and decode in one step: the budget is kept, and nothing waits for the prompt."""
     engine = Engine(blocks=100, size=4, seqs=4, budget=8)
     short, long = sequence([1, 2], 12, 0), sequence([3] * 50, 4, 1)
     engine.add(short, long)
@@ -249,7 +182,7 @@ def test_shortest_job_first_and_a_cached_prefix_makes_it_shorter() -> None:
 
 
 def test_sjf_overtaking_is_bounded() -> None:
-    """Under an endless stream of short jobs a long one is overtaken at most tokens / AGING times."""
+    """Under endless short jobs, a long one is overtaken at most tokens / AGING times."""
     engine = Engine(blocks=200, size=4, seqs=1, budget=1000, policy="sjf")
     long = sequence([1] * 400, 1, 0)
     engine.add(sequence([9], 1, 0), long)
@@ -370,3 +303,38 @@ def test_a_fork_that_has_no_room_does_not_cost_its_parent_a_block() -> None:
     assert engine.scheduler.preemptions == 0
     engine.run()
     assert all(map(right, (first, parent, fork)))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(seed=st.integers(0, 2**32), bits=st.sampled_from([3, 64]))
+    def start(self, seed: int, bits: int) -> None:
+        self.history = History(seed, hash_bits=bits)
+
+    @rule()
+    def add(self) -> None:
+        self.history.add()
+
+    @rule()
+    def step(self) -> None:
+        self.history.step()
+
+    @rule()
+    def abort(self) -> None:
+        self.history.abort()
+
+    @rule()
+    def abandon(self) -> None:
+        self.history.abandon()
+
+    @invariant()
+    def all_holds(self) -> None:
+        if hasattr(self, "history"):
+            self.history.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "history"):
+            self.history.drain()
+
+
+TestScheduler = pytest.mark.slow(SchedulerMachine.TestCase)
+TestScheduler.settings = settings(MACHINE, max_examples=200)  # besides the histories above

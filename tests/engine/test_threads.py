@@ -1,7 +1,6 @@
 """Several callers of one engine: threads, logits processors, forked processes, copies."""
 
 import copy
-import logging
 import os
 import pickle
 import re
@@ -18,7 +17,6 @@ from checkpoints import random_llm
 from engines import is_idle, run_in_threads
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.api.log import show_log
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
@@ -228,8 +226,12 @@ def test_abort_of_one_among_others(path: Path) -> None:
         use_tqdm=False,
     )
     assert [o.outputs[0].finish_reason for o in outs] == [
-        "length", "abort", "abort", "length", "abort",
-    ]  # fmt: skip
+        "length",
+        "abort",
+        "abort",
+        "length",
+        "abort",
+    ]
     assert outs[0]["token_ids"] == want[0]
     assert outs[1]["token_ids"] == want[1][: len(outs[1]["token_ids"])]
     assert outs[3]["token_ids"] == want[1]
@@ -375,7 +377,8 @@ assert texts == ["12 + 30 = 42"] * 20, texts
 def test_the_first_engines_start_at_once(case: str) -> None:
     """In a process that has imported neither transformers nor Numba, and with each kind of threads.
 
-    Numba has the threads of "workqueue" where it finds no OpenMP. Two calls at once end the process.
+    Numba has the threads of "workqueue" where it finds no OpenMP. Two calls at once end the
+    process.
     """
     if case == "numba":
         pytest.importorskip("numba")
@@ -386,20 +389,6 @@ def test_the_first_engines_start_at_once(case: str) -> None:
         OMP_NUM_THREADS="2",
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_the_log_is_set_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(logging.StreamHandler):
-        def __init__(self) -> None:
-            time.sleep(0.1)
-            super().__init__()
-
-    logger = logging.getLogger("nanovllm")
-    monkeypatch.setattr(logger, "handlers", [])
-    monkeypatch.setattr(logger, "level", logging.NOTSET)
-    monkeypatch.setattr(logging, "StreamHandler", Slow)
-    run_in_threads([show_log, show_log])
-    assert len(logger.handlers) == 1
 
 
 # ---- copies and processes ----
@@ -451,7 +440,7 @@ for backend in backends:
 
 @pytest.mark.slow
 def test_forked_processes() -> None:
-    """They have none of OpenMP's threads: they work only if those had not started before the fork."""
+    """OpenMP's threads are not in the child, which works only if they start after the fork."""
     done = fresh.run(FORK, threads=2, OMP_NUM_THREADS="2")
     assert done.returncode == 0, done.stderr
     said: dict[tuple[str, str], list[str]] = {}

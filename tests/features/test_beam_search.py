@@ -215,9 +215,13 @@ def test_beams_follow_a_grammar(embedded: LLM):
     assert len(texts) == 8
     assert set(texts) <= set(names)  # a text has several tokenizations
     small = LLM(
-        dtype="float32", device="cpu", num_kvcache_blocks=12, kvcache_block_size=4,
-        max_model_len=32, max_num_seqs=8,
-    )  # fmt: skip
+        dtype="float32",
+        device="cpu",
+        num_kvcache_blocks=12,
+        kvcache_block_size=4,
+        max_model_len=32,
+        max_num_seqs=8,
+    )
     (again,) = small.beam_search(question, params, use_tqdm=False)
     assert [beam.tokens for beam in again.sequences] == [b.tokens for b in output.sequences]
     assert small.stats()["preemptions"] > 0

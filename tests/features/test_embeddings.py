@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB, make_checkpoint, random_llm
+from checkpoints import VOCAB, edited, make_checkpoint, random_llm
+from engines import still_serves
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, EmbeddingRequestOutput, PoolingParams, SamplingParams, Trace
@@ -32,7 +33,7 @@ def near(found: list[EmbeddingRequestOutput], model: torch.nn.Module, prompts: l
 
 
 def change_layout(path: Path, layout: str) -> None:
-    """Rewrite a saved Qwen3ForCausalLM as one of the layouts of Qwen3-Embedding and its relatives."""
+    """Rewrite a saved Qwen3ForCausalLM as one of the layouts of Qwen3-Embedding."""
     if layout == "causal":
         return
     tensors = load_file(path / "model.safetensors")
@@ -322,3 +323,49 @@ def test_equal_to_sentence_transformers(with_prompts: Path) -> None:
             out.outputs.embedding for out in llm.embed(texts, use_tqdm=False, prompt_name=name)
         ]
         torch.testing.assert_close(torch.tensor(found), want, atol=1e-4, rtol=0)
+
+
+POOLING = [
+    ({"dimensions": 0}, ValueError, "dimensions must be at least 1"),
+    ({"dimensions": 65}, ValueError, "dimensions=65 is more than the 64 of the model"),
+    ({"dimensions": 2.0}, TypeError, "dimensions must be an int"),
+    ({"dimensions": True}, TypeError, "dimensions must be an int"),
+    ({"normalize": 1}, TypeError, "normalize must be True or False"),
+    ({"use_activation": "no"}, TypeError, "use_activation must be True or False"),
+    ({"normalize": True, "use_activation": False}, ValueError, "two names of one field"),
+    ({"prompt_name": 3}, TypeError, "prompt_name must be a string"),
+    ({"prompt_name": "query"}, ValueError, "no prompt named 'query'; it has none"),
+    ({"dimension": 3}, TypeError, "dimension"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "word"), POOLING, ids=str)
+def test_pooling_params(small_llm: LLM, fields: dict, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        small_llm.embed([[1]], PoolingParams(**fields), use_tqdm=False)
+    if "use_activation" not in fields:
+        with pytest.raises(error, match=word):
+            small_llm.embed([[1]], use_tqdm=False, **fields)
+    still_serves(small_llm)
+
+
+SETTINGS = [
+    ("modules.json", "{}", "modules.json is not valid: it must hold a list, not dict"),
+    ("modules.json", "[3]", "a module needs a 'type'"),
+    ("modules.json", "[", "modules.json is not valid JSON"),
+    ("config_sentence_transformers.json", "[]", "it must hold an object, not list"),
+    ("config_sentence_transformers.json", '{"prompts": []}', "prompts must be an object"),
+    ("config_sentence_transformers.json", '{"prompts": {"a": 3}}', "a prompt must be a string"),
+    ("config_sentence_transformers.json", '{"truncate_dim": 0}', "truncate_dim must be"),
+    ("config_sentence_transformers.json", '{"default_prompt_name": "a"}', "is none of the prompts"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "word"), SETTINGS)
+def test_broken_pooling_settings(
+    path: Path, tmp_path: Path, name: str, text: str, word: str
+) -> None:
+    edited(path, tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=word):
+        random_llm(tmp_path)

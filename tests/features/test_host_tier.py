@@ -70,7 +70,8 @@ TIER_MUTANTS = {
         TIER,
         "take_moves",
         "plan.saves, plan.loads = A",
-        "plan.saves, plan.loads, self.late = [*getattr(self, 'late', [])], self._loads, self._saves",
+        "plan.saves, plan.loads, self.late = "
+        "[*getattr(self, 'late', [])], self._loads, self._saves",
     ),
     "a load is not planned": Mutant(TIER, "_load", "self._loads.append(A)", "pass"),
     "a host block that is loaded is saved over": Mutant(TIER, "share", "A._busy.add(B)", "pass"),
@@ -395,8 +396,12 @@ def one_token() -> dict:
 
 # ---- whole engines ----
 
-PARAMS = [SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=20, ignore_eos=True,
-                         n=1 + (i % 4 == 3)) for i in range(10)]  # fmt: skip
+PARAMS = [
+    SamplingParams(
+        temperature=0.7 * (i % 2), seed=i, max_tokens=20, ignore_eos=True, n=1 + (i % 4 == 3)
+    )
+    for i in range(10)
+]
 PROMPTS = [[(7 * i * (i % 3 > 0) + j) % 190 + 1 for j in range(20 + 9 * i)] for i in range(10)]
 
 

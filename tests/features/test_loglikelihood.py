@@ -1,18 +1,16 @@
 """Log-likelihoods equal transformers', whatever the steps, and a shared stem is computed once."""
 
-import json
 import math
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import VOCAB, random_llm
+from engines import still_serves
 
-from nanovllm import LLM, LoglikelihoodOutput, SamplingParams
+from nanovllm import LLM, LoglikelihoodOutput, PoolingParams, SamplingParams
 from nanovllm.plan import StepPlan
-from nanovllm.tools.training.data import graded_samples
 
 STEM = [(7 * i + 3) % VOCAB for i in range(40)]
 ENDS = [[5], [6, 7, 8], [9] * 20, [5, 6], [(11 * i) % VOCAB for i in range(50)]]
@@ -75,8 +73,9 @@ def test_a_stem_is_computed_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> N
     outputs = llm.loglikelihood(STEM, ENDS, use_tqdm=False)
     (plan,) = plans
     assert [(c.start, len(c.token_ids)) for c in plan.chunks] == [
-        (0, 40), *((32, 8 + len(end) - 1) for end in ENDS[1:])
-    ]  # fmt: skip
+        (0, 40),
+        *((32, 8 + len(end) - 1) for end in ENDS[1:]),
+    ]
     assert [c.logprob_targets for c in plan.chunks] == ENDS
     assert [output.num_cached_tokens for output in outputs] == [0, 32, 32, 32, 32]
     # A stem that ends with a block keeps its last token for the first of the continuation.
@@ -180,114 +179,50 @@ def test_nan_ends_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     assert len(score(llm, PAIRS)) == len(PAIRS)
 
 
-# ---- lm_eval ----
-
-TASKS = {
-    "demo_choice": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{label}}",
-        "doc_to_choice": "{{choices}}",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "demo_answer": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{question}}",
-        "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 32, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    },
-    "demo_text": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{text}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    },
-}
-
-
-def write_tasks(path: Path, num_docs: int) -> None:
-    """Tasks of lm_eval on the questions that the embedded model was trained to answer."""
-    samples = [s for task in ("add", "sort", "spell", "reverse") for s in graded_samples(task, 99)]
-    samples = samples[:: len(samples) // num_docs][:num_docs]
-    docs = [{"question": s.question + "\n", "answer": s.answer} for s in samples]
-    for i, doc in enumerate(docs):
-        others = [docs[(i + k) % num_docs]["answer"] for k in (1, 2, 3)]
-        doc["label"] = i % 4
-        doc["choices"] = [*others[: i % 4], doc["answer"], *others[i % 4 :]]
-        doc["text"] = " ".join(d["answer"] for d in docs[max(0, i - 5 * (i % 3)) : i + 1])
-    (path / "docs.jsonl").write_text("".join(json.dumps(doc) + "\n" for doc in docs))
-    for name, task in TASKS.items():
-        data = {"data_files": str(path / "docs.jsonl")}
-        settings = {"task": name, "dataset_path": "json", "dataset_kwargs": data}
-        settings |= {"test_split": "train", **task}
-        (path / f"{name}.yaml").write_text(json.dumps(settings))  # JSON is YAML
+CALLS = [
+    (lambda llm: llm.embed([[1]], SamplingParams()), TypeError, "pooling_params must be a Pooling"),
+    (lambda llm: llm.embed([[1]], {"dimensions": 3}), TypeError, "pooling_params must be a Pooli"),
+    (lambda llm: llm.embed([[1]], [PoolingParams()] * 2), ValueError, "1 prompts but 2 pooling_pa"),
+    (lambda llm: llm.embed([[1]], PoolingParams(), dimensions=3), TypeError, "or pass them alone"),
+    (lambda llm: llm.embed([[1]], lora_request=3), ValueError, "lora_request=3 is not supported"),
+    (lambda llm: llm.embed([[1]], use_tqmd=False), TypeError, "did you mean 'use_tqdm'"),
+    (lambda llm: llm.embed([[1] * 161]), ValueError, "takes 11 KV blocks of 16; the cache has 10"),
+    (lambda llm: llm.generate([[1]], PoolingParams()), TypeError, "must be a SamplingParams"),
+    (lambda llm: next(llm.stream([[1]], PoolingParams())), TypeError, "must be a SamplingParams"),
+    (lambda llm: next(llm.stream([[1], [VOCAB]])), ValueError, r"prompts\[1\]: token id"),
+    (lambda llm: llm.loglikelihood([[1]] * 2, [[2]] * 3), ValueError, "2 prompts but 3 continuat"),
+    (lambda llm: llm.loglikelihood([1], []), None, ""),
+    (lambda llm: llm.loglikelihood([], []), None, ""),
+    (lambda llm: llm.loglikelihood([], [[2]]), ValueError, "0 prompts but 1 continuations"),
+    (lambda llm: llm.loglikelihood([[1]], [[]]), ValueError, "the continuation is empty"),
+    (lambda llm: llm.loglikelihood([[]], [[1]]), ValueError, "the prompt is empty"),
+    (lambda llm: llm.loglikelihood([1], "a"), TypeError, "the continuation 'a' is text, and its"),
+    (lambda llm: llm.loglikelihood([1], [VOCAB]), ValueError, f"token id {VOCAB}"),
+    (lambda llm: llm.loglikelihood([1], [[2], [1.5]]), TypeError, "pair 1: .* not 1.5"),
+    (lambda llm: llm.loglikelihood([1], None), TypeError, "continuations must be a string"),
+    (lambda llm: llm.loglikelihood("a", "b"), ValueError, "no tokenizer"),
+    (lambda llm: llm.score("a", "b"), AttributeError, "use loglikelihood"),
+]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is not missing")
-def test_a_device_that_lm_eval_asks_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Its command passes cuda:0 if it is told nothing, which cannot be told from the user's wish."""
-    pytest.importorskip("lm_eval")
-    from nanovllm.tools.jobs.lm_eval import NanoVLLM
+@pytest.mark.parametrize(("call", "error", "word"), CALLS)
+def test_calls_of_embed_and_loglikelihood(
+    small_llm: LLM, call: Callable, error: type[Exception] | None, word: str
+) -> None:
+    if error is None:
+        assert call(small_llm) == []
+    else:
+        with pytest.raises(error, match=word):
+            call(small_llm)
+    still_serves(small_llm)
 
-    for device in ("cuda", "cuda:1"):
-        with pytest.raises(ValueError, match="needs a GPU, and torch finds none"):
-            NanoVLLM(device=device, num_kvcache_blocks=8)
-    assert NanoVLLM(device="cuda:0", num_kvcache_blocks=8).llm.engine.runner.device.type == "cpu"
-    assert "torch finds no GPU for cuda:0" in caplog.text
 
-
-@pytest.mark.slow
-def test_lm_eval_gives_the_figures_of_its_own_model(tmp_path: Path) -> None:
-    lm_eval = pytest.importorskip("lm_eval")
-    pytest.importorskip("accelerate")
-    from lm_eval.tasks import TaskManager
-
-    import nanovllm.tools.jobs.lm_eval  # noqa: F401  (registers the model)
-
-    write_tasks(tmp_path, 24)
-    path = str(Path(__file__).parents[2] / "nanovllm" / "loading" / "qwen3-nano")
-    found = []
-    for model, args in (
-        ("hf", {"pretrained": path, "dtype": "float32"}),
-        ("nanovllm", {"model": path, "dtype": "float32", "attention_backend": "sdpa"}),
+def test_continuations_that_add_no_token(embedded: LLM) -> None:
+    for prompt, end, word in (
+        ("a", "", "the continuation is empty"),
+        (" ", "b", "the prompt is empty"),
+        ("", "b", "the prompt is empty"),
     ):
-        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
-        results = lm_eval.simple_evaluate(
-            model=model, model_args=args, tasks=list(TASKS), task_manager=manager, device="cpu",
-            batch_size=8, bootstrap_iters=0, log_samples=True,
-        )  # fmt: skip
-        found.append(results)
-    hf, ours = found
-    for task in TASKS:
-        figures = [
-            {name: x for name, x in run["results"][task].items() if isinstance(x, float)}
-            for run in found
-        ]
-        assert len(figures[0]) >= len(TASKS[task]["metric_list"])
-        assert figures[1] == pytest.approx(figures[0], rel=1e-4), task
-        for a, b in zip(ours["samples"][task], hf["samples"][task], strict=True):
-            assert a["arguments"] == b["arguments"]
-            for x, y in zip(a["resps"], b["resps"], strict=True):
-                if task == "demo_answer":
-                    assert x == y
-                elif task == "demo_choice":
-                    assert x[0][0] == pytest.approx(y[0][0], abs=1e-3)
-                    assert x[0][1] == y[0][1]
-                else:
-                    assert x[0] == pytest.approx(y[0], abs=1e-2)
-
-
-@pytest.mark.slow
-def test_lm_evals_command_knows_the_model(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
-    write_tasks(tmp_path, 8)
-    command = [
-        sys.executable, "-m", "nanovllm", "lm-eval", "run", "--model", "nanovllm",
-        "--model_args", "model=qwen3-nano,attention_backend=sdpa", "--device", "cpu",
-        "--include_path", str(tmp_path), "--tasks", "demo_choice",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "demo_choice" in done.stdout
+        with pytest.raises(ValueError, match=word):
+            embedded.loglikelihood(prompt, end)
+    still_serves(embedded)

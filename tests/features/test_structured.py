@@ -1,4 +1,4 @@
-"""Structured outputs: what a grammar ended is valid under jsonschema and re, whatever else is asked."""
+"""Structured outputs: what a grammar ended is valid under jsonschema and re."""
 
 import json
 import random
@@ -112,8 +112,10 @@ def structured(kind: str, **fields: Any) -> SamplingParams:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(embedded: LLM, kind: str) -> None:
     """Greedy, and at a temperature at which the model alone writes noise."""
-    params = [structured(kind, temperature=t, seed=s, max_tokens=90, repetition_penalty=1.2, n=2)
-              for s, t in enumerate([0, 1.0, 1.5, 3.0])]  # fmt: skip
+    params = [
+        structured(kind, temperature=t, seed=s, max_tokens=90, repetition_penalty=1.2, n=2)
+        for s, t in enumerate([0, 1.0, 1.5, 3.0])
+    ]
     outs = embedded.generate(["Count from 1 to 9\n"] * len(params), params, use_tqdm=False)
     samples = [sample for out in outs for sample in out.outputs]
     ended = [sample.text for sample in samples if sample.finish_reason == "stop"]
@@ -132,14 +134,24 @@ def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
     )
     fields["min_tokens"] = rng.choice([0, 0, 0, fields["max_tokens"] // 2])
     for name, values in dict(
-        top_k=[1, 5, 50], top_p=[0.3, 0.9], min_p=[0.1], n=[2, 3], logprobs=[0, 3],
-        prompt_logprobs=[1], repetition_penalty=[1.3], frequency_penalty=[0.7],
-        presence_penalty=[-1.0], stop=[["e"], ["no", "}"]], ignore_eos=[True],
-        stop_token_ids=[[3], [5, 40]], bad_words=[["a"], ["1", "not now"]],
-        logit_bias=[{8: 5.0, 20: -9.0}], allowed_token_ids=[list(range(0, V, 2)), list(range(V))],
+        top_k=[1, 5, 50],
+        top_p=[0.3, 0.9],
+        min_p=[0.1],
+        n=[2, 3],
+        logprobs=[0, 3],
+        prompt_logprobs=[1],
+        repetition_penalty=[1.3],
+        frequency_penalty=[0.7],
+        presence_penalty=[-1.0],
+        stop=[["e"], ["no", "}"]],
+        ignore_eos=[True],
+        stop_token_ids=[[3], [5, 40]],
+        bad_words=[["a"], ["1", "not now"]],
+        logit_bias=[{8: 5.0, 20: -9.0}],
+        allowed_token_ids=[list(range(0, V, 2)), list(range(V))],
         logits_processors=[[lambda ids, logits: -logits], [lambda a, b, c: c.mul_(0.5)]],
         include_stop_str_in_output=[True],
-    ).items():  # fmt: skip
+    ).items():
         if rng.random() < 0.15:
             fields[name] = rng.choice(values)
     return kind, structured(kind, **fields)
@@ -147,15 +159,24 @@ def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"async_scheduling": True}, {"num_kvcache_blocks": 14, "max_num_batched_tokens": 24},
-     {"num_kvcache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True}],
+    [
+        {},
+        {"async_scheduling": True},
+        {"num_kvcache_blocks": 14, "max_num_batched_tokens": 24},
+        {"num_kvcache_blocks": 11, "max_num_seqs": 9, "async_scheduling": True},
+    ],
     ids=["plain", "async", "preempted", "async, preempted"],
-)  # fmt: skip
+)
 def test_fuzz(options: dict) -> None:
     """Mixed with plain requests, in a stream and with aborts; in small pools, with preemptions."""
     rng = random.Random(str(options))
-    llm = LLM(dtype="float32", device="cpu", max_model_len=160, attention_backend="sdpa",
-              **({"num_kvcache_blocks": 400} | options))  # fmt: skip
+    llm = LLM(
+        dtype="float32",
+        device="cpu",
+        max_model_len=160,
+        attention_backend="sdpa",
+        **({"num_kvcache_blocks": 400} | options),
+    )
     kinds, requests = [], []
     for i in range(40):
         kind, params = random_request(rng, llm)
@@ -366,9 +387,13 @@ def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monk
         (dict(ignore_eos=True), []),
     ):
         params = SamplingParams(
-            temperature=0.9, seed=4, n=3, structured_outputs=StructuredOutputsParams(regex="[0-9]{5}"),
-            logprobs=1, **fields,
-        )  # fmt: skip
+            temperature=0.9,
+            seed=4,
+            n=3,
+            structured_outputs=StructuredOutputsParams(regex="[0-9]{5}"),
+            logprobs=1,
+            **fields,
+        )
         out = embedded.generate("Count from 1 to 9\n", params, use_tqdm=False)[0]
         texts = ["", "", ""]
         for new in embedded.stream("Count from 1 to 9\n", params):
@@ -391,9 +416,12 @@ def test_another_end_before_that_of_the_grammar(embedded: LLM, monkeypatch) -> N
     """A stop string and the grammar end the same output; the other samples are not affected."""
     monkeypatch.setattr(embedded.engine, "max_in_flight", 1)
     params = SamplingParams(
-        temperature=0, n=2, stop=["stop"], ignore_eos=True,
+        temperature=0,
+        n=2,
+        stop=["stop"],
+        ignore_eos=True,
         structured_outputs=StructuredOutputsParams(choice=["non-stop"]),
-    )  # fmt: skip
+    )
     for sample in embedded.generate("x", params, use_tqdm=False)[0].outputs:
         assert (sample.text, sample.finish_reason, sample.stop_reason) == ("non-", "stop", "stop")
     params = structured("person", temperature=0, max_tokens=5)

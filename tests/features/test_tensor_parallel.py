@@ -175,8 +175,10 @@ def test_bytes_of_a_step(ranks: Job, paths: dict[str, str]) -> None:
     """A decode of 3 rows in float32: 2 layers, hidden states of 64, 199 tokens on 2 ranks."""
     for found in values(ranks("bytes_of_a_step", 2, path=paths["qwen3"])):
         assert found == {
-            "all_reduce": [3 * 64 * 4] * (1 + 2 * 2), "all_gather": [3 * 100 * 4], "agree": [16]
-        }  # fmt: skip
+            "all_reduce": [3 * 64 * 4] * (1 + 2 * 2),
+            "all_gather": [3 * 100 * 4],
+            "agree": [16],
+        }
 
 
 # ---- what could make ranks disagree ----
@@ -313,9 +315,10 @@ def test_the_fewest_blocks(ranks: Job, paths: dict[str, str]) -> None:
 def test_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/tmp/some_script.py"])
     with pytest.raises(
-        ValueError, match="needs 2 processes, and WORLD_SIZE is 1; start them with: "
+        ValueError,
+        match="needs 2 processes, and WORLD_SIZE is 1; start them with: "
         "torchrun --nproc-per-node 2 some_script.py",
-    ):  # fmt: skip
+    ):
         LLM(tensor_parallel_size=2)
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="WORLD_SIZE is 4; start them with: torchrun --nproc-per"):
@@ -332,11 +335,22 @@ def test_not_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config(heads: int, kv_heads: int, inner: int, **fields: Any) -> ModelConfig:
     settings: dict[str, Any] = dict(
-        architecture="Qwen3ForCausalLM", vocab_size=151936, hidden_size=1024, num_layers=2,
-        head_dim=128, rms_norm_eps=1e-6, rope_theta=1e6, rope_factor=1.0, sliding_window=None,
-        max_position_embeddings=64, tie_word_embeddings=False, attention_bias=False,
-        output_bias=False, qk_norm=True, dtype=None,
-    )  # fmt: skip
+        architecture="Qwen3ForCausalLM",
+        vocab_size=151936,
+        hidden_size=1024,
+        num_layers=2,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_factor=1.0,
+        sliding_window=None,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        output_bias=False,
+        qk_norm=True,
+        dtype=None,
+    )
     sizes = dict(num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner)
     return ModelConfig(**settings | sizes | fields)
 
@@ -348,7 +362,7 @@ def config(heads: int, kv_heads: int, inner: int, **fields: Any) -> ModelConfig:
         ((6, 3, 64), 2, "divide the 3 KV heads or be a multiple of them; use one of 1$"),
         ((8, 2, 100), 8, "the 100 feed-forward units, .* use one of 1, 2, 4$"),
     ],
-)  # fmt: skip
+)
 def test_heads_that_do_not_divide(sizes: tuple[int, int, int], size: int, words: str) -> None:
     with pytest.raises(ValueError, match=f"tensor_parallel_size={size} does not .*{words}"):
         config_of_rank(config(*sizes), size)
@@ -387,8 +401,9 @@ def norms_of(layer: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_slices_make_the_whole(size: int) -> None:
     """Every element of a checkpoint is on one rank, and that of a copied KV head on as many."""
-    whole = config(8, 2, 16, hidden_size=8, head_dim=2, vocab_size=19, output_bias=True,
-                   attention_bias=True)  # fmt: skip
+    whole = config(
+        8, 2, 16, hidden_size=8, head_dim=2, vocab_size=19, output_bias=True, attention_bias=True
+    )
     backend = Backend(torch.device("cpu"), torch.float32)
     sources = {
         part.name: torch.rand(part.shape) for part in Qwen3(whole, 8, backend).checkpoint_tensors()
@@ -435,7 +450,7 @@ def test_dummy_weights_are_those_of_one_rank() -> None:
 
 
 def test_one_rank_uses_nothing_of_it(ranks: Job, paths: dict[str, str]) -> None:
-    """torch imports torch.distributed itself; the package does so in one file, which is not loaded."""
+    """torch imports torch.distributed; the package does so in one file, which is not loaded."""
     importing = []
     for path in (ROOT / "nanovllm").rglob("*.py"):
         names = [

@@ -17,11 +17,25 @@ NAN = float("nan")
 
 def config(heads: int, kv_heads: int, dim: int) -> ModelConfig:
     return ModelConfig(
-        architecture="Qwen3ForCausalLM", vocab_size=1, hidden_size=1, intermediate_size=1,
-        num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rms_norm_eps=0.0,
-        rope_theta=1.0, rope_factor=1.0, max_position_embeddings=1, tie_word_embeddings=True,
-        attention_bias=False, output_bias=False, qk_norm=False, sliding_window=None, dtype=None,
-    )  # fmt: skip
+        architecture="Qwen3ForCausalLM",
+        vocab_size=1,
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        rms_norm_eps=0.0,
+        rope_theta=1.0,
+        rope_factor=1.0,
+        max_position_embeddings=1,
+        tie_word_embeddings=True,
+        attention_bias=False,
+        output_bias=False,
+        qk_norm=False,
+        sliding_window=None,
+        dtype=None,
+    )
 
 
 def plain_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

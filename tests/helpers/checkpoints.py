@@ -1,5 +1,6 @@
 """Random checkpoints, engines of them, and graded answers of the embedded model."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,9 @@ def random_llm(path: Path, **options: object) -> LLM:
 def wrong_by_task(
     llm: LLM, number: int = 100, every: int = 4
 ) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
-    """Of each task, the wrong answers with what was said, and how many questions there were: `number`
-    of an open task, every so many of a closed one, each of whose answers is asked for in several
-    phrasings.
+    """Of each task, the wrong answers with what was said, and how many questions there were:
+    `number` of an open task, every so many of a closed one, each of whose answers is asked for in
+    several phrasings.
     """
     asked = {
         task: data.graded_samples(task, number)[:: 1 if task in data.OPEN_TASKS else every]
@@ -95,3 +96,12 @@ def wrong_by_task(
         task: ([pair for pair in wrong if pair[0].task == task], len(samples))
         for task, samples in asked.items()
     }
+
+
+def edited(path: Path, tmp_path: Path, **changes: object) -> Path:
+    """A copy of the checkpoint whose config.json differs; a change to None removes the field."""
+    config = json.loads((path / "config.json").read_text()) | changes
+    config = {k: v for k, v in config.items() if v is not None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    return tmp_path

@@ -2,8 +2,8 @@
 
     python tests/helpers/dry_run.py DIRECTORY NAME ...    scenarios by their names in SCENARIOS
 
-It prints JSON, which test_dry_run.py checks. The checkpoints are in folders of DIRECTORY. It needs a
-process of its own: torch.cuda is replaced, and the kernels are imported without TRITON_INTERPRET.
+It prints JSON, which test_dry_run.py checks. The checkpoints are in folders of DIRECTORY. It needs
+a process of its own: torch.cuda is replaced, and the kernels are imported without TRITON_INTERPRET.
 
 A CudaTensor claims to be on cuda:0 and holds a tensor of the CPU. Gpu, a dispatch mode, sees each
 operation, and refuses or counts what a GPU would. A graph is a list of what ran in its capture; it
@@ -455,7 +455,7 @@ def site() -> str:
 GPU = Gpu()
 
 
-# ---- the plain reference of each kernel, which reads and writes the launch's arguments by name ----
+# ---- the plain reference of each kernel, which names the arguments of the launch ----
 
 
 def attend(a: Any, starts: Tensor) -> None:
@@ -530,9 +530,10 @@ def replace_device() -> None:
     torch._C._ensureCUDADeviceGuardSet()
     torch._C._set_only_lift_cpu_tensors(True)
     properties = SimpleNamespace(
-        shared_memory_per_block_optin=SHARED_MEMORY_KIB << 10, shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=SHARED_MEMORY_KIB << 10,
+        shared_memory_per_block=48 << 10,
         multi_processor_count=132,
-    )  # fmt: skip
+    )
     zero = "current_device", "_exchange_device", "_maybe_exchange_device"
     stubs = dict(
         **dict.fromkeys(("_lazy_init", "empty_cache"), lambda *_: None),
@@ -567,7 +568,13 @@ OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, num_kvcache_blocks=99)
 # (enforce_eager, async_scheduling, blocks): 5 blocks are hardly enough for one request.
 RUNS = ((True, True, 5), (False, True, 99), (True, False, 99), (False, False, 5))
 SAMPLING: dict[str, list[dict[str, Any]]] = {
-    "plain": [{}, {"top_k": 5}, {"top_p": 0.9, "n": 3}, {"min_p": 0.05}, {"top_k": 9, "top_p": 0.9}],
+    "plain": [
+        {},
+        {"top_k": 5},
+        {"top_p": 0.9, "n": 3},
+        {"min_p": 0.05},
+        {"top_k": 9, "top_p": 0.9},
+    ],
     "ruled": [
         {"repetition_penalty": 1.3, "n": 2},
         {"logprobs": 2},
@@ -575,7 +582,7 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
         {"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": {3: 2.0}},
         {"allowed_token_ids": list(range(10, 60)), "min_tokens": 3, "logprobs": 1},
     ],
-}  # fmt: skip
+}
 
 
 def int8(directory: str) -> Any:
@@ -625,21 +632,29 @@ def host_tier(directory: str, num_runs: int = 4) -> Any:
 
 
 def serve(
-    directory: str, num_runs: int = 2, dtype: str = "float32", kv_cache_dtype: str = "auto",
+    directory: str,
+    num_runs: int = 2,
+    dtype: str = "float32",
+    kv_cache_dtype: str = "auto",
     **more: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """A mixed workload: waits, variants and, in float32, whether the answers are a CPU's."""
     rng = random.Random(0)
     prompts = [[rng.randrange(199) for _ in range(rng.randint(1, 40))] for _ in range(8)]
     prompts[1] = [*prompts[0], 5]  # a shared prefix
     sampling = {
         kind: [
-            SamplingParams(temperature=0.8 * (i % 3 > 0), seed=i, max_tokens=4 + 7 * i % 19,
-                           ignore_eos=True, **fields[i % len(fields)])
+            SamplingParams(
+                temperature=0.8 * (i % 3 > 0),
+                seed=i,
+                max_tokens=4 + 7 * i % 19,
+                ignore_eos=True,
+                **fields[i % len(fields)],
+            )
             for i in range(len(prompts))
         ]
         for kind, fields in SAMPLING.items()
-    }  # fmt: skip
+    }
     base = OPTIONS | dict(dtype=dtype, max_num_seqs=5, max_num_batched_tokens=48, max_model_len=80)
     base |= dict(kv_cache_dtype=kv_cache_dtype, **more)
     wanted = {}
@@ -896,13 +911,21 @@ def structured(directory: str) -> Any:
     base = dict(dtype="float32", max_num_seqs=6, max_model_len=120, num_kvcache_blocks=60)
     digits = {"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 6}
     grammars: list[dict[str, Any]] = [
-        {"json": digits}, {"regex": "[a-z]{3}( [a-z]{2,4}){2}"}, {"choice": ["yes", "maybe so"]}
-    ]  # fmt: skip
+        {"json": digits},
+        {"regex": "[a-z]{3}( [a-z]{2,4}){2}"},
+        {"choice": ["yes", "maybe so"]},
+    ]
     params = [
-        SamplingParams(temperature=0.8, seed=i, n=2, max_tokens=30, repetition_penalty=1.1,
-                       structured_outputs=StructuredOutputsParams(**fields))
+        SamplingParams(
+            temperature=0.8,
+            seed=i,
+            n=2,
+            max_tokens=30,
+            repetition_penalty=1.1,
+            structured_outputs=StructuredOutputsParams(**fields),
+        )
         for i, fields in enumerate(grammars)
-    ]  # fmt: skip
+    ]
     params.append(SamplingParams(temperature=0, max_tokens=9))
     prompts = ["Sort 42, 7, 99\n", "Spell garden\n", "x", "What is 12 + 30?\n"]
 

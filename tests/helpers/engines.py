@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.engine.llm_engine import LLMEngine
 
 
@@ -47,3 +48,9 @@ def run_in_threads(functions: list[Callable[[], None]]) -> None:
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]
+
+
+def still_serves(llm: LLM) -> None:
+    assert not llm.engine.has_unfinished_requests()
+    assert not llm.engine.scheduler.has_work()
+    assert len(llm.generate([1, 2], SamplingParams(max_tokens=2), use_tqdm=False)) == 1

@@ -16,10 +16,15 @@ from nanovllm.plan import StepOutput
 from nanovllm.tools.oracle.oracle import ALPHABET, OracleRunner
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": ALPHABET, "hidden_size": 8, "head_dim": 2,
-    "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": ALPHABET,
+    "hidden_size": 8,
+    "head_dim": 2,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
     "max_position_embeddings": 64,
-}  # fmt: skip
+}
 
 
 class FakeRunner:

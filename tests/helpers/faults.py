@@ -45,7 +45,7 @@ def run(
 
 
 def each_line(lines: list[Line]) -> list[int]:
-    """Return one place of each line: of those that run often the first, a middle or the last one."""
+    """Return one place of each line: the first, a middle or the last one if it runs often."""
     places: dict[Line, list[int]] = {}
     for i, line in enumerate(lines):
         places.setdefault(line, []).append(i)

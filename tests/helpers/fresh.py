@@ -29,7 +29,7 @@ class Done(NamedTuple):
 
 
 class Process:
-    """Runs code with one or two threads, with these environment variables beside those of this process."""
+    """Runs code with one or two threads, and with additional environment variables."""
 
     def __init__(
         self, code: str, cwd: Path | None = None, threads: int = 1, **variables: str
@@ -76,7 +76,8 @@ def execute(code: str, cwd: str, threads: int, variables: dict[str, str], direct
 
 def module(name: str, *arguments: str) -> str:
     """The code of `python -m name arguments ...`."""
-    return f"import runpy, sys; sys.argv = {['', *arguments]!r}\nrunpy.run_module({name!r}, None, '__main__')\n"
+    start = f"import runpy, sys; sys.argv = {['', *arguments]!r}\n"
+    return start + f"runpy.run_module({name!r}, None, '__main__')\n"
 
 
 def dry_run(path: Path, names: tuple[str, ...]) -> dict[str, Any]:

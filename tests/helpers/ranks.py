@@ -1,6 +1,6 @@
 """Runs jobs on several ranks; test_tensor_parallel.py asks for them.
 
-    python tests/helpers/ranks.py       reads (job, number of ranks, arguments) from stdin, answers on stdout
+    python tests/helpers/ranks.py    reads (job, ranks, arguments) from stdin, writes to stdout
 
 torch is imported once. Each rank is forked from here, with the environment that torchrun sets; and
 unlike torchrun nothing ends the others if one of them fails.

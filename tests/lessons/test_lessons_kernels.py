@@ -1,4 +1,4 @@
-"""Lessons 10 to 15: what they show is computed by their functions, and holds for other numbers too."""
+"""Lessons 10 to 15: their functions compute what they show, which holds for other numbers too."""
 
 import signal
 import subprocess
@@ -29,7 +29,8 @@ def table(printed: str, head: str) -> list[list[str]]:
 
 RIGHT = (
     "tl.store(out + program * SIZE + tl.arange(0, SIZE), b + a, i < n)",
-    "weights = tl.exp(scores) / tl.exp(tl.max(scores, 0)) if False else tl.exp(scores - 99 - tl.max(scores - 99, 0))",
+    "weights = tl.exp(scores) / tl.exp(tl.max(scores, 0)) if False else "
+    "tl.exp(scores - 99 - tl.max(scores - 99, 0))",
     "b = tl.load(y + (k * columns)[:, None] + j)",
     "factor = 1 / tl.exp(new_m - m)",
     "slot = position % BLOCK + BLOCK * tl.load(table + start // BLOCK)",
@@ -47,7 +48,7 @@ WRONG = (
 def test_puzzles(
     number: int, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:
-    """The line is hidden. Its own text, another right one, a wrong one and nonsense are told apart."""
+    """The line is hidden. Its text, another right one, a wrong one and nonsense are told apart."""
     pytest.importorskip("triton")
 
     def answer(*lines: str) -> str:
@@ -82,7 +83,7 @@ def test_lesson_10(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("context", [1, 128, 129, 400, 513])
 def test_tiles_pages_splits_and_the_kernel_agree(context: int) -> None:
-    """With a wrong factor, slot or merge they would not; NaN is in all slots that were not stored."""
+    """A wrong factor, slot or merge would show; NaN is in all slots that were not stored."""
     prefill, step = paged.make_steps([context, 7])
     config = Checkpoint(find_checkpoint(EMBEDDED)).model_config
     shape = (context - 1 + 6, config.num_kv_heads, config.head_dim)

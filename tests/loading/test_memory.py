@@ -77,7 +77,7 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_of_logit_rules() -> None:
-    """At Qwen3-0.6B's sizes: 8 bytes for each known token, and the logits of all rows in float32."""
+    """At Qwen3-0.6B's sizes: 8 bytes for each known token, and all rows' logits in float32."""
     state = RulesState(256, 40_960, 151_936, torch.device("meta"))
     size = sum(x.nbytes for x in (state.tokens, state.counts, state.logits))
     assert size == 256 * (40_960 * 8 + 151_936 * 4)
@@ -135,3 +135,23 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     batch.apply(torch.zeros(7, size), positions)
     batch.append(positions, torch.ones(7, dtype=torch.int64), lambda: [1] * 7)
     assert sizes == [93, 93, 31]
+
+
+def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it names no option that has an effect on a GPU only."""
+    monkeypatch.setattr(memory, "available_host_memory", lambda: 64 << 20)
+    with pytest.raises(ValueError, match="block and the null block need .* MiB. Lower") as error:
+        random_llm(path, kvcache_block_size=2**20, num_kvcache_blocks=None)
+    assert str(error.value).endswith("Lower kvcache_block_size, or end other programs")
+
+
+def test_cache_size_options(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    runner = random_llm(tmp_path, num_kvcache_blocks=7).engine.runner
+    assert runner.num_blocks == 7
+    block = runner.model.config.block_bytes(16, runner.dtype.itemsize)
+    assert runner.attention.cache.nbytes == 8 * block
+    llm = random_llm(tmp_path, num_kvcache_blocks=None, kv_cache_memory_bytes=10 * block + 1)
+    assert llm.engine.runner.num_blocks == 9  # and the null block
+    llm = random_llm(tmp_path, num_kvcache_blocks=None, max_num_seqs=2)
+    assert llm.engine.runner.num_blocks == 2 * 512 // 16  # no more than could ever be used

@@ -212,18 +212,21 @@ def test_whole_equals_chunked(tmp_path: Path, backend: str) -> None:
     params = replace(PARAMS, prompt_logprobs=0)
     answers = []
     for budget in (512, 7):
-        llm = random_llm(tmp_path, kv_cache_dtype="fp8", attention_backend=backend,
-                         max_num_batched_tokens=budget)  # fmt: skip
+        llm = random_llm(
+            tmp_path, kv_cache_dtype="fp8", attention_backend=backend, max_num_batched_tokens=budget
+        )
         answers.append(llm.generate(PROMPTS, params, use_tqdm=False))
     same_answers(*answers)
     differences = [
         abs(a[token].logprob - b[token].logprob)
         for whole, chunked in zip(*answers, strict=True)
         for token, a, b in zip(
-            whole.prompt_token_ids[1:], whole.prompt_logprobs[1:], chunked.prompt_logprobs[1:],
+            whole.prompt_token_ids[1:],
+            whole.prompt_logprobs[1:],
+            chunked.prompt_logprobs[1:],
             strict=True,
         )
-    ]  # fmt: skip
+    ]
     # One number that is rounded to another neighbour moves a few of them.
     assert sorted(differences)[len(differences) * 9 // 10] < 1e-3
 
@@ -282,15 +285,20 @@ def test_scales_of_a_checkpoint(
     make_checkpoint(tmp_path)
     load = partial(random_llm, tmp_path, attention_backend=backend)
     without = load().generate(PROMPTS, PARAMS, use_tqdm=False)
-    add_tensors(tmp_path, {
-        name(layer, kind): torch.tensor(scale, dtype=torch.float32)
-        for layer, scales in enumerate(SCALES) for kind, scale in zip("kv", scales, strict=True)
-    })  # fmt: skip
+    add_tensors(
+        tmp_path,
+        {
+            name(layer, kind): torch.tensor(scale, dtype=torch.float32)
+            for layer, scales in enumerate(SCALES)
+            for kind, scale in zip("kv", scales, strict=True)
+        },
+    )
     llm = load(kv_cache_dtype="fp8")
     for found, wanted in zip(llm.engine.runner.attention.fp8_scales, SCALES, strict=True):
         assert found == pytest.approx(wanted)
-    answers = [x.generate(PROMPTS, PARAMS, use_tqdm=False)
-               for x in (llm, rounded_llm(tmp_path, SCALES))]  # fmt: skip
+    answers = [
+        x.generate(PROMPTS, PARAMS, use_tqdm=False) for x in (llm, rounded_llm(tmp_path, SCALES))
+    ]
     same_answers(*answers)
     # Without an fp8 cache they are ignored.
     ignored = load().generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -329,8 +337,9 @@ def test_a_checkpoint_whose_kv_cache_alone_is_quantized(tmp_path: Path) -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     for groups, accepted in (({}, True), ({"group_0": {}}, False)):
         quantized = {"config_groups": groups, "kv_cache_scheme": scheme}
-        path.write_text(whole.replace("{", f'{{"quantization_config": {quantized!r},', 1)
-                        .replace("'", '"'))  # fmt: skip
+        path.write_text(
+            whole.replace("{", f'{{"quantization_config": {quantized!r},', 1).replace("'", '"')
+        )
         if accepted:
             random_llm(tmp_path, kv_cache_dtype="fp8")
         else:

@@ -123,8 +123,16 @@ def test_a_weight_is_loaded_part_by_part(kind: str, inputs: int) -> None:
 
 # ---- the CPU's kernel ----
 
-SHAPES = [(1, 64, 8), (1, 192, 7), (2, 96, 199), (4, 128, 16), (5, 63, 5), (7, 1000, 37), (70, 64, 3),
-          (130, 256, 130)]  # fmt: skip
+SHAPES = [
+    (1, 64, 8),
+    (1, 192, 7),
+    (2, 96, 199),
+    (4, 128, 16),
+    (5, 63, 5),
+    (7, 1000, 37),
+    (70, 64, 3),
+    (130, 256, 130),
+]
 
 
 @needs_numba
@@ -246,12 +254,14 @@ from threading import Event, Thread
 import torch
 from nanovllm import LLM
 
-# glibc keeps freed memory for later, and how much depends on when the threads run. With this threshold
-# (M_MMAP_THRESHOLD is -3) it returns every large piece at once: what is measured is in use.
+# glibc keeps freed memory for later, and how much depends on when the threads run. With this
+# threshold (M_MMAP_THRESHOLD is -3) it returns every large piece at once: what is measured is in
+# use.
 assert ctypes.CDLL(None).mallopt(-3, 1 << 16)
 
 def private():
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
+    lines = open("/proc/self/status")
+    return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
 
 def load(path, done):
     options = dict(dtype="bfloat16", device="cpu", num_kvcache_blocks=4, skip_tokenizer_init=True)

@@ -164,7 +164,7 @@ def test_mixed_lengths(small, options: dict, asynchronous: bool) -> None:
 
 @pytest.mark.slow
 def test_preemption(small) -> None:
-    """A pool that cannot hold all: sequences are preempted and resumed, the answers are the same."""
+    """In a small pool sequences are preempted and resumed, and the answers are the same."""
     path, model = small
     llm = random_llm(path, kvcache_block_size=4, num_kvcache_blocks=40)
     prompts = [prompt(n, seed=n) for n in (20, 30, 40, 50)]

@@ -106,7 +106,7 @@ def test_filters_at_the_ends_of_their_ranges(
     if "gpu" in backend.__name__:
         if vocab > 1000:
             pytest.skip("the interpreter takes minutes")
-        # In turns by both dtypes, which differ in how logits are loaded. The first has min_p=1 alone.
+        # Both dtypes in turn, which differ in how logits are loaded. The first has min_p=1 alone.
         step = 19 if vocab > 1 else 38
         chosen = slice(4 + step * DTYPES.index(dtype), None, 2 * step)
         rows, logits, weights = rows[chosen], logits[chosen].contiguous(), weights[chosen]
@@ -144,8 +144,8 @@ def test_a_row_without_a_token(backend: ModuleType, dtype: torch.dtype) -> None:
     logits[-1], logits[-1, :, 7] = -torch.inf, -1000.0  # a hidden token is never drawn
     settings, rows = settings * len(logits), list(range(3 * len(logits)))
     if "gpu" in backend.__name__:
-        # The interpreter takes seconds: each wrong row with one of the settings, in turn, so that each
-        # value and each place is met by all of them.
+        # The interpreter takes seconds: each wrong row with one of the settings, in turn, so that
+        # each value and each place is met by all of them.
         rows = [3 * i + (i + i // 3) % 3 for i in range(len(wrong))] + rows[-6:]
     batch = sampling_batch([settings[row] for row in rows], [4] * len(rows))
     tokens = backend.sample(logits.view(-1, 3000)[rows], batch)
@@ -214,8 +214,16 @@ def test_uniform_is_uniform_and_pure() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "row", [(1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 4, 1.0, 0.0), (1.0, 0, 0.7, 0.0), (1.0, 0, 1.0, 0.2), (1.3, 6, 0.9, 0.1)]
-)  # fmt: skip
+    "row",
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.5, 0, 1.0, 0.0),
+        (2.0, 4, 1.0, 0.0),
+        (1.0, 0, 0.7, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.3, 6, 0.9, 0.1),
+    ],
+)
 def test_draws_follow_the_distribution(row: tuple[float, int, float, float]) -> None:
     torch.manual_seed(3)
     base = torch.randn(1, 12) * 1.5
@@ -238,7 +246,14 @@ def test_draws_follow_the_distribution(row: tuple[float, int, float, float]) -> 
 
 
 def test_mixed_rows_equal_rows_alone() -> None:
-    rows = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.5, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.3), (0.9, 9, 0.7, 0.1)]  # fmt: skip
+    rows = [
+        (0.0, 0, 1.0, 0.0),
+        (1.0, 0, 1.0, 0.0),
+        (0.7, 5, 1.0, 0.0),
+        (1.5, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.3),
+        (0.9, 9, 0.7, 0.1),
+    ]
     logits = torch.randn(len(rows), 300) * 2
     together = sample(logits.clone(), sampling_batch(rows, [4] * len(rows)))
     for i, row in enumerate(rows):
@@ -297,9 +312,12 @@ def test_engine_seed_repeats_a_run(tmp_path) -> None:
     make_checkpoint(tmp_path)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     runs = [
-        [o["token_ids"] for o in random_llm(tmp_path, seed=s).generate([[5, 6]] * 4, params, use_tqdm=False)]
+        [
+            o["token_ids"]
+            for o in random_llm(tmp_path, seed=s).generate([[5, 6]] * 4, params, use_tqdm=False)
+        ]
         for s in (1, 1, 2)
-    ]  # fmt: skip
+    ]
     assert runs[0] == runs[1] != runs[2]
 
 
@@ -342,3 +360,18 @@ def test_draw_with_a_sum_in_the_order_of_a_tree(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.Tensor, "cumsum", scan)
     tokens = draw(logits.expand(512, -1), u)
     assert (logits[0, tokens] > float("-inf")).all()
+
+
+def test_extreme_but_valid_params(small_llm: LLM) -> None:
+    """What float32 cannot hold is still the right draw: the likeliest token."""
+    greedy = small_llm.generate(
+        [[5, 6]], SamplingParams(temperature=0, max_tokens=9), use_tqdm=False
+    )
+    for fields in (
+        {"temperature": 1e-40},
+        {"temperature": 1e-38, "top_k": 2**70},
+        {"top_p": 1e-60},
+    ):
+        params = SamplingParams(max_tokens=9, **fields)
+        out = small_llm.generate([[5, 6]], params, use_tqdm=False)
+        assert out[0]["token_ids"] == greedy[0]["token_ids"], fields

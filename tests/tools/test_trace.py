@@ -1,4 +1,4 @@
-"""Trace: its events equal the engine's state; the table, the page and the Chrome file equal them."""
+"""Trace: events equal the engine's state; the table, the page and the Chrome file equal them."""
 
 import html
 import itertools
@@ -231,7 +231,7 @@ def test_the_table_fits_the_terminal(embedded_run: Trace, monkeypatch: pytest.Mo
 
 
 def test_a_beam_names_the_beam_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the search forks them. A search in a small pool too, where forks wait and are preempted."""
+    """As the search forks them, also in a small pool, where forks wait and are preempted."""
     for num_blocks in (64, 9):
         llm = LLM(kvcache_block_size=4, num_kvcache_blocks=num_blocks, dtype="float32")
         forks, fork = [], Scheduler.fork
@@ -324,7 +324,7 @@ def test_the_example_prints_a_trace(monkeypatch, capsys) -> None:
 
 
 def test_sentences_say_what_happened() -> None:
-    """A preemption says whether the last admitted was preempted, which a faulty scheduler may not do."""
+    """A preemption says whether it took the last admitted, which a faulty scheduler may not do."""
     state = State()
     state.apply({"new": [(str(i), 4, [1] * 4, 0, -1) for i in range(14)], "running": [0, 1, 2]})
     for preempted, running in ((2, [0, 1]), (0, [1])):
@@ -627,14 +627,18 @@ for (let k = 1; k <= last; k++) {
     rows: [...document.querySelectorAll("#requests tr[data-seq]")].map(row => [row.dataset,
       [...row.children].map(node => node.textContent), [...row.lastChild.children].map(text)]),
     kinds: [...document.querySelectorAll("#timeline td.here")].map(node => node.title),
-    odds: [...document.querySelectorAll(".odds, .bars")].map(node => node.title || node.textContent),
-    blocks: [...document.querySelectorAll("#pool .block")].map(node => [text(node.querySelector("b")),
-      node.className, [...node.querySelectorAll(".slots span")].map(slot)]),
+    odds: [...document.querySelectorAll(".odds, .bars")].map(
+      node => node.title || node.textContent),
+    blocks: [...document.querySelectorAll("#pool .block")].map(node => [
+      text(node.querySelector("b")), node.className,
+      [...node.querySelectorAll(".slots span")].map(slot)]),
   });
 }
-const press = key => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+const press = key => document.body.dispatchEvent(
+  new KeyboardEvent("keydown", { key, bubbles: true }));
 const moves = [];
-for (const key of ["Home", "ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", " ", " "]) {
+const presses = ["Home", "ArrowRight", "ArrowRight", "ArrowLeft", "End", "ArrowRight", " ", " "];
+for (const key of presses) {
   press(key);
   moves.push([cursor, $("play").textContent]);
 }
@@ -847,8 +851,10 @@ def test_a_large_trace_fits_on_a_screen(large_trace: Trace, tmp_path: Path) -> N
     const box = id => document.querySelector(id).getBoundingClientRect();
     go(200);
     document.body.append(el("pre", { id: "probe" }, JSON.stringify({
-      rows: document.querySelectorAll("#timeline tbody tr").length, idle: document.querySelector("#timeline tbody tr:last-child").textContent,
-      requests: document.querySelectorAll("#requests tr[data-seq]").length, wide: document.documentElement.scrollWidth <= innerWidth,
+      rows: document.querySelectorAll("#timeline tbody tr").length,
+      idle: document.querySelector("#timeline tbody tr:last-child").textContent,
+      requests: document.querySelectorAll("#requests tr[data-seq]").length,
+      wide: document.documentElement.scrollWidth <= innerWidth,
       words: box("#section-words").top - box("#timeline").top, bottom: box("main").bottom })));
     </script>"""
     page = large_trace.page().replace("</body>", probe + "</body>")

@@ -20,7 +20,7 @@ def floor_of(task: str) -> float:
 
 @pytest.mark.slow
 def test_accuracy(embedded: LLM) -> None:
-    """The same weights answer twice as many questions in bfloat16, and `same_answers` compares tokens."""
+    """In bfloat16 the weights answer twice as many questions; `same_answers` compares tokens."""
     for task, (failed, total) in wrong_by_task(embedded, number=50).items():
         assert len(failed) <= (1 - floor_of(task)) * total, (task, failed[:3])
 
@@ -115,7 +115,7 @@ def test_second_turn_finds_the_first(embedded: LLM) -> None:
 
 @pytest.mark.slow
 def test_training_never_sees_the_test_side() -> None:
-    """20,000 training samples and all graded questions: no instance, and no closed phrasing, twice."""
+    """No instance and no closed phrasing comes twice in 20,000 samples and all graded questions."""
     rng = random.Random(5)
     seen = {
         (s.task, s.answer)

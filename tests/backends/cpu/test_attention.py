@@ -1,4 +1,4 @@
-"""The backends of a CPU: against plain attention over contiguous tensors, and never reading too much."""
+"""A CPU's attention equals plain attention over contiguous tensors and reads no other slots."""
 
 from typing import Any
 
@@ -68,9 +68,11 @@ def test_what_the_matrix_units_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AVX512, "is_available", lambda: False)
     assert unit(*fits) is (AMX if AMX.is_available() else ANY)
     for other in (
-        ((9, 1), *fits[1:]), (fits[0], 24, *fits[2:]), (*fits[:2], 48, fits[3]),
+        ((9, 1), *fits[1:]),
+        (fits[0], 24, *fits[2:]),
+        (*fits[:2], 48, fits[3]),
         (*fits[:3], torch.float32),
-    ):  # fmt: skip
+    ):
         assert unit(*other) is ANY
     monkeypatch.setattr(AMX, "is_available", lambda: False)
     assert unit(*fits) is ANY
@@ -87,12 +89,18 @@ def test_prompts_and_chunks_in_bfloat16(block_size: int, heads: tuple[int, int])
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)])
 @pytest.mark.parametrize(("dim", "block_size"), [(8, 16), (32, 1), (96, 3), (160, 16)])
 def test_short_chunks_in_bfloat16(heads: tuple[int, int], dim: int, block_size: int) -> None:
-    """Queries of one group see different numbers of tokens; of 160 dimensions sums take two rounds."""
+    """Queries of a group see different numbers of tokens; 160 dimensions take two rounds."""
     lengths = [(20, 320), (33, 325), (1, 330), (60, 320), (7, 333), (1, 5)]
     step = compare(
-        NumbaAttention, lengths, block_size, heads, 2, {320 // block_size: [0, 1, 2, 3, 4]},
-        torch.bfloat16, dim,
-    )  # fmt: skip
+        NumbaAttention,
+        lengths,
+        block_size,
+        heads,
+        2,
+        {320 // block_size: [0, 1, 2, 3, 4]},
+        torch.bfloat16,
+        dim,
+    )
     assert alone(step) == 20 + 33 + 1 + 60 + 7 + 1
 
 
@@ -128,8 +136,8 @@ def alone(step: Any) -> int:
 @pytest.mark.parametrize("heads", [(4, 2), (8, 1), (3, 3)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) -> None:
-    """Two families of a common prefix, two that share too little, and others, some not decoding. Of 8
-    heads one query fills a group, and there is nothing to share."""
+    """Two families of a common prefix, two that share too little, and others, some not decoding. Of
+    8 heads one query fills a group, and there is nothing to share."""
     long, short = 320 // block_size, 192 // block_size
     pasts = [321, 400, 380, 500, 200, 192 + 1, 210, 250, 17, 40, 20, 0]
     lengths = [(7, 500), (3, 0)] + [(1, past) for past in pasts]
@@ -144,9 +152,9 @@ def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
-    """Their tokens are taken as decodes are; not those of a long one, nor of one that shares little."""
+    """Their tokens are computed like decodes, unless a chunk is long or shares little."""
     number, few = 320 // block_size, 64 // block_size
-    # The last, a decode, shares a little with all of them: that must not take their prefix from them.
+    # The last one, a decode, shares a little with all: they must keep their longer prefix.
     lengths = [(400, 0), (20, 320), (33, 325), (60, 320), (65, 320), (9, 70), (8, 64), (1, 30)]
     shared = {number: [0, 1, 2, 3, 4], few: [5, 6], 16 // block_size: [0, 7]}
     step = compare(NumbaAttention, lengths, block_size, (4, 2), 3, shared)
@@ -201,7 +209,7 @@ def test_threads_share_the_work() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 @pytest.mark.parametrize("count", [1, 8, 24, 47])
 def test_equal_parts_have_about_the_same_work(count: int, parts: int) -> None:
-    """Each group of a prompt reads more keys than the one before: the second half, three times as many."""
+    """Each group of a prompt reads more keys than the last, the second half three times as many."""
     sizes = np.arange(1, count + 1)
     order = balanced(sizes, parts)
     assert sorted(order) == list(range(count))

@@ -82,7 +82,7 @@ def test_first_start_answers_while_kernels_are_compiled(
 def test_a_compilation_that_failed_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With its last line, or without, if it was killed. While it runs, none is reported or started."""
+    """With its last line, unless it was killed. While it runs, none is reported or started."""
     started: list[subprocess.Popen] = []
     popen, commands = subprocess.Popen, iter(("raise OSError('disk full')", *["input()"] * 2))
 
@@ -205,7 +205,7 @@ def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
-    """A kernel of the sampler calls `exp` of cpu/primitives.py, which Numba's own cache overlooks."""
+    """A kernel of the sampler calls `exp` of cpu/primitives.py, which Numba's cache overlooks."""
     package, found = tmp_path / "nanovllm", []
     ignored = shutil.ignore_patterns("__pycache__", "demo", "lessons", "benchmarks")
     shutil.copytree(Path(nanovllm.__file__).parent, package, ignore=ignored)

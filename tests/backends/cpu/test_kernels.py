@@ -1,10 +1,8 @@
 """The kernels that Numba compiles, compared with torch's functions on the same input."""
 
 import json
-import logging
 import platform
 import shutil
-import sys
 from pathlib import Path
 
 import fresh
@@ -110,7 +108,7 @@ def test_between_the_products(
 
 @pytest.mark.slow
 def test_numbers_of_any_type() -> None:
-    """A kernel that is called at its address gets its arguments in the types of its code, or TypeError.
+    """A kernel that is called at its address gets arguments of the types of its code, or TypeError.
 
     In another process, because it could crash.
     """
@@ -135,7 +133,8 @@ kernel, example = pointwise.add_rms_norm_rows, DTYPE_EXAMPLE[torch.float32]
 address = parallel.address_of(kernel, (*[int64] * 5, float64, typeof(example), int64, int64))
 start = x[0].data_ptr(), x[1].data_ptr(), weight.data_ptr(), 4, 8
 parallel.in_parts(address, (*start, 1e-6, example), 4, 2)
-for wrong in ((1, example), (1e-6, np.uint16(0)), (np.float32(0), example), (example, 1e-6), (0.0,)):
+ints = (1, example), (1e-6, np.uint16(0))
+for wrong in (*ints, (np.float32(0), example), (example, 1e-6), (0.0,)):
     try: parallel.in_parts(address, (*start, *wrong), 4, 2)
     except TypeError as error: assert "arguments of other types" in str(error)
     else: raise AssertionError(wrong)
@@ -196,10 +195,20 @@ def test_turn_and_store(
         q, k = rms_norm(q, weights[0], eps), rms_norm(k, weights[1], eps)
     q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
     arguments = (
-        qkv.data_ptr(), *(0 if w is None else w.data_ptr() for w in weights), cos.data_ptr(),
-        sin.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), slots, *cache.shape[1:],
-        heads, eps, *[primitives.DTYPE_EXAMPLE[dtype]] * 2, 1.0, 1.0,
-    )  # fmt: skip
+        qkv.data_ptr(),
+        *(0 if w is None else w.data_ptr() for w in weights),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cache[0].data_ptr(),
+        cache[1].data_ptr(),
+        slots,
+        *cache.shape[1:],
+        heads,
+        eps,
+        *[primitives.DTYPE_EXAMPLE[dtype]] * 2,
+        1.0,
+        1.0,
+    )
     parallel.run(cpu.norm_rope_store_rows, arguments, rows, qkv.numel())
     # torch rounds each product to bfloat16, the kernel the sum alone
     near = (
@@ -270,7 +279,7 @@ def test_sample_with_filters(dtype: torch.dtype, scale: float, size: int) -> Non
 
 
 def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is applied in plain torch, with the others and in their order; see docs/contributing.md."""
+    """Plain torch applies it, with the others and in their order; see docs/contributing.md."""
 
     def keep_even(logits: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
         odd = torch.arange(logits.shape[1]) % 2 == 1
@@ -326,9 +335,19 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
         v[1, 0, count - 1] = last
         out = torch.empty(count, 32, dtype=dtype)
         attend(
-            qkv.data_ptr(), count, out.data_ptr(), 1, k.data_ptr(), v.data_ptr(), shape, reads, like,
-            like, kernel, 2,
-        )  # fmt: skip
+            qkv.data_ptr(),
+            count,
+            out.data_ptr(),
+            1,
+            k.data_ptr(),
+            v.data_ptr(),
+            shape,
+            reads,
+            like,
+            like,
+            kernel,
+            2,
+        )
         found.append(out)
     assert torch.equal(found[0][:-1], found[1][:-1])
     assert not torch.equal(found[0][-1], found[1][-1])
@@ -338,7 +357,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
-    """Every batch of a run by both: decodes of 1 to 70 sequences, a prefix that some share, chunks."""
+    """Both compute every batch of a run: decodes of 1 to 70 sequences, a shared prefix, chunks."""
     make_checkpoint(tmp_path, family, tie=tie)
     llm = random_llm(tmp_path, dtype="bfloat16", num_kvcache_blocks=1000)
     runner = llm.engine.runner
@@ -374,33 +393,13 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
     assert max(calls) == 64
 
 
-def test_without_numba(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The same tokens by torch's attention, and one line that says what is missing."""
-    make_checkpoint(tmp_path)
-    prompts = [[1 + (7 * i + n) % 150 for i in range(n)] for n in (1, 5, 40, 80)]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    wanted = random_llm(tmp_path).generate(prompts, params, use_tqdm=False)
-    monkeypatch.setitem(sys.modules, "numba", None)
-    for name in [name for name in sys.modules if name.startswith("nanovllm.backends.cpu.")]:
-        monkeypatch.delitem(sys.modules, name)
-    with caplog.at_level(logging.WARNING, logger="nanovllm"):
-        llm = random_llm(tmp_path)
-    assert "attention runs in plain torch, which is slower" in caplog.text
-    found = llm.generate(prompts, params, use_tqdm=False)
-    assert [o["token_ids"] for o in found] == [o["token_ids"] for o in wanted]
-    with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
-        random_llm(tmp_path, attention_backend="numba")
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a processor of another kind")
 def test_without_amx(tmp_path) -> None:
     """The AMX kernels are not compiled on a processor without AMX, where LLVM would fail.
 
-    What is compiled is not optimized. torch samples, because the kernels of the sampler are the same,
-    and nothing is in int8.
+    What is compiled is not optimized. torch samples, because the kernels of the sampler are the
+    same, and nothing is in int8.
     """
     code = (
         "from nanovllm import LLM\n"
@@ -438,33 +437,6 @@ def test_numba_leaves_torch_its_threads() -> None:
     )
     done = fresh.run(code, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_disabled_compiler() -> None:
-    """The plain backend with one line of warning, and an error if Numba was asked for."""
-    code = (
-        "from nanovllm import LLM\n"
-        "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
-        "print(LLM(dtype='float32').chat(question, use_tqdm=False)[0].outputs[0].text)\n"
-        "try: LLM(dtype='float32', attention_backend='numba')\n"
-        "except ValueError as error: print(error)"
-    )
-    done = fresh.run(code, NUMBA_DISABLE_JIT="1")
-    assert done.returncode == 0, done.stderr
-    answer, error = done.stdout.splitlines()
-    assert answer == "34 + 58 = 92"
-    assert "NUMBA_DISABLE_JIT is set" in error
-    assert done.stderr.count("NUMBA_DISABLE_JIT is set") == done.stderr.count("plain torch") == 1
-
-
-def test_float16_is_not_numbas(tmp_path) -> None:
-    with pytest.raises(ValueError, match="float32 or bfloat16, and this is 'cpu' with float16"):
-        LLM(dtype="float16", device="cpu", attention_backend="numba")
-    answer = LLM(dtype="float16", device="cpu").generate(
-        [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False
-    )
-    assert len(answer[0]["token_ids"]) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -116,7 +116,8 @@ from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 
 def private():
-    return next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("RssAnon"))
+    lines = open("/proc/self/status")
+    return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
 
 peak, inner = 0, linear.packed
 def packed(weight):

@@ -19,8 +19,9 @@ cpu10 7 0 0 0 0 0 0 0 0 0
 intr 12345
 procs_running 3
 """
-# What two cores do in a second, recorded on an AMD EPYC beside so many processes in an endless loop:
-# (threads, neighbours) -> (idle time of the cores, time used by this process, its threads' waiting)
+# What two cores do in a second, recorded on an AMD EPYC beside so many processes in an endless
+# loop: (threads, neighbours) -> (idle time of the cores, time used by this process, its threads'
+# waiting)
 RECORDED = {
     (2, "none"): (0.00, 1.99, 0.01),
     (1, "none"): (0.98, 1.00, 0.00),
@@ -249,7 +250,7 @@ def test_other_threads_keep_their_number(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_steps_of_an_engine_follow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer by layer, in torch and in Numba, whose teams are as before when the steps have ended."""
+    """Layer by layer, in torch and in Numba, whose teams are as before after the steps."""
     numba = pytest.importorskip("numba")
     if numba.config.NUMBA_NUM_THREADS < 2:
         pytest.skip("Numba has one core")

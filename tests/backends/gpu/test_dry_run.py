@@ -77,7 +77,7 @@ def test_launches_of_a_decode(runs: dict[str, Any]) -> None:
 
 
 def test_what_a_step_with_chunks_sends(runs: dict[str, Any]) -> None:
-    """One copy for what changes in each step, one for the rest, the tiles, and the mirror's rows."""
+    """One copy for what changes in each step, one for the rest, the tiles and the mirror's rows."""
     found = runs["decode"]["found"]["with a chunk"]
     print(found)
     assert found["copies"] <= 6

@@ -58,7 +58,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def paged(contexts: list[int], kv_heads: int, dim: int, size: int, dtype: torch.dtype) -> tuple:
-    """(k, v, block tables, contexts): blocks in random order, NaN in every slot that nobody wrote."""
+    """(k, v, block tables, contexts): blocks in random order, NaN in slots that nobody wrote."""
     counts = [-(-n // size) for n in contexts]
     order = (torch.randperm(sum(counts)) + 1).int()
     tables = torch.zeros((len(contexts), max(counts)), dtype=torch.int32)
@@ -231,8 +231,16 @@ def test_int8_tokens_are_the_same_captured_and_eager(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     answers = []
     for options in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 16}):
-        llm = LLM(str(tmp_path), dtype="float32", device=DEVICE, skip_tokenizer_init=True,
-                  quantization="int8", max_num_seqs=16, num_kvcache_blocks=400, **options)  # fmt: skip
+        llm = LLM(
+            str(tmp_path),
+            dtype="float32",
+            device=DEVICE,
+            skip_tokenizer_init=True,
+            quantization="int8",
+            max_num_seqs=16,
+            num_kvcache_blocks=400,
+            **options,
+        )
         answers.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
@@ -311,19 +319,27 @@ def test_fp8_against_the_cpu(eager: bool) -> None:
     neighbour in fp8; nearly all log-probabilities are those of the CPU.
     """
     needs_fp8()
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0,
-                            prompt_logprobs=0)  # fmt: skip
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0
+    )
     prompts = [[5 + (3 * i + n) % 900 for i in range(n)] for n in (3, 16, 40, 333)]
     numbers = []
     for device in ("cpu", DEVICE):
-        llm = LLM(dtype="float32", device=device, kv_cache_dtype="fp8", enforce_eager=eager,
-                  max_num_batched_tokens=128)  # fmt: skip
+        llm = LLM(
+            dtype="float32",
+            device=device,
+            kv_cache_dtype="fp8",
+            enforce_eager=eager,
+            max_num_batched_tokens=128,
+        )
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        numbers.append([
-            max(entry.values(), key=lambda x: -x.rank).logprob
-            for o in outputs
-            for entry in [*o.prompt_logprobs[1:], *o.outputs[0].logprobs]
-        ])  # fmt: skip
+        numbers.append(
+            [
+                max(entry.values(), key=lambda x: -x.rank).logprob
+                for o in outputs
+                for entry in [*o.prompt_logprobs[1:], *o.outputs[0].logprobs]
+            ]
+        )
     difference = (torch.tensor(numbers[0]) - torch.tensor(numbers[1])).abs()
     assert float((difference < 1e-2).float().mean()) > 0.9
 
@@ -337,15 +353,24 @@ def test_fp8_is_right_too() -> None:
 
 
 QWEN3_06B = dict(
-    vocab_size=151_936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
-    num_attention_heads=16, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    head_dim=128,
+    tie_word_embeddings=True,
     max_position_embeddings=4096,
-)  # fmt: skip
+)
 # Of the 8B model a few layers: what a layer does does not change with their number.
 QWEN3_8B = QWEN3_06B | dict(
-    hidden_size=4096, intermediate_size=12_288, num_hidden_layers=4, num_attention_heads=32,
+    hidden_size=4096,
+    intermediate_size=12_288,
+    num_hidden_layers=4,
+    num_attention_heads=32,
     tie_word_embeddings=False,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("shape", [QWEN3_06B, QWEN3_8B], ids=["0.6b", "8b"])
@@ -357,8 +382,14 @@ def test_real_shapes_against_transformers(tmp_path: Path, shape: dict, dtype: st
         Qwen3ForCausalLM(Qwen3Config(**shape)).to(getattr(torch, dtype)).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).to(DEVICE).eval()
     prompts = [torch.randint(150_000, (n,)).tolist() for n in (7, 64, 129, 700)]
-    llm = LLM(str(tmp_path), dtype=dtype, device=DEVICE, skip_tokenizer_init=True,
-              max_num_batched_tokens=512, gpu_memory_utilization=0.6)  # fmt: skip
+    llm = LLM(
+        str(tmp_path),
+        dtype=dtype,
+        device=DEVICE,
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=512,
+        gpu_memory_utilization=0.6,
+    )
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
     for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         tokens = output.outputs[0].token_ids
@@ -404,8 +435,15 @@ def test_capture_sizes(tmp_path: Path, num: int) -> None:
     ]
     answers = []
     for eager in (True, False):
-        llm = LLM(str(tmp_path), dtype="float32", device=DEVICE, skip_tokenizer_init=True,
-                  max_num_seqs=num, enforce_eager=eager, gpu_memory_utilization=0.3)  # fmt: skip
+        llm = LLM(
+            str(tmp_path),
+            dtype="float32",
+            device=DEVICE,
+            skip_tokenizer_init=True,
+            max_num_seqs=num,
+            enforce_eager=eager,
+            gpu_memory_utilization=0.3,
+        )
         answers.append([o.outputs[0] for o in llm.generate(prompts, params, use_tqdm=False)])
         del llm
     for wanted, found in zip(*answers, strict=True):
@@ -419,8 +457,14 @@ def test_a_full_pool(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=100, ignore_eos=True)
     answers = []
     for blocks in (400, 30):
-        llm = LLM(str(tmp_path), dtype="float32", device=DEVICE, skip_tokenizer_init=True,
-                  max_num_seqs=16, num_kvcache_blocks=blocks)  # fmt: skip
+        llm = LLM(
+            str(tmp_path),
+            dtype="float32",
+            device=DEVICE,
+            skip_tokenizer_init=True,
+            max_num_seqs=16,
+            num_kvcache_blocks=blocks,
+        )
         outputs = llm.generate(prompts, params, use_tqdm=False)
         answers.append([o.outputs[0].token_ids for o in outputs])
     assert llm.stats()["preemptions"] > 0

@@ -24,17 +24,19 @@ from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
-from nanovllm.loading.select_backend import pick_backend
-from nanovllm.models.backend import Backend
 from nanovllm.runner.single_rank import SingleRank
 
 
 def make_llm(path: Path, graphs: bool, **options: object) -> LLM:
     """An LLM, with the stand-in for graphs if asked for; async, as on a GPU."""
     settings = dict(
-        dtype="float32", device="cpu", skip_tokenizer_init=True, max_model_len=64,
-        num_kvcache_blocks=400, async_scheduling=True,
-    )  # fmt: skip
+        dtype="float32",
+        device="cpu",
+        skip_tokenizer_init=True,
+        max_model_len=64,
+        num_kvcache_blocks=400,
+        async_scheduling=True,
+    )
     with pytest.MonkeyPatch.context() as patch:
         if graphs:
             capture_with(patch, stand_in)
@@ -59,16 +61,22 @@ def test_padded_equals_unpadded(path: Path, maximum: int) -> None:
     """Every batch size from the maximum down to 1: the requests end one after the other."""
     prompts = [[(7 * i + j) % VOCAB for j in range(1 + i % 5)] for i in range(maximum)]
     params = [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, top_k=5 * (i % 3), max_tokens=3 + i,
-                       ignore_eos=True)
+        SamplingParams(
+            temperature=0.8 * (i % 2), seed=i, top_k=5 * (i % 3), max_tokens=3 + i, ignore_eos=True
+        )
         for i in range(maximum)
-    ]  # fmt: skip
+    ]
     sizes = set()
     outputs = []
     for graphs in (False, True):
         length = 8 + maximum
-        llm = make_llm(path, graphs, max_num_seqs=maximum, max_model_len=length,
-                       num_kvcache_blocks=maximum * (length // 16 + 3))  # fmt: skip
+        llm = make_llm(
+            path,
+            graphs,
+            max_num_seqs=maximum,
+            max_model_len=length,
+            num_kvcache_blocks=maximum * (length // 16 + 3),
+        )
         if graphs:
             runner = llm.engine.runner
 
@@ -86,8 +94,8 @@ def test_padded_equals_unpadded(path: Path, maximum: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rows_come_and_go(path: Path, asynchronous: bool) -> None:
-    """More requests than rows, chunked prompts, samples that part from one prompt (copy-on-write), a
-    pool that runs out: the tokens stay the same."""
+    """More requests than rows, chunked prompts, samples that part from one prompt (copy-on-write),
+    a pool that runs out: the tokens stay the same."""
     generator = torch.Generator().manual_seed(0)
 
     def number(low: int, high: int) -> int:
@@ -160,7 +168,7 @@ def test_rows_with_rules_take_their_states_from_the_graph(path: Path) -> None:
 
 
 def test_rules_are_forgotten_with_their_request(path: Path) -> None:
-    """A row that once had rules costs later requests nothing: their tokens are not sampled twice."""
+    """A row that once had rules costs later requests nothing: no token is sampled twice."""
     llm = make_llm(path, graphs=True, max_num_seqs=4, async_scheduling=False)
     greedy = dict(temperature=0, max_tokens=6, ignore_eos=True)
     ruled = SamplingParams(repetition_penalty=1.5, **greedy)
@@ -304,7 +312,7 @@ def test_profile_steps_are_the_largest_that_can_occur(
 
 
 def test_engines_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch hands out the same streams in turn; a graph that is freed harms others on its stream."""
+    """torch returns the same streams in turn; a graph that is freed harms others on its stream."""
     numbers, used = itertools.count(), []
 
     class Stream:
@@ -322,9 +330,12 @@ def test_engines_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch
         return nullcontext()
 
     stubs = dict(
-        Stream=Stream, graph=graph, graph_pool_handle=int, synchronize=int,
+        Stream=Stream,
+        graph=graph,
+        graph_pool_handle=int,
+        synchronize=int,
         CUDAGraph=lambda: SimpleNamespace(replay=int),
-    )  # fmt: skip
+    )
     for name, stub in stubs.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(gpu_graphs, "NUM_STREAMS", 3)
@@ -348,21 +359,3 @@ def test_engines_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch
     second = engine()
     assert used == [1, 1]
     assert len({id(x) for x in (first, second, third)}) == 3
-
-
-def test_a_gpu_older_than_the_kernels(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It runs plain torch with one warning; asking for Triton is an error."""
-    gpu, arguments = torch.device("cuda", 0), (torch.float16, 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
-    assert type(pick_backend("auto", gpu, *arguments)) is Backend
-    (record,) = caplog.records
-    for words in ("plain torch, which is slower", "7.5 or higher", "Tesla V100 has 7.0"):
-        assert words in record.getMessage()
-    with pytest.raises(ValueError, match="7.5 or higher, and Tesla V100 has 7.0; .*'sdpa'"):
-        pick_backend("triton", gpu, *arguments)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert pick_backend("auto", gpu, *arguments).captures
-    assert len(caplog.records) == 1

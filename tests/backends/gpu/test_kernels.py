@@ -138,9 +138,17 @@ def test_attend_decode(case: dict, splits: int) -> None:
         patch.setattr(attention, "MIN_SPLIT_SIZE", 32)
         actual = torch.full_like(q, NAN)
         attention.attend_decode(
-            q, kv.k, kv.v, kv.contexts.argsort(descending=True), kv.contexts, kv.tables,
-            Tile(16, 16, 4, 1), splits, actual, *scales,
-        )  # fmt: skip
+            q,
+            kv.k,
+            kv.v,
+            kv.contexts.argsort(descending=True),
+            kv.contexts,
+            kv.tables,
+            Tile(16, 16, 4, 1),
+            splits,
+            actual,
+            *scales,
+        )
     close(actual, references.attend(q, kv.k, kv.v, starts, kv.contexts, kv.tables, *scales))
 
 
@@ -215,9 +223,14 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
     scales=st.sampled_from([None, None, (1.0, 1.0), (0.3, 0.002)]),
 )
 def test_norm_rope_store(
-    seed: int, tokens: int, heads: tuple[int, int], dim: int, norm: bool, dtype: torch.dtype,
+    seed: int,
+    tokens: int,
+    heads: tuple[int, int],
+    dim: int,
+    norm: bool,
+    dtype: torch.dtype,
     scales: tuple[float, float] | None,
-) -> None:  # fmt: skip
+) -> None:
     """In an fp8 cache too, where 0.002 makes v larger than 448."""
     torch.manual_seed(seed)
     num, kv_heads = heads

@@ -39,8 +39,8 @@ def compare(lengths: list[int], heads: int, kv_heads: int) -> None:
     wrong = [i for i in range(len(got)) if not torch.allclose(got[i], want[i], atol=1e-4)]
     expect(
         not wrong,
-        f"{heads} query heads, {kv_heads} KV heads, tokens in pieces of {lengths}: the attention of "
-        f"the tokens {wrong} differs from torch's.",
+        f"{heads} query heads, {kv_heads} KV heads, tokens in pieces of {lengths}: the attention "
+        f"of the tokens {wrong} differs from torch's.",
     )
 
 

@@ -20,7 +20,8 @@ def load(file: str, name: str) -> Any:
         # pytest shows the text of a CollectError without a traceback.
         raise pytest.Collector.CollectError(
             f"There is no file {path}. `nanovllm lessons build {task}` writes {file}, and "
-            f"`SOLUTION=FILE python -m pytest -x tests/lessons/exercises/build_{task}.py` checks it."
+            f"`SOLUTION=FILE python -m pytest -x tests/lessons/exercises/build_{task}.py` checks "
+            "it."
         )
     spec = importlib.util.spec_from_file_location("solution", path)
     assert spec is not None, f"{path} is not a Python file"

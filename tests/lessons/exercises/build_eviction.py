@@ -1,4 +1,6 @@
-"""Checks `FewestHits`: SOLUTION=eviction.py python -m pytest -x tests/lessons/exercises/build_eviction.py
+"""Checks `FewestHits`.
+
+    SOLUTION=eviction.py python -m pytest -x tests/lessons/exercises/build_eviction.py
 
 The task: nanovllm lessons build eviction
 """
@@ -15,7 +17,7 @@ FewestHits = load("eviction.py", "FewestHits")
 
 
 def use(blocks: BlockManager, *heads: int) -> None:
-    """Run a sequence with one full block [head, head] for each of `heads`, and release its blocks."""
+    """Run a sequence with one full block [head, head] for each head, and release its blocks."""
     tokens = [token for head in heads for token in (head, head)] + [0]
     seq = make_samples(tokens, len(tokens) + 1)[0]
     blocks.share(seq, blocks.match(seq))
@@ -109,8 +111,8 @@ def test_more_prefix_hits_than_least_recently_used() -> None:
     expect(
         got == want,
         f"20 chats with a common prefix of 16 tokens run between documents. The engine's own rule "
-        f"takes {lru} tokens from the prefix cache. Of yours 19 * 16 = {want} are expected, all but "
-        f"the first chat's, but it takes {got}.",
+        f"takes {lru} tokens from the prefix cache. Of yours 19 * 16 = {want} are expected, all "
+        f"but the first chat's, but it takes {got}.",
     )
 
 

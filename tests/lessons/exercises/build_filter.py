@@ -1,4 +1,6 @@
-"""Checks `keep_typical_p`: SOLUTION=filter.py python -m pytest -x tests/lessons/exercises/build_filter.py
+"""Checks `keep_typical_p`.
+
+    SOLUTION=filter.py python -m pytest -x tests/lessons/exercises/build_filter.py
 
 The task: nanovllm lessons build filter
 """
@@ -107,8 +109,8 @@ def test_what_is_hidden_stays_hidden() -> None:
         )
         expect(
             torch.equal(got[i, :20], want[i]),
-            f"An earlier filter has hidden tokens 20 to 59. Of the others, {kept(want[i])} should be "
-            f"kept, as if there were no hidden ones, but {kept(got[i])} are.",
+            f"An earlier filter has hidden tokens 20 to 59. Of the others, {kept(want[i])} should "
+            f"be kept, as if there were no hidden ones, but {kept(got[i])} are.",
         )
     only = torch.full((1, 60), HIDDEN)
     only[0, 7] = 0.0
@@ -134,7 +136,7 @@ class Params(SamplingParams):
 
 
 def test_generates_with_the_embedded_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The field in its three places; transformers' filter as a logits processor is the reference."""
+    """The field in its three places, compared with transformers' filter as a logits processor."""
     monkeypatch.setitem(FILTERS, "typical_p", 1.0)
     monkeypatch.setitem(FILTER_FUNCTIONS, "typical_p", keep_typical_p)
     llm = LLM(dtype="float32", device="cpu", attention_backend="sdpa", num_kvcache_blocks=64)

@@ -1,4 +1,6 @@
-"""Checks `longest_output_first`: SOLUTION=policy.py python -m pytest -x tests/lessons/exercises/build_policy.py
+"""Checks `longest_output_first`.
+
+    SOLUTION=policy.py python -m pytest -x tests/lessons/exercises/build_policy.py
 
 The task: nanovllm lessons build policy
 """
@@ -92,7 +94,8 @@ def test_fewer_steps_than_first_come_first_served() -> None:
     expect(
         got == 160,
         f"Two rows, and requests for {new} tokens: fcfs takes {fcfs} steps. 160 are expected of "
-        f"longest output first, because the short ones run beside the long one, but it takes {got}.",
+        f"longest output first, because the short ones run beside the long one, but it takes "
+        f"{got}.",
     )
 
 

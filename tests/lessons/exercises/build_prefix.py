@@ -1,4 +1,6 @@
-"""Checks `Matching.match`: SOLUTION=prefix.py python -m pytest -x tests/lessons/exercises/build_prefix.py
+"""Checks `Matching.match`.
+
+    SOLUTION=prefix.py python -m pytest -x tests/lessons/exercises/build_prefix.py
 
 The task: nanovllm lessons build prefix
 """

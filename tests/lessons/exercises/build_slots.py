@@ -1,4 +1,6 @@
-"""Checks `slots` and `blocks_to_append`: SOLUTION=slots.py python -m pytest -x tests/lessons/exercises/build_slots.py
+"""Checks `slots` and `blocks_to_append`.
+
+    SOLUTION=slots.py python -m pytest -x tests/lessons/exercises/build_slots.py
 
 The task: nanovllm lessons build slots
 """
@@ -51,8 +53,8 @@ def test_blocks_to_append(table: list[int], size: int, start: int, count: int, w
     got = blocks_to_append(table, size, start, count)
     expect(
         got == want,
-        f"Blocks of {size} slots and the block table {table}: to hold {count} positions from {start} "
-        f"on, {want} blocks should be appended, but yours says {got}.",
+        f"Blocks of {size} slots and the block table {table}: to hold {count} positions from "
+        f"{start} on, {want} blocks should be appended, but yours says {got}.",
     )
 
 

@@ -1,4 +1,6 @@
-"""Checks `update` and `merge`: SOLUTION=softmax.py python -m pytest -x tests/lessons/exercises/build_softmax.py
+"""Checks `update` and `merge`.
+
+    SOLUTION=softmax.py python -m pytest -x tests/lessons/exercises/build_softmax.py
 
 The task: nanovllm lessons build softmax
 """

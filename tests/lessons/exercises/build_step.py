@@ -16,8 +16,8 @@ plan_step, Seq = load("step.py", "plan_step"), load("step.py", "Seq")
 
 
 def plan(running: list[int], waiting: list[int], budget: int, most: int) -> tuple[list[int], int]:
-    """Plan sequences with so many tokens to compute -> tokens in the order of the plan, and how many
-    wait then."""
+    """Plan sequences with so many tokens to compute -> tokens in the order of the plan, and how
+    many wait then."""
     first, second = ([Seq(n + 3, 3) for n in tokens] for tokens in (running, waiting))
     every = [*first, *second]
     planned = plan_step(first, second, budget, most)
@@ -51,8 +51,8 @@ def test_the_plan(
     expect(
         got == (want, left),
         f"A budget of {budget} and max_num_seqs={most}. Running sequences have {running} tokens to "
-        f"compute, waiting ones {waiting}. The expected plan is {want}, and {left} wait then, but it "
-        f"is {got[0]}, and {got[1]} wait.",
+        f"compute, waiting ones {waiting}. The expected plan is {want}, and {left} wait then, but "
+        f"it is {got[0]}, and {got[1]} wait.",
     )
 
 
@@ -84,8 +84,9 @@ def test_as_the_engine() -> None:
             ]
             expect(
                 texts[0] == texts[1],
-                f"Step {number + 1} of random requests, a budget of {budget} and max_num_seqs={most}: "
-                f"the engine plans {texts[0]} (request: tokens), and yours is {texts[1]}.",
+                f"Step {number + 1} of random requests, a budget of {budget} and "
+                f"max_num_seqs={most}: the engine plans {texts[0]} (request: tokens), and yours is "
+                f"{texts[1]}.",
             )
             updated = scheduler.commit(planned, [1] * len(planned.sampling_seqs))
             for one, tokens in got:

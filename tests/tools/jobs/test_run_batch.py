@@ -1,4 +1,4 @@
-"""Files of requests: results equal the library's, wrong lines stop nothing, and any stop loses nothing."""
+"""Files of requests: results are the library's, wrong lines stop nothing, a stop loses nothing."""
 
 import base64
 import errno
@@ -159,9 +159,12 @@ def test_fields_become_parameters(embedded: LLM) -> None:
     }
     given |= {"logprobs": True, "top_logprobs": 4, "structured_outputs": {"choice": ["a", "b"]}}
     want = SamplingParams(
-        **same, logit_bias={5: -3, 7: 1.5}, max_tokens=11, logprobs=4,
+        **same,
+        logit_bias={5: -3, 7: 1.5},
+        max_tokens=11,
+        logprobs=4,
         structured_outputs=StructuredOutputsParams(choice=["a", "b"]),
-    )  # fmt: skip
+    )
     assert parse(embedded, CHAT, ask("Hi", **given), NAME).params == want
 
     defaults = embedded.get_default_sampling_params()
@@ -384,7 +387,7 @@ def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path: Path) -> No
 
 
 def test_a_crash_after_every_byte(tmp_path: Path) -> None:
-    """What a kill leaves is a prefix of the output. From each, a start goes on to the same results."""
+    """A kill leaves a prefix of the output. From each, a start goes on to the same results."""
     source, target = save(tmp_path / "in.jsonl", few(2)), tmp_path / "out.jsonl"
 
     def finish() -> int:

@@ -17,7 +17,7 @@ uvicorn = pytest.importorskip("uvicorn")
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.extra
 
-PAGE = Path(__file__).parents[2] / "docs" / "jobs.md"
+PAGE = Path(__file__).parents[3] / "docs" / "jobs.md"
 QUESTIONS = [f"What is {n} + 30?" for n in range(10, 18)]
 
 

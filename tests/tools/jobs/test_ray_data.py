@@ -125,7 +125,7 @@ def test_a_batch_that_cannot_be_read(generate):
 
 
 class KilledOnce(Generate):
-    """Kills its process when it has computed one batch, unless `marker` says that one did already."""
+    """Kills its process after one batch, unless `marker` says that one did so already."""
 
     def __init__(self, marker, **options):
         super().__init__(**options)

@@ -1,0 +1,193 @@
+"""Chats and chat templates, and those that are refused."""
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engines import still_serves
+
+from nanovllm import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def test_chat_forms(embedded: LLM) -> None:
+    one = [{"role": "user", "content": "Reverse cab"}]
+    many = embedded.chat([one, [{"role": "user", "content": "Uppercase dog"}]], use_tqdm=False)
+    assert [o["text"] for o in many] == ["bac", "DOG"]
+    assert embedded.chat(one, use_tqdm=False)[0]["text"] == "bac"
+    quiet = embedded.chat(one, use_tqdm=False, chat_template_kwargs={"enable_thinking": False})[0]
+    assert quiet["text"] == "bac"
+    assert len(quiet.prompt_token_ids) > len(many[0].prompt_token_ids)
+
+
+def test_chat_template_kwargs_overrule_the_arguments(embedded: LLM) -> None:
+    """As in vLLM, where they are joined with a dict of the arguments."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    template = "{{ tools | length }}{{ messages[0].content }}{{ tokenizer }}"
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+    def prompt(more: dict[str, object], **arguments: object) -> str | None:
+        [out] = embedded.chat(chat, GREEDY, use_tqdm=False, chat_template_kwargs=more, **arguments)
+        return out.prompt
+
+    asked = "<|im_start|>assistant\n"
+    assert prompt({}).endswith("<|im_end|>\n" + asked)
+    assert prompt({"add_generation_prompt": False}).endswith("Well<|im_end|>\n")
+    assert prompt({"add_generation_prompt": True}, add_generation_prompt=False).endswith(asked)
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    assert prompt(more).endswith("Well")
+    more = {"tools": [tool, tool], "chat_template": template, "tokenizer": "!"}
+    assert prompt(more, tools=[tool], chat_template="{{ 1 }}") == "2Hi!"
+    for name in ("conversation", "messages", "tokenize", "self", 5):
+        with pytest.raises(ValueError, match=f"chat_template_kwargs has {name!r}.*remove it"):
+            prompt({name: True})
+    with pytest.raises(TypeError, match="chat_template_kwargs must be an object, not 5"):
+        prompt(5)
+
+
+PARTS = [{"type": "text", "text": "Reverse"}, {"type": "text", "text": "cab"}]
+USES = "<{{ messages[0].content }}>"
+ITERATES = "<{% for part in messages[0].content %}{{ part.text }};{% endfor %}>"
+
+
+@pytest.mark.parametrize(
+    ("template", "shown"),
+    [
+        (USES, "<Reverse\ncab>"),
+        ("<{{ '' + messages[0].content }}>", "<Reverse\ncab>"),  # TypeError for a list
+        ("<{{ messages[0].content | tojson }}>", '<"Reverse\\ncab">'),
+        ("{% if messages[0].content is string %}" + USES + "{% endif %}", "<Reverse\ncab>"),
+        (ITERATES, "<Reverse;cab;>"),
+        (None, "<|im_start|>user\nReversecab<|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_content_parts(embedded: LLM, template: str | None, shown: str) -> None:
+    """A template that takes strings only gets a string, and one that iterates gets the parts."""
+    for content in (PARTS, ["Reverse", "cab"]):
+        chat = [{"role": "user", "content": content}]
+        out = embedded.chat(chat, GREEDY, use_tqdm=False, chat_template=template)[0]
+        assert out.prompt == shown
+
+
+def test_chats(embedded: LLM) -> None:
+    for messages, error, word in (
+        ([], ValueError, "empty"),
+        ([[]], ValueError, "empty"),
+        ([{"content": "hi"}], ValueError, "'role'"),
+        ([{"role": 3, "content": "hi"}], ValueError, "'role'"),
+        (["hi"], ValueError, "not 'hi'"),
+        ("hi", TypeError, "messages must be a list"),
+        (None, TypeError, "messages must be a list"),
+        ({"role": "user", "content": "hi"}, TypeError, "messages must be a list"),
+        ([{"role": "user"}], TypeError, "content of a message .* not None"),
+        ([{"role": "user", "content": 5}], TypeError, "content of a message .* not 5"),
+        ([{"role": "user", "content": [5]}], ValueError, "type 5 is not supported"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            ValueError,
+            "'image_url' is not supported: the models take text only",
+        ),
+    ):
+        with pytest.raises(error, match=word):
+            embedded.chat(messages, use_tqdm=False)
+    with pytest.raises(Exception, match="no such role"):
+        embedded.chat(
+            [{"role": "user", "content": "hi"}],
+            chat_template="{{ raise_exception('no such role') }}",
+            use_tqdm=False,
+        )
+    still_serves(embedded)
+
+
+def test_a_broken_chat_template_and_token_ids_of_three_dimensions(embedded: LLM) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    for template in ("{% if %}", "{{ raise_exception('no such role') }}"):
+        with pytest.raises(ValueError, match="the chat template cannot render.*chat_template="):
+            embedded.chat(chat, chat_template=template, use_tqdm=False)
+    for ids in (np.zeros((1, 1, 3), int), torch.zeros(2, 2, 3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"token ids have one dimension.*\(\d, \d, 3\)"):
+            embedded.generate(ids, use_tqdm=False)
+
+
+TEMPLATES = [
+    ("{{ 1/0 }}", "ZeroDivisionError"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ("{% include 'x' %}", "no loader"),
+    ("{% extends 'x' %}", "no loader"),
+    ("{% for i in range(1000000000000) %}{% endfor %}", "Range too big"),
+    ("{{ 'a' + 1 }}", "TypeError"),
+    ("{{ 'a' * 100000000000000 }}", "MemoryError"),
+    ("{{ messages[0].no.such }}", "UndefinedError"),
+    ("{{ messages.append(1) }}", "SecurityError"),
+    ("{{ 10 ** 10 ** 9 }}", "the operator .* is not accepted"),
+    ("{% macro f(n) %}{% endmacro %}{{ f(1, **{'n': 2}) }}", "TypeError"),
+    ("{% for i in range(70) %}{{ 'a' * 1000000 }}{% endfor %}", "more than 67108864 characters"),
+]
+
+
+@pytest.mark.parametrize(("template", "word"), TEMPLATES, ids=str)
+def test_chat_templates_that_fail(embedded: LLM, template: str, word: str) -> None:
+    for content in ("hi", [{"type": "text", "text": "hi"}]):
+        chat = [{"role": "user", "content": content}]
+        with pytest.raises(ValueError, match=f"the chat template cannot .*{word}") as error:
+            embedded.chat(chat, chat_template=template, use_tqdm=False)
+        assert str(error.value).endswith(f"chat_template=..., not {template!r}")
+    still_serves(embedded)
+
+
+def test_chat_templates_of_another_type(embedded: LLM) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    for template in (5, b"{{ 1 }}", Path("a.jinja"), ["{{ 1 }}"]):
+        with pytest.raises(TypeError, match=re.escape(f"must be a string, not {template!r}")):
+            embedded.chat(chat, chat_template=template, use_tqdm=False)
+    still_serves(embedded)
+
+
+ENDLESS = [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+    "{% set s = namespace(x=3) %}{% for i in range(99999) %}{% set s.x = s.x * s.x %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", ENDLESS)
+@pytest.mark.parametrize("content", ["hi", [{"type": "text", "text": "hi"}]], ids=["text", "parts"])
+def test_chat_templates_that_do_not_end(
+    embedded: LLM, monkeypatch: pytest.MonkeyPatch, template: str, content: object
+) -> None:
+    """A limit of time stops them: no thread is left."""
+    monkeypatch.setattr("nanovllm.api.chat.MAX_SECONDS", 1)
+    chat = [{"role": "user", "content": content}]
+    ways = [{"chat_template": template}, {"chat_template_kwargs": {"chat_template": template}}]
+    for options in ways:
+        with pytest.raises(ValueError, match="chat_template=.* takes more than 1 seconds; end its"):
+            embedded.chat(chat, use_tqdm=False, **options)
+    for thread in threading.enumerate():
+        if thread.name == "nanovllm limited":
+            thread.join(100)
+            assert not thread.is_alive()
+    [out] = embedded.chat(chat, use_tqdm=False, chat_template="a **{{ messages[0].role }}**")
+    assert out.prompt == "a **user**"
+    still_serves(embedded)
+
+
+def test_ctrl_c_ends_a_chat_template(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox limits a range to 100,000, but not loops in loops."""
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            embedded.chat([{"role": "user", "content": "hi"}], chat_template=template)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
+    still_serves(embedded)

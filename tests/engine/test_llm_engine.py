@@ -1,0 +1,204 @@
+"""The methods of LLMEngine: requests that are added, stepped and aborted, failing steps, resets."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import random_llm, weights_of
+from engines import is_idle, still_serves
+
+from nanovllm import LLM, GenerationError, PoolingParams, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_manual_loop_and_abort(path: Path, asynchronous: bool) -> None:
+    engine = random_llm(path, async_scheduling=asynchronous, max_num_seqs=2).engine
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    ids = [engine.add_request([i, i + 1], long, request_id=f"r{i}") for i in range(1, 6)]
+    assert ids == ["r1", "r2", "r3", "r4", "r5"]
+    with pytest.raises(ValueError, match="'r1' is in use"):
+        engine.add_request([1], long, request_id="r1")
+    engine.step()
+    engine.abort_request("r1")  # running
+    engine.abort_request("r4")  # waiting
+    engine.abort_request("r1")
+    engine.abort_request("never was")
+    engine.abort_request([])
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += engine.step()
+    assert sorted(o.request_id for o in finished) == ["r2", "r3", "r5"]
+    assert all(len(o["token_ids"]) == 40 for o in finished)
+    assert is_idle(engine)
+    assert engine.step() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("where", ["run", "_sample"])
+def test_engine_survives_a_failing_step(path: Path, asynchronous: bool, where: str) -> None:
+    """What the failed step promised is taken back; the same requests then finish, unchanged."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = [[i] * 17 for i in range(1, 5)]
+    llm = random_llm(path, async_scheduling=asynchronous)
+    want = [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
+    for failing in range(1, 8):
+        llm = random_llm(path, async_scheduling=asynchronous)
+        llm.engine.runner.attention.cache.fill_(float("nan"))
+        inner, calls = getattr(llm.engine.runner, where), 0
+
+        def broken(*args, inner=inner, failing=failing):
+            nonlocal calls
+            calls += 1
+            if calls == failing:
+                raise RuntimeError("out of memory")
+            return inner(*args)
+
+        setattr(llm.engine.runner, where, broken)
+        ids = [llm.engine.add_request(p, params) for p in prompts]
+        outs = {}
+        failures = 0
+        while llm.engine.has_unfinished_requests():
+            try:
+                outs |= {o.request_id: o["token_ids"] for o in llm.engine.step()}
+            except RuntimeError:
+                failures += 1
+        assert failures == 1
+        assert [outs[i] for i in ids] == want
+        assert is_idle(llm.engine)
+
+
+def test_stats_and_reset(path: Path) -> None:
+    llm = random_llm(path, max_num_seqs=2)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for i in range(3):
+        llm.engine.add_request([7] * 40 + [i], params)
+    llm.engine.step()
+    stats = llm.stats()
+    assert (stats["running"], stats["waiting"]) == (2, 1)
+    assert stats["blocks_in_use"] == 3 + 1  # two full blocks in common
+    assert stats["blocks_in_use"] + stats["blocks_cached"] + stats["blocks_free"] == 64
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+    stats = llm.stats()
+    assert (stats["running"], stats["waiting"], stats["blocks_in_use"]) == (0, 0, 0)
+    assert stats["prefix_hit_rate"] == 2 * 32 / (3 * 41)
+    assert stats["blocks_cached"] > 0
+    llm.reset_prefix_cache()
+    assert llm.stats()["blocks_free"] == 64
+    assert llm.generate([7] * 40, params, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_results_do_not_leak_into_the_next_call(path: Path) -> None:
+    llm = random_llm(path, async_scheduling=True)
+    engine = llm.engine
+    engine.add_request([9, 9], GREEDY, request_id="mine")
+    outs = llm.generate([[1], [2]], GREEDY, use_tqdm=False)
+    assert [o.prompt_token_ids for o in outs] == [[1], [2]]
+    assert len(llm.generate([[3]], GREEDY, use_tqdm=False)) == 1
+    assert engine.has_unfinished_requests()  # "mine" is done, and waits to be asked for
+    assert [o.request_id for o in engine.step()] == ["mine"]
+    assert is_idle(engine)
+
+
+def test_ids_of_a_user_and_of_generate_do_not_meet(path: Path) -> None:
+    llm = random_llm(path)
+    llm.engine.add_request([9, 9], GREEDY, request_id="1")
+    first = llm.generate([1], GREEDY, use_tqdm=False)[0]
+    second = llm.generate([2], GREEDY, use_tqdm=False)[0]  # "1" is done, and not asked for yet
+    assert (first.prompt_token_ids, second.prompt_token_ids) == ([1], [2])
+    with pytest.raises(ValueError, match="'1' is in use"):
+        llm.engine.add_request([1], GREEDY, request_id="1")
+    with pytest.raises(TypeError, match="request_id"):
+        llm.engine.add_request([1], GREEDY, request_id=["1"])
+    assert [o.prompt_token_ids for o in llm.engine.step()] == [[9, 9]]
+    assert is_idle(llm.engine)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_request_without_a_token_to_sample_ends_with_an_error(
+    path: Path, asynchronous: bool
+) -> None:
+    """Its token is not in the output, the others go on, and the engine remains usable."""
+    llm = random_llm(path, num_kvcache_blocks=64, async_scheduling=asynchronous)
+
+    def fails(value: float) -> Callable:
+        def processor(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+            return logits.fill_(value) if len(ids) == 3 else logits
+
+        return processor
+
+    greedy = dict(temperature=0, max_tokens=8, ignore_eos=True)
+    plain = SamplingParams(**greedy)
+    hidden = SamplingParams(**greedy, logits_processors=[fails(float("-inf"))])
+    broken = SamplingParams(**greedy, n=2, logits_processors=[fails(float("nan"))])
+    prompts, params = [[1, 2], [3, 4], [5, 6]], [plain, hidden, broken]
+    want = llm.generate(prompts, plain, use_tqdm=False)
+    with pytest.raises(GenerationError, match=r"prompts\[1\].*prompts\[2\].*`outputs`") as caught:
+        llm.generate(prompts, params, use_tqdm=False)
+    outputs = caught.value.outputs
+    assert outputs[0].outputs[0].token_ids == want[0].outputs[0].token_ids
+    for i in (1, 2):
+        for sample in outputs[i].outputs:
+            assert sample.finish_reason == "error"
+            assert sample.token_ids == want[i].outputs[0].token_ids[:3]
+    assert [out.finish_reason for out in llm.stream([3, 4], hidden)][-1] == "error"
+    llm.reset_prefix_cache()
+    again = llm.generate(prompts, plain, use_tqdm=False)
+    assert [o["token_ids"] for o in again] == [o["token_ids"] for o in want]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("length", "n"), [(8, 1), (21, 2), (32, 2), (40, 1)])  # blocks of 16
+@pytest.mark.parametrize("swap", [{}, dict(swap_space=0.01)], ids=["", "swap"])
+def test_a_reset_while_requests_run(
+    path: Path, length: int, n: int, steps: int, swap: dict
+) -> None:
+    """After the weights have changed, no request shares what was computed with the old ones."""
+    options = dict(num_kvcache_blocks=12, kvcache_block_size=16, attention_backend="sdpa")
+    llm = random_llm(path, **options, **swap)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=n)
+    short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    request = llm.engine.submit([i % 90 + 1 for i in range(length)], params)
+    for _ in range(steps):
+        llm.engine.run_step()
+    with torch.inference_mode():
+        for weight in weights_of(llm).values():
+            weight.mul_(1.1)
+    llm.reset_prefix_cache()
+    for _ in llm.engine.run([request]):
+        pass
+    output = request.output
+    later = [[*output.prompt_token_ids, *sample.token_ids, 5] for sample in output.outputs]
+    got = llm.generate(later, short, use_tqdm=False)
+    assert got[0].num_cached_tokens == 0
+    llm.reset_prefix_cache()
+    want = llm.generate(later, short, use_tqdm=False)
+    assert [out["token_ids"] for out in got] == [out["token_ids"] for out in want]
+
+
+def test_the_order_of_vllms_add_request(small_llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"add_request\(prompt, sampling_params, request_id\)"):
+        small_llm.engine.add_request("0", [1, 2], SamplingParams())
+    with pytest.raises(TypeError, match=r"add_request\(prompt, sampling_params, request_id\)"):
+        small_llm.engine.add_request("0", [1, 2], PoolingParams())
+    still_serves(small_llm)
+
+
+def test_ids_of_aborted_requests(small_llm: LLM) -> None:
+    engine = small_llm.engine
+    for ids in ("a", ["a"], ("a", "unknown"), {"a": 1}.keys(), iter(["a", "b"])):
+        for name in "abc":
+            engine.add_request([5, 6], SamplingParams(max_tokens=4), name)
+        engine.abort_request(ids)
+        left = {"b", "c"} if not hasattr(ids, "__next__") else {"c"}
+        assert engine.outputs.requests.keys() == left
+        for wrong in (5, None, b"c", [5], ["c", 5], [["c"]]):
+            with pytest.raises(TypeError, match="must be a string or a list of strings, not"):
+                engine.abort_request(wrong)
+        assert engine.outputs.requests.keys() == left
+        engine.abort_request(["b", "c"])
+    still_serves(small_llm)

@@ -1,0 +1,346 @@
+"""Where a checkpoint is found, what its files say, and files that are refused."""
+
+import json
+import os
+import re
+import signal
+import zipfile
+from pathlib import Path
+
+import fresh
+import pytest
+import torch
+from checkpoints import edited, make_checkpoint, random_llm
+from transformers import AutoTokenizer
+from wrong_values import GENERATION, POINTER, WRONG
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+from nanovllm.features.embeddings.sentence_transformers import read_pooling_settings
+from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+
+
+@pytest.mark.parametrize("field", [*GENERATION, "eos_token_id"])
+def test_wrong_values_in_generation_config(path: Path, tmp_path: Path, field: str) -> None:
+    edited(path, tmp_path)
+    for wrong in WRONG[GENERATION.get(field, int)]:
+        if field == "eos_token_id":
+            wrong = [5, wrong]
+        text = json.dumps({"do_sample": True, field: wrong})
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"generation_config\.json: {field} must be"):
+            Checkpoint(tmp_path).generation_defaults()
+    edited(path, tmp_path, eos_token_id="a")
+    (tmp_path / "generation_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"/config\.json: eos_token_id must be"):
+        Checkpoint(tmp_path).generation_defaults()
+
+
+@pytest.mark.parametrize(
+    "weight_map",
+    [
+        None,
+        {},
+        3,
+        ["model.safetensors"],
+        {"a": None},
+        {"a": 3},
+        {"a": ["model.safetensors"]},
+        {"a": "../x.safetensors"},
+        {"a": "sub/../../x.safetensors"},
+        {"a": "absolute path"},
+    ],
+    ids=str,
+)
+def test_wrong_index(tmp_path: Path, weight_map: object) -> None:
+    (tmp_path / "x.safetensors").write_text("a file outside the checkpoint")
+    (tmp_path / "model" / "sub").mkdir(parents=True)
+    text = json.dumps({"weight_map": weight_map}).replace(
+        "absolute path", str(tmp_path / "x.safetensors")
+    )
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index\.json needs a 'weight_map'"):
+        Checkpoint(tmp_path / "model").weight_files()
+
+
+def test_names_of_files_that_are_too_long(path: Path, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for names in (["a" * 5000], ["a\0b"], [f"{i}.safetensors" for i in range(999)]):
+        index.write_text(json.dumps({"weight_map": dict(enumerate(names))}))
+        with pytest.raises(ValueError, match="names missing files: ") as error:
+            Checkpoint(tmp_path).weight_files()
+        assert len(str(error.value)) < len(str(index)) + 300
+    edited(path, tmp_path)
+    index.unlink()
+    kinds = ["Transformer", "Pooling"]
+    modules = [{"type": f"a.{kind}", "path": "a" * 5000} for kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert "pooling mode 'mean'" in read_pooling_settings(tmp_path, 8).refused
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="its start cannot be read")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "1_Pooling/config.json"])
+def test_files_whose_reading_fails(path: Path, tmp_path: Path, name: str) -> None:
+    """They can be opened. A parser that fails has its file opened again, to look for the cause."""
+    edited(path, tmp_path)
+    modules = [{"type": "a.Transformer"}, {"type": "a.Pooling", "path": "1_Pooling"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(
+        ValueError, match=rf"{name} cannot be read \(Input/output error\); replace or remove it"
+    ):
+        random_llm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json"],
+)
+def test_git_lfs_pointer(path: Path, tmp_path: Path, name: str) -> None:
+    edited(path, tmp_path)
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(ValueError, match=f"{name} is a git-lfs pointer.*'git lfs pull'"):
+        random_llm(tmp_path)
+
+
+KINDS = ["directory", "dangling link", "loop of links", "FIFO", "no permission"]
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FILES)
+def test_files_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
+) -> None:
+    """A FIFO is not opened, which would wait for a writer."""
+    for file in find_checkpoint("qwen3-nano").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    path, open_path = tmp_path / name, Path.open
+    path.unlink(missing_ok=True)
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "dangling link":
+        path.symlink_to("nowhere")
+    elif kind == "loop of links":
+        path.symlink_to(name)
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.write_text("{}")
+        refusal = PermissionError(13, "Permission denied")
+
+        def refuse(opened: Path, *args: object, **kwargs: object) -> object:
+            if opened == path:
+                raise refusal
+            return open_path(opened, *args, **kwargs)
+
+        # Not by chmod, because root may read every file.
+        monkeypatch.setattr(Path, "open", refuse)
+
+    def waited(number: int, frame: object) -> None:
+        raise TimeoutError("a file was opened that never ends")
+
+    before = signal.signal(signal.SIGALRM, waited)
+    signal.alarm(60)
+    try:
+        with pytest.raises(
+            ValueError, match=rf"{name} cannot be read \(.+\); replace or remove it"
+        ):
+            LLM(str(tmp_path))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    if name == "model.safetensors":  # random weights do not need it
+        LLM(str(tmp_path), load_format="dummy", num_kvcache_blocks=8)
+
+
+def test_a_package_in_a_zip_file(tmp_path: Path) -> None:
+    package = Path(nanovllm.__file__).parent
+    with zipfile.ZipFile(tmp_path / "package.zip", "w") as file:
+        for path in package.rglob("*.py"):
+            file.write(path, path.relative_to(package.parent))
+    code = "import nanovllm; print(nanovllm.__file__); nanovllm.LLM()"
+    done = fresh.run(code, cwd=tmp_path, PYTHONPATH=str(tmp_path / "package.zip"))
+    assert "package.zip" in done.stdout
+    assert re.search("ValueError: .*is not a directory; pip install the package", done.stderr)
+
+
+def test_models_that_no_file_system_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a" * 5000, "/" + "a/" * 5000, "./a\0b"):
+        with pytest.raises(ValueError, match="there is no directory"):
+            LLM(name)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(ValueError, match="there is no directory"):
+        find_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("do_sample", [True, False, None])
+def test_generation_config_is_checked_also_if_it_is_greedy(
+    tmp_path: Path, do_sample: bool | None
+) -> None:
+    for field, wrong in (
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-38),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_k", "a"),
+        ("min_p", 2),
+        ("max_new_tokens", 0),
+        ("min_new_tokens", -1),
+    ):
+        text = json.dumps({"do_sample": do_sample, field: wrong, "eos_token_id": 0})
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=rf"generation_config\.json: {field} must be"):
+            Checkpoint(tmp_path).generation_defaults()
+    fields = {"do_sample": do_sample, "temperature": 0.7, "top_k": None, "min_new_tokens": 0}
+    text = json.dumps(fields | {"eos_token_id": 0})
+    (tmp_path / "generation_config.json").write_text(text)
+    temperature = 0.7 if do_sample else 0.0
+    _, got = Checkpoint(tmp_path).generation_defaults()
+    assert got == SamplingParams(temperature=temperature)
+
+
+def test_broken_json(path: Path, tmp_path: Path) -> None:
+    edited(path, tmp_path)
+    for text, word in (
+        ("[1]", "must hold an object"),
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+    ):
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match=word):
+            random_llm(tmp_path)
+
+
+def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="no directory './missing'"):
+        LLM("./missing")
+    with pytest.raises(ValueError, match="no directory 'qwen3-nan'.*'qwen3-nano'"):
+        LLM("qwen3-nan")
+    with pytest.raises(ValueError, match="is a file"):
+        LLM(str(path / "config.json"))
+    with pytest.raises(TypeError, match="model"):
+        LLM(3)
+    with pytest.raises(ValueError, match="empty"):
+        LLM("")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        LLM(str(empty))
+    (empty / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        LLM(str(empty))
+    (empty / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        random_llm(empty)
+    (empty / "pytorch_model.bin").write_bytes(b"\x80")
+    with pytest.raises(ValueError, match=r"only pickle weights \(pytorch_model\.bin\)"):
+        random_llm(empty)
+    (empty / "model.safetensors").write_bytes(b"not a safetensors file")
+    with pytest.raises(ValueError, match="not a readable safetensors file"):
+        random_llm(empty)
+    (empty / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
+    with pytest.raises(ValueError, match=r"missing files: x\.safetensors"):
+        random_llm(empty)
+
+
+def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    def offline(*args: object, **kwargs: object) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"no route to host.*HF_ENDPOINT.*HF_HOME"):
+        LLM("Qwen/Qwen3-0.6B")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="not a valid hub id"):
+        LLM("what is/this?")
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    for raw, want in (
+        ({}, SamplingParams(temperature=0)),
+        (
+            {
+                "do_sample": True,
+                "temperature": 0.6,
+                "top_k": 20,
+                "top_p": 0.95,
+                "eos_token_id": [3, 4],
+            },
+            SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+        ),
+        ({"do_sample": True, "max_new_tokens": 7}, SamplingParams(max_tokens=7)),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(raw))
+        llm = random_llm(tmp_path)
+        assert llm.get_default_sampling_params() == want
+        assert llm.engine.inputs.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
+    (tmp_path / "generation_config.json").unlink()
+    assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
+
+
+def test_embedded_checkpoint_is_hugging_faces(embedded: LLM) -> None:
+    """AutoModelForCausalLM and AutoTokenizer load it unchanged and say the same."""
+    from transformers import AutoModelForCausalLM
+
+    from nanovllm.loading.checkpoint import find_checkpoint
+
+    path = find_checkpoint("qwen3-nano")
+    assert (path / "model.safetensors").stat().st_size <= 8_000_000
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    chat = [{"role": "user", "content": "Sort 42, 7, 19"}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user\nSort 42, 7, 19<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    out = model.generate(ids, attention_mask=torch.ones_like(ids))[0, ids.shape[1] :].tolist()
+    ours = embedded.chat(chat, use_tqdm=False)[0]
+    assert ours["token_ids"] == out
+    assert ours["text"] == "7, 19, 42"
+
+
+@pytest.mark.slow
+def test_hub_id_from_a_cache(tmp_path: Path) -> None:
+    """A hub id, offline, from a cache laid out as huggingface_hub does: HF_HOME is honoured."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = tmp_path / "hub" / "models--someone--tiny"
+    snapshot = repo / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    make_checkpoint(snapshot)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    code = (
+        "from nanovllm import LLM, SamplingParams\n"
+        "llm = LLM('someone/tiny', skip_tokenizer_init=True, dtype='float32', device='cpu')\n"
+        "outputs = llm.generate([1, 2], SamplingParams(temperature=0), use_tqdm=False)\n"
+        "print(outputs[0]['token_ids'])\n"
+        "try: LLM('someone/absent')\n"
+        "except ValueError as error: print(error)"
+    )
+    done = fresh.run(code, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    tokens, error = done.stdout.splitlines()
+    params = SamplingParams(temperature=0)
+    want = random_llm(snapshot).generate([1, 2], params, use_tqdm=False)[0]["token_ids"]
+    assert tokens == str(want)
+    assert "someone/absent" in error
+    assert "HF_HOME" in error

@@ -1,0 +1,86 @@
+"""A backend that cannot run: plain torch with one warning, or an error if it was asked for."""
+
+import logging
+import sys
+from importlib.util import find_spec
+
+import fresh
+import pytest
+import torch
+from checkpoints import make_checkpoint, random_llm
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.loading.select_backend import pick_backend
+from nanovllm.models.backend import Backend
+
+needs_numba = pytest.mark.skipif(
+    find_spec("numba") is None, reason="a machine that only runs the GPU's tests may lack it"
+)
+
+
+@needs_numba
+def test_without_numba(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same tokens by torch's attention, and one line that says what is missing."""
+    make_checkpoint(tmp_path)
+    prompts = [[1 + (7 * i + n) % 150 for i in range(n)] for n in (1, 5, 40, 80)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    wanted = random_llm(tmp_path).generate(prompts, params, use_tqdm=False)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    for name in [name for name in sys.modules if name.startswith("nanovllm.backends.cpu.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with caplog.at_level(logging.WARNING, logger="nanovllm"):
+        llm = random_llm(tmp_path)
+    assert "attention runs in plain torch, which is slower" in caplog.text
+    found = llm.generate(prompts, params, use_tqdm=False)
+    assert [o["token_ids"] for o in found] == [o["token_ids"] for o in wanted]
+    with pytest.raises(ValueError, match="needs Numba.*pip install numba.*'sdpa'"):
+        random_llm(tmp_path, attention_backend="numba")
+
+
+@needs_numba
+@pytest.mark.slow
+def test_disabled_compiler() -> None:
+    """The plain backend with one line of warning, and an error if Numba was asked for."""
+    code = (
+        "from nanovllm import LLM\n"
+        "question = [{'role': 'user', 'content': 'What is 34 + 58?'}]\n"
+        "print(LLM(dtype='float32').chat(question, use_tqdm=False)[0].outputs[0].text)\n"
+        "try: LLM(dtype='float32', attention_backend='numba')\n"
+        "except ValueError as error: print(error)"
+    )
+    done = fresh.run(code, NUMBA_DISABLE_JIT="1")
+    assert done.returncode == 0, done.stderr
+    answer, error = done.stdout.splitlines()
+    assert answer == "34 + 58 = 92"
+    assert "NUMBA_DISABLE_JIT is set" in error
+    assert done.stderr.count("NUMBA_DISABLE_JIT is set") == done.stderr.count("plain torch") == 1
+
+
+@needs_numba
+def test_float16_is_not_numbas(tmp_path) -> None:
+    with pytest.raises(ValueError, match="float32 or bfloat16, and this is 'cpu' with float16"):
+        LLM(dtype="float16", device="cpu", attention_backend="numba")
+    answer = LLM(dtype="float16", device="cpu").generate(
+        [[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False
+    )
+    assert len(answer[0]["token_ids"]) == 2
+
+
+def test_a_gpu_older_than_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs plain torch with one warning; asking for Triton is an error."""
+    gpu, arguments = torch.device("cuda", 0), (torch.float16, 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    assert type(pick_backend("auto", gpu, *arguments)) is Backend
+    (record,) = caplog.records
+    for words in ("plain torch, which is slower", "7.5 or higher", "Tesla V100 has 7.0"):
+        assert words in record.getMessage()
+    with pytest.raises(ValueError, match="7.5 or higher, and Tesla V100 has 7.0; .*'sdpa'"):
+        pick_backend("triton", gpu, *arguments)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert pick_backend("auto", gpu, *arguments).captures
+    assert len(caplog.records) == 1

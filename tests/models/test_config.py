@@ -1,0 +1,102 @@
+"""What config.json may say of a model."""
+
+import json
+import typing
+from pathlib import Path
+
+import pytest
+from checkpoints import edited, random_llm
+from wrong_values import GENERATION, WRONG
+
+from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.models.config import FIELDS, ModelConfig
+
+CONFIGS = [
+    ({"architectures": ["LlamaForCausalLM"]}, "Qwen3ForCausalLM, Qwen2ForCausalLM"),
+    ({"architectures": None}, "Qwen3ForCausalLM"),
+    ({"vocab_size": None}, "no 'vocab_size'"),
+    ({"hidden_act": "gelu"}, "gelu"),
+    ({"head_dim": 33}, "odd"),
+    ({"num_key_value_heads": 3}, "do not divide"),
+    ({"quantization_config": {"quant_method": "awq"}}, "quantized"),
+    (
+        {
+            "use_sliding_window": True,
+            "sliding_window": 64,
+            "layer_types": None,
+            "max_window_layers": 0,
+        },
+        "sliding window of 64",
+    ),
+    ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "both"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "yarn"),
+    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ({"intermediate_size": 100}, "misshapen: .*gate_proj"),
+    ({"num_hidden_layers": 3}, "missing: .*layers.2"),
+    ({"num_hidden_layers": 1}, "unexpected: .*layers.1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "word"), CONFIGS, ids=str)
+def test_configs(path: Path, tmp_path: Path, changes: dict, word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        random_llm(edited(path, tmp_path, **changes))
+
+
+@pytest.mark.parametrize("field", [name for name in FIELDS if name not in GENERATION])
+def test_wrong_values_in_config(path: Path, tmp_path: Path, field: str) -> None:
+    kind, limits = FIELDS[field]
+    for wrong in WRONG[kind] + ([limits[1] + 1] if kind is int else []):
+        changes = {field: wrong}
+        if field in ("factor", "rope_type", "type"):
+            changes = {"rope_parameters": {"rope_type": "linear", "factor": 2} | changes}
+        edited(path, tmp_path, **changes)
+        with pytest.raises(ValueError, match=rf"config\.json: {field} must be"):
+            _ = Checkpoint(tmp_path).model_config
+
+
+def test_numbers_of_a_file_become_those_of_their_fields(path: Path, tmp_path: Path) -> None:
+    """JSON has one kind of number: 1 can stand for 1.0, and 64.0 for 64."""
+    config = json.loads((edited(path, tmp_path) / "config.json").read_text())
+    numbers = {n: float(v) for n, v in config.items() if type(v) is int and n in FIELDS}
+    numbers |= {"rms_norm_eps": 1, "rope_theta": 10_000}
+    assert len(numbers) > 8
+    edited(path, tmp_path, **numbers, rope_parameters={"rope_type": "linear", "factor": 2})
+    found = Checkpoint(tmp_path).model_config
+    for name, kind in typing.get_type_hints(ModelConfig).items():
+        value = getattr(found, name)
+        assert value is None or kind not in (int, float, bool) or type(value) is kind, name
+    assert (found.rms_norm_eps, found.rope_theta, found.rope_factor) == (1, 10_000, 2)
+    fields = {"do_sample": True, "temperature": 1, "top_k": 20.0, "top_p": 1, "max_new_tokens": 9.0}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5.0]} | fields))
+    eos, sampling = Checkpoint(tmp_path).generation_defaults()
+    assert [type(x) for x in (*eos, sampling.top_k, sampling.max_tokens)] == [int] * 3
+    assert [type(x) for x in (sampling.temperature, sampling.top_p)] == [float] * 2
+    options = dict(load_format="dummy", attention_backend="sdpa")
+    llm = random_llm(tmp_path, **options)
+    assert len(llm.generate([[1, 2]], use_tqdm=False)[0]["token_ids"]) <= 9
+
+
+def test_stored_dtype_that_the_engine_does_not_run_in(path: Path, tmp_path: Path) -> None:
+    for stored, dtype in (("float64", None), ("torch.bfloat16", "bfloat16")):
+        edited(path, tmp_path, dtype=stored)
+        assert Checkpoint(tmp_path).model_config.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["os.system", "auto", "int8", "torch", ""])
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_stored_dtypes_that_are_none(path: Path, tmp_path: Path, field: str, dtype: str) -> None:
+    names = {"dtype": None, "torch_dtype": None, field: dtype}
+    with pytest.raises(
+        ValueError, match=rf"config\.json: {field} must be one of float32, bfloat16"
+    ):
+        random_llm(edited(path, tmp_path, **names))
+
+
+def test_harmless_sliding_window(path: Path, tmp_path: Path) -> None:
+    slides = {"use_sliding_window": True, "layer_types": None, "max_window_layers": 1}
+    random_llm(edited(path, tmp_path, **slides, sliding_window=512))
+    random_llm(edited(path, tmp_path, **slides, sliding_window=64), max_model_len=64)
+    nowhere = {**slides, "max_window_layers": 2}  # of two layers, none slides
+    random_llm(edited(path, tmp_path, **nowhere, sliding_window=64))

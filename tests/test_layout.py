@@ -1,0 +1,61 @@
+"""The tests of nanovllm/PLACE/NAME.py, or of the folder NAME/, are in tests/PLACE/test_NAME.py."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "nanovllm"
+# Folders without tests of a module: code that tests share, scripts that they run, and checks that a
+# learner runs on a solution.
+OTHER = {"helpers", "scripts", "lessons/exercises"}
+# Files about more than one module, and their subjects.
+SEVERAL = {
+    "test_docs.py": "README.md and docs/",
+    "test_idioms.py": "scripts in the idioms of vLLM and nano-vllm",
+    "test_imports.py": "the order of imports",
+    "test_layout.py": "the folder tests/",
+    "backends/gpu/test_dry_run.py": "whole engines on a model of a GPU",
+    "backends/gpu/test_gpu.py": "kernels and whole engines on a GPU",
+    "engine/test_any_line.py": "an error or a signal at any line of a step",
+    "engine/test_failures.py": "errors in one request's own data",
+    "engine/test_large_batches.py": "the work and the memory of many requests",
+    "engine/test_threads.py": "several callers of one engine",
+    "features/test_beam_histories.py": "beams with the scheduler and the host tier",
+    "lessons/test_lessons.py": "the command, and what lessons share",
+    "lessons/test_lessons_kernels.py": "the lessons from 10",
+    "lessons/test_lessons_ladder.py": "the lessons 1 and 2, and the ladder",
+    "lessons/test_lessons_schedule.py": "the lessons from 4 to 9",
+    "tools/jobs/test_server.py": "the server in docs/jobs.md",
+}
+
+
+def files() -> list[str]:
+    """Return the Python files below tests/ that are outside the folders in OTHER."""
+    names = [path.relative_to(TESTS) for path in TESTS.rglob("*.py")]
+    return sorted(str(name) for name in names if not OTHER & {str(p) for p in name.parents})
+
+
+def has_subject(name: str) -> bool:
+    """Return whether the package has a module or a folder of this name."""
+    path = PACKAGE / name.replace("test_", "")
+    paths = path, path.with_suffix(""), path.with_stem(f"__{path.stem}__")
+    return any(path.exists() for path in paths)
+
+
+def test_each_file_is_where_its_module_is() -> None:
+    stray = [name for name in files() if name != "conftest.py" and not has_subject(name)]
+    assert stray == sorted(SEVERAL), "move a file without a module, or say what it is about"
+
+
+def test_groups_have_tests(pytestconfig: pytest.Config) -> None:
+    """Each pattern of conftest.py matches a test, also after tests have moved."""
+    groups = pytestconfig.pluginmanager.get_plugin(str(TESTS / "conftest.py")).GROUPS
+    ids = []
+    for name in files():
+        tree = ast.parse((TESTS / name).read_text())
+        ids += [f"tests/{name}::{n.name}" for n in tree.body if isinstance(n, ast.FunctionDef)]
+    for group, pattern in groups.items():
+        assert any(re.search(pattern, each) for each in ids), group
