@@ -87,8 +87,8 @@ def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, int, float
     inputs = InputProcessor(None, 100, 100, frozenset(), SamplingParams(), 0)
     engine = LLMEngine(config, device, inputs)
     engine.observer = host
-    for one in params:
-        engine.add_request([0, 0, 0], one)
+    for request_params in params:
+        engine.add_request([0, 0, 0], request_params)
     start = time.perf_counter()
     while engine.has_unfinished_requests():
         for output in engine.step():
