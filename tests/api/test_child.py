@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import nanovllm
 from nanovllm.api import child
+
+PACKAGE = Path(nanovllm.__file__).parent
 
 
 def test_children_import_what_this_process_does(

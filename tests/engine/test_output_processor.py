@@ -1,15 +1,18 @@
 """What ends a sequence, and its text: stop tokens, stop strings, and the texts of tokens."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoints import VOCAB
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
-from nanovllm.engine.output_processor import OutputProcessor
-from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import RowSampling
+from nanovllm.api.outputs import RequestMetrics
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.request import Request
+from nanovllm.engine.sampling import Sampling, read_stream
+from nanovllm.engine.task import RowResult
 
 
 def test_decoded_tokens_of_split_characters(embedded: LLM) -> None:
@@ -52,7 +55,7 @@ def test_stops(llm: LLM) -> None:
     assert (out.token_ids, out.finish_reason, out.stop_reason) == (tokens[: at + 1], "stop", stop)
     engine, before = llm.engine, llm.engine.inputs.eos_token_ids
     both = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop])
-    engine.inputs.eos_token_ids = engine.outputs.eos_token_ids = frozenset({stop, VOCAB - 1})
+    engine.inputs.eos_token_ids = frozenset({stop, VOCAB - 1})
     try:
         own = SamplingParams(temperature=0, max_tokens=30)
         short, full, given, ignored = llm.generate(
@@ -60,7 +63,7 @@ def test_stops(llm: LLM) -> None:
         )
         *_, last = llm.stream([7, 7], params)
     finally:
-        engine.inputs.eos_token_ids = engine.outputs.eos_token_ids = before
+        engine.inputs.eos_token_ids = before
     assert (short["token_ids"], short.outputs[0].stop_reason) == (tokens[: at + 1], None)
     assert full["token_ids"] == tokens
     assert given.outputs[0].stop_reason is None
@@ -88,7 +91,7 @@ def test_stop_strings(embedded: LLM) -> None:
     assert len(embedded.chat(chat, late, use_tqdm=False)[0]["token_ids"]) > 20
     never = SamplingParams(temperature=0, max_tokens=99, stop="zebra")
     assert embedded.chat(chat, never, use_tqdm=False)[0]["text"] == whole
-    assert not embedded.engine.outputs.per_token_samples
+    assert not embedded.engine.outputs.watched
 
 
 @pytest.mark.parametrize(
@@ -104,16 +107,18 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
     """The choice depends on the text alone, whether it comes in one token or in several."""
     for pieces in (["xabcd"], ["x", "a", "b", "c", "d"], ["xa", "bcd"]):
         for include in (False, True):
-            outputs = OutputProcessor(FakeTokenizer(pieces), frozenset())
+            tokenizer = FakeTokenizer(pieces)
+            inputs = InputProcessor(tokenizer, 99, 99, frozenset(), SamplingParams(), 0)
             params = SamplingParams(stop=stop, include_stop_str_in_output=include)
-            seq = Sequence("0", 0, [0], 1, 99, frozenset(), RowSampling(0.0, 0))
-            request = outputs.add([seq], None, params, returned_by_step=False, stream=True)
+            task = Sampling(SimpleNamespace(inputs=inputs), params)
+            request = Request("0", 0, task, None, RequestMetrics(0.0), False, True)
+            seq = task.start(request, [0], 99)
             streamed, found = "", None
             for token in range(len(pieces)):
                 seq.token_ids.append(token)
-                if found := outputs._detokenize(seq):
-                    seq.finish_reason = "stop"
-                streamed += "".join(new.text for new in request.read_stream(0))
+                if (ending := task.receive(request, seq, RowResult())) is not None:
+                    seq.finish_reason, found = ending
+                streamed += "".join(new.text for new in read_stream(request, 0))
                 if found:
                     break
             assert found == reason
