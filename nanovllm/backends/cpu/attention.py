@@ -291,18 +291,20 @@ def prefix_groups(
 ) -> QueryGroups:
     """Group all tokens of each family by M = max_queries. Each attends to the whole prefix."""
     queries = [np.empty((0, max_queries), np.int64)]
+    shared: list[int] = []  # P, blocks
+    readers: list[int] = []  # P, a sequence whose table begins with the prefix
     for family in families:
         tokens = tokens_of(seqs, family.members)  # [n]
         padded = np.pad(tokens, (0, -len(tokens) % max_queries), constant_values=-1)
-        queries.append(padded.reshape(-1, max_queries))  # [groups of the family, M]
-    counts = [len(groups) for groups in queries[1:]]  # of groups, for each family
-    shared = repeated([family.num_shared for family in families], counts)  # [P], blocks
-    # [P], a sequence whose table begins with the prefix
-    reader = repeated([family.members[0] for family in families], counts)
+        groups = padded.reshape(-1, max_queries)  # [groups of the family, M]
+        queries.append(groups)
+        shared += [family.num_shared] * len(groups)
+        readers += [int(family.members[0])] * len(groups)
+    context_lens = np.array(shared, np.int64) * block_size  # [P]
     return QueryGroups(
         np.concatenate(queries),  # [P, M]
-        np.repeat(shared[:, None] * block_size, max_queries, axis=1),  # [P, M]
-        seqs.tables[reader, : shared.max(initial=0)],  # [P, blocks]
+        np.repeat(context_lens[:, None], max_queries, axis=1),  # [P, M]
+        seqs.tables[np.array(readers, np.int64), : max(shared, default=0)],  # [P, blocks]
     )
 
 
@@ -333,10 +335,6 @@ def groups_of_rest(
     order = balanced(visible[:, 0], numba.get_num_threads())  # [P]
     tables = seqs.tables[members[:, None], columns]
     return QueryGroups(tokens[order], visible[order], tables[order])
-
-
-def repeated(values: list[int], counts: list[int]) -> np.ndarray:
-    return np.repeat(np.array(values, np.int64), np.array(counts, np.int64))
 
 
 def balanced(sizes: np.ndarray, parts: int) -> np.ndarray:
