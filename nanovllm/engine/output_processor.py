@@ -49,8 +49,8 @@ class OutputProcessor:
             self.watched.add(request)
 
     def remove(self, request: Request) -> None:
-        self.requests.pop(request.request_id, None)
         self.watched.discard(request)
+        self.requests.pop(request.request_id, None)
 
     def record_scheduled(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -65,8 +65,8 @@ class OutputProcessor:
         if step.plan.chunks:
             self._record_first_results(updated)
         for row, error in output.errors.items():
-            if not step.seqs[row].request.ended:
-                self._record_error(step.seqs[row].request, error)
+            if (request := step.seqs[row].request) is not None:  # else it has ended
+                self._record_error(request, error)
         results = results_by_sequence(step, output)
         if self.watched:
             for seq in updated:
@@ -74,7 +74,7 @@ class OutputProcessor:
                     results.setdefault(seq, NOTHING)
         for seq, result in results.items():
             request = seq.request
-            if request.ended:
+            if request is None:  # it has ended, while the step was in flight
                 continue
             with self._contain_errors(request):
                 if (ending := request.task.receive(request, seq, result)) is not None:
@@ -125,7 +125,7 @@ class OutputProcessor:
         """Make the output of each request of `seqs` whose samples have all finished."""
         finished = [seq.request for seq in seqs if seq.status is Status.FINISHED]
         for request in dict.fromkeys(finished):
-            if not request.ended and request.num_unfinished == 0:
+            if request is not None and request.num_unfinished == 0:
                 self._make_output(request)
                 if request.returned_by_step and request.output is not None:
                     self.finished[request.request_id] = request.output
@@ -147,12 +147,16 @@ class OutputProcessor:
 
     def _end(self, request: Request) -> None:
         request.ended = True
-        self.remove(request)
         self.progress.end(request)
         if request.progress is not None:
             request.progress.end(request)
             if request.stream:
                 request.progress.changed.add(request)
+        self.remove(request)
+        # Last: if something fails before, `collect_finished` does it all again. A step in flight keeps
+        # its sequences, but not what the request refers to.
+        for sample in request.samples:
+            sample.seq.request = None
 
 
 def results_by_sequence(step: InFlightStep, output: StepOutput) -> dict[Sequence, RowResult]:

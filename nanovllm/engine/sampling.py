@@ -38,6 +38,8 @@ class Sampling:
             filters["top_k"] = FILTERS["top_k"]
         self.filters = tuple(filters.values())
         self.rules = logit_rules(self.params, inputs, self.stop_token_ids)
+        # The first sample computes the prompt's log-probabilities for all.
+        self.fork_rules = self.rules and replace(self.rules, prompt_logprobs=None)
 
     # ---- from a prompt to sequences ----
 
@@ -69,7 +71,7 @@ class Sampling:
         if params.prompt_logprobs is not None:
             first.targets, request.prompt_logprobs = token_ids[1:], {}
         if params.n > 1:
-            first.forks = [fork_prompt(first, index) for index in range(1, params.n)]
+            first.forks = [self._fork(first, index) for index in range(1, params.n)]
         request.samples = [Sample(seq) for seq in (first, *first.forks)]
         needs_text = self.tokenizer is not None and bool(request.stream or params.stop)
         request.is_watched = request.stream or needs_text or params.logprobs is not None
@@ -77,6 +79,19 @@ class Sampling:
             for sample in request.samples:
                 sample.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
         return first
+
+    def _fork(self, first: Sequence, index: int) -> Sequence:
+        """Return another sample of the prompt, with its own seed."""
+        seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
+        return replace(
+            first,
+            index=index,
+            parent=first,
+            sampling=replace(first.sampling, rules=self.fork_rules, seed=seed),
+            token_ids=list(first.token_ids),
+            block_table=[],
+            targets=EMPTY,
+        )
 
     # ---- results ----
 
@@ -162,6 +177,8 @@ class Sampling:
         if received < seq.num_output:
             del seq.token_ids[seq.num_prompt + received :], sample.logprobs[received:]
             seq.status, seq.finish_reason, seq.stop_reason = Status.NEW, None, None
+            rules = self.fork_rules if seq.index else self.rules  # which its end has removed
+            seq.sampling = replace(seq.sampling, rules=rules)
 
     # ---- outputs ----
 
@@ -324,23 +341,6 @@ def check_ids(what: str, ids: Iterable[int] | None, vocab_size: int) -> None:
         raise ValueError(
             f"{what} token id {token}; the vocabulary of the model ends at {vocab_size - 1}"
         )
-
-
-def fork_prompt(first: Sequence, index: int) -> Sequence:
-    """Return another sample of the prompt, with its own seed."""
-    rules = first.sampling.rules
-    if rules is not None:  # the first sample computes the prompt's log-probabilities
-        rules = replace(rules, prompt_logprobs=None)
-    seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
-    return replace(
-        first,
-        index=index,
-        parent=first,
-        sampling=replace(first.sampling, rules=rules, seed=seed),
-        token_ids=list(first.token_ids),
-        block_table=[],
-        targets=EMPTY,
-    )
 
 
 def signed64(value: int) -> int:

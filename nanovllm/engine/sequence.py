@@ -49,7 +49,7 @@ class Sequence:
     parent: "Sequence | None" = None
     forks: list["Sequence"] = EMPTY  # not queued yet
     num_candidates: int = 0  # how many it yields, if it yields candidates
-    request: Any = None  # the Request that it belongs to
+    request: Any = None  # the Request that it belongs to, until that has ended
 
     status: Status = Status.NEW
     num_with_placeholders: int = 0  # known tokens and placeholder tokens

@@ -172,9 +172,11 @@ def loop(llm: LLM) -> list[Any]:
     for prompt in ([1, 2, 3], [4, 5], [6, 7, 8]):
         with contextlib.suppress(Alarm):
             llm.engine.add_request(prompt, PLAIN)
-    while llm.engine.has_unfinished_requests():
+    is_busy = True
+    while is_busy:
         with contextlib.suppress(Alarm):
             outputs += llm.engine.step()
+            is_busy = llm.engine.has_unfinished_requests()
     return [output["token_ids"] for output in outputs]
 
 
