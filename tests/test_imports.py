@@ -1,6 +1,7 @@
 """Imports point one way, the control plane needs no torch, and the device folders are optional."""
 
 import ast
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -125,6 +126,38 @@ def test_works_without(missing: str) -> None:
         "assert not [m for m in loaded if 'qwen' in m], loaded\n"
         "assert 'transformers.modeling_utils' not in sys.modules"
     )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deleted",
+    ["backends features tools lessons", "backends/gpu features/structured.py", "features"],
+)
+def test_optional_places_can_be_deleted(deleted: str, tmp_path: Path) -> None:
+    """A copy of the package without them answers, and says what it cannot do."""
+    copy = tmp_path / "nanovllm"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in deleted.split():
+        if (copy / name).is_dir():
+            shutil.rmtree(copy / name)
+        else:
+            (copy / name).unlink()
+    code = (
+        "import nanovllm; from nanovllm import LLM, SamplingParams\n"
+        f"assert nanovllm.__file__.startswith({str(tmp_path)!r}), nanovllm.__file__\n"
+        "llm = LLM(attention_backend='sdpa', max_num_batched_tokens=64)\n"
+        "out = llm.chat([{'role': 'user', 'content': 'What is 2 + 3?'}], use_tqdm=False)\n"
+        "assert out[0].outputs[0].text == '2 + 3 = 5', out\n"
+    )
+    if "features" in deleted.split():
+        code += (
+            "try: llm.embed('2 + 3')\n"
+            "except ValueError as error: text = str(error)\n"
+            "assert text == 'embed needs nanovllm/features/embeddings/pooling.py, '"
+            " 'which this copy of nanovllm does not have', text\n"
+        )
+    done = fresh.run(code, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
 
 

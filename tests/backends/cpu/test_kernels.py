@@ -430,10 +430,10 @@ def test_without_amx(tmp_path) -> None:
 def test_numba_leaves_torch_its_threads() -> None:
     """It sets OpenMP's number to all cores when it starts."""
     code = (
-        "import numba, torch; from nanovllm import LLM, SamplingParams\n"
+        "import torch; from nanovllm import LLM, SamplingParams\n"
         "llm = LLM(attention_backend='numba')  # which waits until its kernels are compiled\n"
         "llm.generate([[5]], SamplingParams(max_tokens=2), use_tqdm=False)\n"
-        "assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)\n"
+        "assert torch.get_num_threads() == 1\n"
     )
     done = fresh.run(code, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
