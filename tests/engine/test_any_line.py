@@ -111,10 +111,14 @@ def small(asynchronous: bool) -> LLM:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.extra) if k == "structured" else k for k in KINDS]
+)
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_at_any_line(kind: str, asynchronous: bool, every: int) -> None:
     """It ends one request, or fails one step after which all requests go on."""
+    if kind == "structured":
+        pytest.importorskip("llguidance")
     llm = small(asynchronous)
     llm.reset_prefix_cache()
     requests: list[Request] = []
