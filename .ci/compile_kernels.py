@@ -35,9 +35,9 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from nanovllm.backends.gpu.kernels import attention, int8, pointwise, sampling, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
-from nanovllm.models.int8 import Int8Weight
 
 # (target, shared memory of one program in KiB, half-precision dtype). The limits are from the CUDA
 # C++ Programming Guide, "Technical Specifications per Compute Capability", and AMD's CDNA3 ISA.

@@ -11,6 +11,8 @@ import importlib._bootstrap
 import sys
 from typing import TYPE_CHECKING
 
+from nanovllm.loading.optional import find_optional
+
 if TYPE_CHECKING:
     from nanovllm.api.outputs import CompletionOutput as CompletionOutput
     from nanovllm.api.outputs import GenerationError as GenerationError
@@ -35,11 +37,13 @@ if TYPE_CHECKING:
     from nanovllm.tools.trace.trace import Trace as Trace
 
 __version__ = "0.1.0"
-# The same names by module.
+# The public names by module.
 NAMES = {
     "features.beam_search": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
     "llm": "LLM",
-    "api.outputs": "CompletionOutput GenerationError Logprob RequestMetrics RequestOutput StreamOutput",
+    "api.outputs": (
+        "CompletionOutput GenerationError Logprob RequestMetrics RequestOutput StreamOutput"
+    ),
     "features.embeddings.pooling": "EmbeddingOutput EmbeddingRequestOutput PoolingParams",
     "api.prompts": "TextPrompt TokensPrompt",
     "api.sampling_params": "SamplingParams",
@@ -50,15 +54,17 @@ NAMES = {
 HOMES = {name: module for module, names in NAMES.items() for name in names.split()}
 __all__ = list(HOMES)
 
-# Hidden from type checkers, which would take every name to exist.
+# Hidden from type checkers, which would otherwise accept every name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
-            names = importlib.import_module("nanovllm.api.vllm_names")
+            names = find_optional("features.vllm_names")
+            if names is None:
+                raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
             error = names.missing("module 'nanovllm'", name, __all__)
-            # `from nanovllm import name` asks from here, and would replace an AttributeError by one
-            # of its own. No exception can be both an ImportError and an AttributeError.
+            # `from nanovllm import name` calls this from importlib, and would replace an
+            # AttributeError by its own ImportError. No exception can be both.
             asked = sys._getframe(1).f_globals is vars(importlib._bootstrap)
             raise ImportError(error) if asked and name in names.INSTEAD else error
         return getattr(importlib.import_module(f"nanovllm.{HOMES[name]}"), name)

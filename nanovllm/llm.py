@@ -1,10 +1,10 @@
-"""LLM: the class that a user calls. It adds requests to an LLMEngine and runs its steps."""
+"""LLM: the class that users call. It adds requests to an LLMEngine and runs its steps."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
 
@@ -16,13 +16,13 @@ from nanovllm.api.log import show_log
 from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.api.prompts import Prompt, pair_up
 from nanovllm.api.sampling_params import SamplingParams
-from nanovllm.api.vllm_names import CallArguments, check_call, missing
+from nanovllm.engine.garbage import frozen_requests
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
-from nanovllm.loading.make_engine import make_engine
-from nanovllm.loading.optional import load_optional
+from nanovllm.loading.make_engine import engine_config, make_engine
+from nanovllm.loading.optional import find_optional, load_optional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
     from nanovllm.features.loglikelihood import LoglikelihoodOutput
+    from nanovllm.features.vllm_names import CallArguments
 
-# The default of `prompts`. With `prompt_token_ids` alone the error says what to pass instead.
+# The default of `prompts`. If only `prompt_token_ids` is passed, the error says what to pass.
 MISSING: Any = None
 P = ParamSpec("P")
 
@@ -40,7 +41,7 @@ P = ParamSpec("P")
 def with_parameters_of(
     source: Callable[P, object],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give `__init__` the parameters of `source`, for type checkers, inspect and help()."""
+    """Give `__init__` the signature of `source` for type checkers, inspect and help()."""
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         own, *_ = inspect.signature(init).parameters.values()
@@ -56,22 +57,24 @@ class LLM:
     def __init__(self, model: str = EMBEDDED, **options: Any) -> None:
         """Load `model`: a directory, a hub id, or "qwen3-nano", which ships with the package.
 
-        The options are EngineConfig's fields. Raises ValueError for a model or a value that cannot
-        work, TypeError for an option that does not exist.
+        The options are the fields of EngineConfig. Raises ValueError for an invalid model or value,
+        and TypeError for an unknown option.
         """
         show_log()
-        config = EngineConfig.from_options({"model": model, **options})
+        config = engine_config({"model": model, **options})
         self.engine = self.llm_engine = make_engine(config)
         self._config = config
 
-    # Hidden from type checkers, which would take every attribute to exist.
+    # Hidden from type checkers, which would otherwise accept every attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise missing("LLM", name, [*dir(type(self)), *vars(self)])
+            known = [*dir(type(self)), *vars(self)]
+            names = find_optional("features.vllm_names")
+            raise names.missing("LLM", name, known) if names else AttributeError(name)
 
     def shutdown(self) -> None:
-        """Abort all requests, also those of other threads, whose calls return their outputs so far.
+        """Abort all requests, also of other threads, whose calls then return partial outputs.
 
         The engine remains usable; `del llm` frees its memory.
         """
@@ -87,20 +90,20 @@ class LLM:
         self.engine.__reduce__()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.engine.inputs.get_tokenizer()
+        return self.engine.input_processor.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""
-        return self.engine.inputs.default_sampling_params.clone()
+        return self.engine.input_processor.default_sampling_params.clone()
 
     def stats(self) -> dict[str, int | float]:
-        """Return counters of sequences, blocks and tokens, which docs/api.md explains."""
+        """Return counters of sequences, blocks and tokens; docs/api.md explains them."""
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache, so that nothing computed before is shared.
+        """Remove every block from the prefix cache.
 
-        Running requests keep their blocks, and share them with no later request.
+        Running requests keep their blocks, but later requests cannot share them.
         """
         self.engine.reset_prefix_cache()
 
@@ -109,25 +112,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt] = MISSING,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **vllm: Unpack[CallArguments],
+        **ignored: Unpack[CallArguments],
     ) -> list[RequestOutput]:
-        """Complete the prompts. Returns one result for each, in their order.
+        """Complete the prompts. Returns one result per prompt, in order.
 
         prompts: a string, token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of
             any of these. The text is used unchanged; `chat` applies the chat template. Token ids
-            are a list, a NumPy array, a torch tensor or a tokenizer's BatchEncoding; two dimensions
-            are one prompt for each row.
+            are a list, a NumPy array, a torch tensor or a tokenizer's BatchEncoding. With two
+            dimensions, each row is one prompt.
         sampling_params: one for all prompts, or one for each. None uses the checkpoint's
             generation_config.json.
-        vllm: vLLM's other arguments, such as lora_request=None, with values that change nothing.
+        ignored: arguments of vLLM, with values that change nothing, such as lora_request=None.
 
-        All prompts are checked first: if one is refused, none is started. Ctrl-C stops after the
-        current step; a second Ctrl-C stops during it. Both abort the requests of this call. If
-        another thread aborts a request, its result has the output so far and the finish_reason
-        "abort". Raises GenerationError, which has all results, if a request ended because no token
-        could be sampled.
+        All prompts are checked first: if one is invalid, none is started. Ctrl-C stops after the
+        current step, and a second Ctrl-C stops during the step. Both abort the requests of this
+        call. If another thread aborts a request, its result has the output so far and the
+        finish_reason "abort". Raises GenerationError, which contains all results, if a request
+        ended because no token could be sampled.
         """
-        check_call(self.generate, vllm)
+        check_call(self.generate, ignored)
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         requests = self._run(self.engine.check(pairs), use_tqdm)
         outputs: list[RequestOutput] = [request.output for request in requests]
@@ -140,16 +143,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams],
         use_tqdm: bool = True,
-        **vllm: Unpack[CallArguments],
+        **ignored: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of the prompts; see nanovllm/features/beam_search.py.
 
         params: one for all prompts, or one for each.
 
-        Returns one result for each prompt, with `sequences`, the best first. Prompts, errors and
-        Ctrl-C are as in `generate`.
+        Returns one result per prompt. Its `sequences` are sorted, the best first. Prompts, errors
+        and Ctrl-C are as in `generate`.
         """
-        check_call(self.beam_search, vllm)
+        check_call(self.beam_search, ignored)
         beam_search = load_optional("features.beam_search", "beam_search")
         pairs = pair_up(prompts, params, beam_search.BeamSearchParams, "params", optional=False)
         requests = self._run(self.engine.check(pairs), use_tqdm, "Searching")
@@ -164,23 +167,23 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
-        **vllm: Unpack[CallArguments],
+        **ignored: Unpack[CallArguments],
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt: the last token's final hidden state, normalized.
 
-        prompts: as in `generate`; each may have max_model_len tokens.
-        pooling_params: one for all prompts, or one for each, instead of the three fields that
-            follow. They are those of PoolingParams, where None is what the checkpoint says.
+        prompts: as in `generate`; each may have up to max_model_len tokens.
+        pooling_params: one for all prompts, or one for each. The next three arguments are its
+            fields, to be passed instead of it. None uses the setting of the checkpoint.
 
-        Raises as `generate` does, and ArithmeticError if the model computed NaN.
+        Raises ArithmeticError if the model computed NaN. Other errors are as in `generate`.
         """
-        check_call(self.embed, vllm)
+        check_call(self.embed, ignored)
         params_class = load_optional("features.embeddings.pooling", "embed").PoolingParams
         fields = params_class(dimensions, normalize, prompt_name)
         if pooling_params is None:
             pooling_params = fields
         elif fields != params_class():
-            raise TypeError("set the fields of pooling_params, or pass them alone")
+            raise TypeError("pass either pooling_params or its fields, not both")
         pairs = pair_up(prompts, pooling_params, params_class, "pooling_params")
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Embedding"))
 
@@ -190,28 +193,29 @@ class LLM:
         continuations: Prompt | Sequence[Prompt],
         use_tqdm: bool = True,
     ) -> list[LoglikelihoodOutput]:
-        """Return how likely each continuation is after its prompt.
+        """Return the log-likelihood of each continuation after its prompt.
 
         prompts: as in `generate`, one for each continuation, or one for all.
         continuations: strings, which are encoded together with their prompts, or token ids.
 
-        What several pairs begin with is computed once, except for its last partial block. A pair
-        may have max_model_len + 1 tokens. Raises as `embed` does.
+        A prefix that several pairs share is computed once, except for its last partial block. A
+        pair may have up to max_model_len + 1 tokens. Errors are as in `embed`.
         """
         loglikelihood = load_optional("features.loglikelihood", "loglikelihood")
-        pairs = loglikelihood.tokenize_pairs(self.engine.inputs, prompts, continuations)
+        pairs = loglikelihood.tokenize_pairs(self.engine.input_processor, prompts, continuations)
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
 
     def _run(
         self, prompts: list[CheckedPrompt], use_tqdm: bool, what: str = "Generating"
     ) -> list[Request]:
-        """Queue the prompts, and run their requests to the ends."""
+        """Queue the prompts, and run steps until their requests have ended."""
         requests: list[Request] = []
         progress = Progress()
-        with self._abort_on_error(requests) as interrupt:
+        with self._abort_on_error(requests) as interrupt, frozen_requests() as count:
             for _ in self.engine.add(prompts, requests, progress):
                 interrupt.check()
-            del prompts  # they take memory, which requests need
+                count(len(requests))
+            del prompts  # frees memory for the requests
             start = last_shown = time.monotonic()
             quiet = not use_tqdm or self._config.rank > 0
             with tqdm(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
@@ -219,6 +223,7 @@ class LLM:
                     if progress.error is not None:
                         raise progress.error
                     interrupt.check()
+                    count(len(requests) + progress.num_ended)
                     if not quiet and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
                         show_progress(bar, progress, last_shown - start)
@@ -227,7 +232,7 @@ class LLM:
 
     @contextmanager
     def _abort_on_error(self, requests: list[Request]) -> Iterator[DeferredInterrupt]:
-        """Defer Ctrl-C in the block. If it raises, abort the requests while it is still deferred."""
+        """Abort `requests` if the block raises an error. Defer Ctrl-C until after the abort."""
         with defer_interrupt() as interrupt:
             try:
                 yield interrupt
@@ -242,11 +247,11 @@ class LLM:
     ) -> Generator[StreamOutput, None, None]:
         """Complete the prompts as `generate` does, and yield new text and tokens after each step.
 
-        The texts of one (request_index, index), joined, are what `generate` would return. A
-        character that consists of several tokens is yielded when it is complete. Text that may be
-        the beginning of a stop string is held back until it cannot be one any more. Leaving the
-        loop early aborts the remaining requests, unless there are several ranks: then they run on
-        with the next call, or `shutdown` aborts them.
+        The joined texts of one (request_index, index) are the text that `generate` returns. A
+        character that consists of several tokens is yielded when it is complete. Text that may
+        begin a stop string is held back until the next characters decide. Leaving the loop early
+        aborts the remaining requests. With several ranks they instead continue with the next call,
+        unless `shutdown` aborts them.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         checked = self.engine.check(pairs)
@@ -271,7 +276,7 @@ class LLM:
                 if progress.error is not None:
                     raise progress.error
         except BaseException as error:
-            # The garbage collector closes an abandoned stream, at another moment on each rank.
+            # The garbage collector closes an abandoned stream at a different time on each rank.
             if self._config.tensor_parallel_size == 1 or not isinstance(error, GeneratorExit):
                 self.engine.abort(requests)
             raise
@@ -286,16 +291,16 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[Any] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-        **vllm: Unpack[CallArguments],
+        **ignored: Unpack[CallArguments],
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list: [{"role": "user", "content": "..."}, ...].
+        """Answer one conversation, [{"role": "user", "content": "..."}, ...], or a list of them.
 
         The content may be a list of parts, [{"type": "text", "text": "..."}, ...], which are joined
-        by newlines if the chat template takes strings only. chat_template_kwargs are variables of
-        the template; as in vLLM they overrule the other arguments. Raises ValueError if it cannot
-        render the messages, and if a chat_template that is given takes more than 10 seconds.
+        by newlines if the chat template accepts only strings. chat_template_kwargs are variables of
+        the template; as in vLLM, they take precedence over the other arguments. Raises ValueError
+        if the template cannot render the messages, or if `chat_template` takes over 10 seconds.
         """
-        check_call(self.chat, vllm)
+        check_call(self.chat, ignored)
         variables = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -303,10 +308,17 @@ class LLM:
             "tools": tools,
         }
         prompts = [
-            self.engine.inputs.chat_prompt(conversation, variables, chat_template_kwargs)
+            self.engine.input_processor.chat_prompt(conversation, variables, chat_template_kwargs)
             for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+
+def check_call(call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise an error for arguments of vLLM's methods, unless they change nothing here."""
+    if arguments:
+        names = load_optional("features.vllm_names", f"the argument {next(iter(arguments))!r}")
+        names.check_call(call, arguments)
 
 
 def show_progress(bar: tqdm[NoReturn], progress: Progress, seconds: float) -> None:
@@ -318,7 +330,7 @@ def show_progress(bar: tqdm[NoReturn], progress: Progress, seconds: float) -> No
 
 
 def unaborted(requests: list[Request]) -> list[Any]:
-    """Return the outputs of requests that have no part of one if they are aborted."""
+    """Return the outputs. Raises RuntimeError for an aborted request, which has no output."""
     if any(request.samples[0].seq.finish_reason == "abort" for request in requests):
         raise RuntimeError("another thread has aborted the requests of this call")
     return [request.output for request in requests]

@@ -13,11 +13,11 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.__main__ import COMMANDS
 from nanovllm.api import outputs
 from nanovllm.api.config import EngineConfig
-from nanovllm.api.vllm_names import VLLM_OPTIONS
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.features import beam_search
 from nanovllm.features import loglikelihood as scoring
 from nanovllm.features.embeddings import pooling
+from nanovllm.features.vllm_names import VLLM_OPTIONS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"

@@ -152,6 +152,13 @@ def test_optional_places_can_be_deleted(deleted: str, tmp_path: Path) -> None:
         "out = llm.chat([{'role': 'user', 'content': 'What is 2 + 3?'}], use_tqdm=False)\n"
         "assert out[0].outputs[0].text == '2 + 3 = 5', out\n"
     )
+    if "backends" in deleted.split():
+        code += (
+            "text = None\n"
+            "try: LLM(quantization='int8')\n"
+            "except ValueError as error: text = str(error)\n"
+            "assert text.startswith(\"quantization='int8' needs nanovllm/backends/int8.py\"), text\n"
+        )
     if "features" in deleted.split():
         code += (
             "text = None\n"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, Any, TypeAlias, get_args
+from typing import Annotated, TypeAlias, get_args
 
-from nanovllm.api.checks import Positive, Seed, check_scalars, unknown_name
-from nanovllm.api.log import logger
-from nanovllm.api.vllm_names import OTHER_NAMES, VLLM_OPTIONS, check_unused
+from nanovllm.api.checks import Positive, Seed, check_scalars, refuse_unknown_fields
 
 EMBEDDED = "qwen3-nano"  # the model that ships with the package
 Dtype: TypeAlias = Annotated[str, "auto", "float32", "bfloat16", "float16"]
@@ -21,6 +17,7 @@ DTYPES: tuple[str, ...] = get_args(Dtype)[1:]
 DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 
 
+@refuse_unknown_fields("option")
 @dataclass(frozen=True)
 class EngineConfig:
     """The parameters of LLM(). Raises TypeError for a wrong type, ValueError for a wrong value."""
@@ -73,30 +70,6 @@ class EngineConfig:
     max_logprobs: Annotated[int, -1, math.inf] = 20
     # "dummy": random weights; needs config.json only.
     load_format: Annotated[str, "auto", "dummy"] = "auto"
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """Return a config. Raises TypeError for an unknown option.
-
-        Options of vLLM that change nothing here are ignored.
-        """
-        known = [field.name for field in dataclasses.fields(cls)]
-        values = dict(options)
-        for other, name in OTHER_NAMES.items():
-            if (value := values.pop(other, None)) is not None:
-                given = values.setdefault(name, value)
-                if given is not value and given != value:
-                    raise ValueError(
-                        f"{other}={value!r} and {name}={given!r} are two names of one option; "
-                        "give one of them"
-                    )
-        for name in [name for name in values if name not in known]:
-            value = values.pop(name)
-            if name not in VLLM_OPTIONS:
-                raise TypeError(unknown_name("option", name, known))
-            check_unused(name, value, *VLLM_OPTIONS[name])
-            logger.debug(f"{name}={value!r} is an option of vLLM and changes nothing here")
-        return cls(**values)
 
     def __post_init__(self) -> None:
         # A dtype may be torch's own: str(torch.float32) is "torch.float32".

@@ -1,8 +1,8 @@
-"""BlockManager: which block of the KV cache belongs to which sequences, and what it holds.
+"""BlockManager: records which sequences own each block of the KV cache, and what it holds.
 
-It owns the pool of blocks and the prefix index, and changes the block fields of the sequences that
-it is given. It moves no data. Every operation costs O(number of blocks it touches). Paging and
-copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+It owns the pool of blocks and the prefix index, and updates the block fields of sequences. It
+copies no data. Every operation takes O(number of blocks it touches). Paging and copy-on-write
+follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
 From a token to its memory, with a block size of 4:
 
@@ -10,23 +10,23 @@ From a token to its memory, with a block size of 4:
     block_table  [     7             2           5   ]     physical blocks
     slot of t9 = block_table[9 // 4] * 4 + 9 % 4 = 5 * 4 + 1 = 21
 
-A block is in one of three states, which partition the pool. Block 0, the null block, is in none.
+Every block except block 0, the null block, is in exactly one of three states:
 
     owned      ref_count > 0: it appears in that many block tables
-    evictable  ref_count = 0 and cached: its content can still be shared until it is evicted
+    evictable  ref_count = 0 and cached: its content can be shared until it is evicted
     free       ref_count = 0 and not cached
 
-A full block is cached in the prefix index under hash = xxh64(hash of the block before it, its token
-ids), so that equal hashes mean equal prefixes. A hash is only a hint: a match also compares the
-token ids and the identity of the parent block, a number that is never reused. The prefix index is
-therefore correct with any hash function. Two prompts with a common beginning, as chains:
+A full block is cached in the prefix index under hash = xxh64(hash of the previous block, token
+ids), so that equal prefixes have equal hashes. A hash is only a hint: a match also compares the
+token ids and the serial number of the parent block. Serial numbers are never reused, so the prefix
+index is correct with any hash function. Two prompts with a common prefix, as chains:
 
-    block 3 [ a b ] identity 1, parent 0  <--+-- block 5 [ c d ] identity 2, parent 1
-                                             +-- block 8 [ x y ] identity 3, parent 1
+    block 3 [ a b ] serial 1, parent_serial 0 <--+-- block 5 [ c d ] serial 2, parent_serial 1
+                                                 +-- block 8 [ x y ] serial 3, parent_serial 1
 
-After block 3 was evicted, 5 and 8 are still cached, but a match cannot reach them. If [ a b ] is
-computed again, its block has the identity 4, and blocks 5 and 8 still do not match: their parent is 1.
-They are evicted in their turn, or replaced when [ c d ] or [ x y ] is cached again.
+After block 3 is evicted, blocks 5 and 8 are still cached, but a match cannot reach them. If [ a b ]
+is computed again, its block has serial number 4. Blocks 5 and 8 still do not match, because their
+parent_serial is 1. They are evicted later, or replaced when [ c d ] or [ x y ] is cached again.
 """
 
 from array import array
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from xxhash import xxh64_intdigest
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import BlockMove, StepPlan
+from nanovllm.plan import BlockCopy, StepPlan
 
 
 @dataclass(slots=True)
@@ -45,27 +45,27 @@ class Block:
     block_id: int
     ref_count: int = 0
     # Set while the block is cached.
-    identity: int = 0  # never reused; 0 means not cached, and is the parent of a first block
-    parent: int = 0  # identity of the block before it
+    serial: int = 0  # never reused; 0 if not cached
+    parent_serial: int = 0  # serial of the previous block; 0 for the first
     hash: int = 0
     token_ids: bytes = b""
 
-    def holds(self, parent: int, token_ids: bytes) -> bool:
-        """Whether its content is these tokens after those of the block with identity `parent`."""
-        return self.parent == parent and self.token_ids == token_ids
+    def holds(self, parent_serial: int, token_ids: bytes) -> bool:
+        """Return whether the block holds `token_ids` after a parent with serial `parent_serial`."""
+        return self.parent_serial == parent_serial and self.token_ids == token_ids
 
 
 class BlockManager:
     def __init__(
         self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
     ) -> None:
-        """`num_blocks` blocks for sequences, numbered from 1. The null block 0 is additional."""
+        """Create `num_blocks` blocks for sequences, numbered from 1, and the null block 0."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.evictions = 0
         self.num_resets = 0  # of the prefix cache
-        self._last_identity = 0
+        self._last_serial = 0
         self._free_all()
 
     def _free_all(self) -> None:
@@ -73,13 +73,13 @@ class BlockManager:
         self.free = list(range(self.num_blocks, 0, -1))  # taken from the end
         self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.prefix_index: dict[int, int] = {}  # hash -> block id
-        # For the plan that is being made; see take_moves.
-        self._moves: list[BlockMove] = []
+        # For the plan that is being made; see `fill_copies`.
+        self._copies: list[BlockCopy] = []
         self._evicted: list[int] = []
 
     @property
     def num_available(self) -> int:
-        """Blocks that no sequence owns."""
+        """Number of blocks that no sequence owns."""
         return len(self.free) + len(self.evictable)
 
     # ---- the prefix cache ----
@@ -105,8 +105,8 @@ class BlockManager:
     def match(self, seq: Sequence) -> list[Block]:
         """Return the cached blocks that hold the beginning of `seq`. Changes only its hashes.
 
-        The block of its last token is not matched, because the logits of that token are needed: at
-        least 1 and at most `block_size` tokens remain to be computed.
+        The block of the last token is not matched, because the logits of this token must be
+        computed. If all other blocks match, 1 to `block_size` tokens remain to be computed.
         """
         matched: list[Block] = []
         if not self.enable_prefix_caching:
@@ -118,11 +118,11 @@ class BlockManager:
             if block is None:
                 break
             matched.append(block)
-            parent = block.identity
+            parent = block.serial
         return matched
 
     def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
-        """What `match` takes for logical block `i`. features/host_tier/blocks.py also looks in host memory."""
+        """Look up logical block `i` for `match`. The host cache also searches host memory."""
         return self._lookup(seq, i, parent)
 
     def _lookup(self, seq: Sequence, i: int, parent: int) -> Block | None:
@@ -136,13 +136,13 @@ class BlockManager:
         return array("I", seq.token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()
 
     def cache_full_blocks(self, seq: Sequence) -> None:
-        """Cache every block of `seq` whose tokens are known and whose KV is computed.
+        """Cache every full block of `seq` whose tokens are known and whose KV is computed.
 
         "Computed" includes the plan being made, because each layer stores K and V of the whole
         step before any query attends. Sequences of the same step can therefore share a block.
 
-        A sequence that began before the last reset of the prefix cache caches nothing more, because
-        its later blocks depend on what it computed before.
+        A sequence that began before the last reset of the prefix cache caches no more blocks,
+        because its later blocks depend on KV that was computed before the reset.
         """
         full = min(seq.num_computed, len(seq.token_ids)) // self.block_size
         if not self.enable_prefix_caching or seq.num_cached_blocks >= full:
@@ -152,18 +152,20 @@ class BlockManager:
         self.hash_blocks(seq)
         while seq.num_cached_blocks < full:
             i = seq.num_cached_blocks
-            block = self._lookup(seq, i, seq.parent_block)
+            block = self._lookup(seq, i, seq.parent_serial)
             if block is None:
                 block = self.blocks[seq.block_table[i]]
-                self._cache(block, seq.parent_block, seq.block_hashes[i], self._token_bytes(seq, i))
-            seq.parent_block = block.identity
+                self._cache(
+                    block, seq.parent_serial, seq.block_hashes[i], self._token_bytes(seq, i)
+                )
+            seq.parent_serial = block.serial
             seq.num_cached_blocks += 1
 
     def _cache(self, block: Block, parent: int, key: int, tokens: bytes) -> None:
         if key in self.prefix_index:  # a hash collision, or a block whose parent was evicted
             self._uncache(self.blocks[self.prefix_index[key]])
-        self._last_identity += 1
-        block.identity, block.parent = self._last_identity, parent
+        self._last_serial += 1
+        block.serial, block.parent_serial = self._last_serial, parent
         block.hash, block.token_ids = key, tokens
         self.prefix_index[key] = block.block_id
 
@@ -172,17 +174,17 @@ class BlockManager:
             del self.evictable[block.block_id]
             self.free.append(block.block_id)
         del self.prefix_index[block.hash]
-        block.identity, block.parent, block.hash, block.token_ids = 0, 0, 0, b""
+        block.serial, block.parent_serial, block.hash, block.token_ids = 0, 0, 0, b""
 
     def revert(self, seqs: Iterable[Sequence]) -> None:
-        """Free all blocks, in whatever state a failure has left them, and those of `seqs`."""
+        """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`."""
         self._free_all()
         self.reset_prefix_cache()
         for seq in seqs:
             self._forget_blocks(seq)
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the cache. Sequences keep the blocks that they own, uncached."""
+        """Remove every block from the prefix cache. Sequences keep the blocks that they own."""
         self.num_resets += 1
         for block_id in list(self.prefix_index.values()):
             self._uncache(self.blocks[block_id])
@@ -190,64 +192,62 @@ class BlockManager:
     # ---- ownership ----
 
     def num_needed(self, seq: Sequence, num_tokens: int) -> int:
-        """New blocks that `seq` needs for its first `num_tokens`, including a copy-on-write."""
+        """Return how many blocks `seq` lacks for its first `num_tokens`, with a copy-on-write."""
         blocks = -(-num_tokens // self.block_size)
         return blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
 
-    def share(self, seq: Sequence, matched: list[Block]) -> None:
-        """Start `seq.block_table` with cached blocks. Their KV may be computed by the same step."""
+    def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
+        """Set `seq.block_table` to cached blocks. The same step may compute their KV."""
         for block in matched:
             if block.ref_count == 0:
                 del self.evictable[block.block_id]
             block.ref_count += 1
         seq.block_table = [block.block_id for block in matched]
         seq.num_cached_blocks = len(matched)
-        seq.parent_block = matched[-1].identity if matched else 0
+        seq.parent_serial = matched[-1].serial if matched else 0
         seq.num_computed = len(matched) * self.block_size
         seq.began_after = self.num_resets
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """Share with `child` the blocks of the first `num_computed` tokens of `parent`.
+        """Share the blocks of the first `num_computed` tokens of `parent` with `child`.
 
-        The last of these blocks is copied by whichever of the two writes to it first.
+        The sequence that first writes to the last of these blocks copies it.
         """
         child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
         child.num_computed, child.began_after = num_computed, parent.began_after
         if parent.num_cached_blocks <= (full := num_computed // self.block_size):
-            child.num_cached_blocks, child.parent_block = (
-                parent.num_cached_blocks,
-                parent.parent_block,
-            )
+            child.num_cached_blocks = parent.num_cached_blocks
+            child.parent_serial = parent.parent_serial
             child.block_hashes = parent.block_hashes[:full]
         child.needs_copy_on_write = parent.needs_copy_on_write = True
 
     def _shared_block(self, seq: Sequence) -> Block | None:
-        """Return the block that `seq` writes next, if it must be copied before.
+        """Return the block that `seq` writes next if it must be copied first, else None.
 
-        A cached block counts as shared even if no other sequence owns it now, because its content
-        must stay what the prefix index says.
+        A cached block counts as shared even if no other sequence owns it, because its content must
+        not differ from its entry in the prefix index.
         """
         i = seq.num_computed // self.block_size
         if not seq.needs_copy_on_write or i >= len(seq.block_table):
             return None
         block = self.blocks[seq.block_table[i]]
-        return None if block.ref_count == 1 and not block.identity else block
+        return None if block.ref_count == 1 and not block.serial else block
 
     def copy_on_write(self, seq: Sequence) -> int | None:
-        """Make the block that `seq` writes next its own. Returns the copy, if there is one."""
+        """Copy the block that `seq` writes next if it is shared. Returns the copy, or None."""
         shared, seq.needs_copy_on_write = self._shared_block(seq), False
         if shared is None:
             return None
         self._release_block(shared)
         copy = self._take_block()
-        self._moves.append(BlockMove(shared.block_id, copy))
+        self._copies.append(BlockCopy(shared.block_id, copy))
         seq.block_table[seq.num_computed // self.block_size] = copy
         return copy
 
     def num_evictable(self, matched: list[Block]) -> int:
-        """How many of these blocks have no owner, and so stop being available when shared."""
+        """Return how many of `matched` have no owner: they are available until they are shared."""
         return sum(block.ref_count == 0 for block in matched)
 
     def append_block(self, seq: Sequence) -> int:
@@ -256,15 +256,15 @@ class BlockManager:
         return seq.block_table[-1]
 
     def choose_victim(self) -> int:
-        """The evictable block that `_take_block` evicts next: the least recently used one."""
+        """Return the block that `_take_block` evicts next: the least recently used one."""
         return next(iter(self.evictable))
 
     def stats(self) -> dict[str, int]:
-        """More counters for `LLMEngine.stats`; features/host_tier/blocks.py has some."""
+        """Return more counters for `LLMEngine.stats`. The host cache has some."""
         return {}
 
     def _take_block(self) -> int:
-        """Return a block for one owner. If none is free, a cached one is evicted first."""
+        """Return a block with one owner. Evicts a cached block if none is free."""
         if not self.free:
             self._evict(self.choose_victim())
         block_id = self.free.pop()
@@ -272,26 +272,26 @@ class BlockManager:
         return block_id
 
     def _evict(self, block_id: int) -> None:
-        """Free an evictable block. Its content is lost; features/host_tier/blocks.py saves it before."""
+        """Free an evictable block. Its content is lost, unless the host cache saves it."""
         self._uncache(self.blocks[block_id])
         self.evictions += 1
         self._evicted.append(block_id)
 
-    def take_moves(self, plan: StepPlan) -> list[int]:
-        """Put the moves that it must make into `plan`. Returns the blocks that were evicted for it."""
-        plan.block_moves, evicted = self._moves, self._evicted
-        self._moves, self._evicted = [], []
+    def fill_copies(self, plan: StepPlan) -> list[int]:
+        """Put the pending copies into `plan`. Returns the blocks that were evicted for it."""
+        plan.block_copies, evicted = self._copies, self._evicted
+        self._copies, self._evicted = [], []
         return evicted
 
     def _release_block(self, block: Block) -> None:
         block.ref_count -= 1
-        if block.ref_count == 0 and block.identity:
+        if block.ref_count == 0 and block.serial:
             self.evictable[block.block_id] = None
         elif block.ref_count == 0:
             self.free.append(block.block_id)
 
     def release(self, seq: Sequence) -> None:
-        """Release the blocks of `seq`, the last first, so that shared prefixes are evicted last."""
+        """Release the blocks of `seq`, last to first, so that shared prefixes are evicted last."""
         for block_id in reversed(seq.block_table):
             self._release_block(self.blocks[block_id])
         self._forget_blocks(seq)
@@ -299,4 +299,4 @@ class BlockManager:
     def _forget_blocks(self, seq: Sequence) -> None:
         seq.block_table = []
         seq.needs_copy_on_write = False
-        seq.num_computed = seq.num_cached_blocks = seq.parent_block = 0
+        seq.num_computed = seq.num_cached_blocks = seq.parent_serial = 0

@@ -1,167 +1,122 @@
-"""EngineCore: the loop.
+"""EngineCore: the loop that plans, launches and commits steps.
 
     while there is work:
-        step = scheduler.schedule()     # changes queues and blocks
-        wait = runner.run(step.plan)    # launches the step: changes the KV cache and the rows
-        scheduler.commit(step, wait().token_ids)  # appends tokens to sequences
+        step = scheduler.schedule()                   # changes queues and blocks
+        get_output = runner.run(step.plan)            # launches the step: changes KV cache and rows
+        scheduler.commit(step, get_output().token_ids)  # appends tokens to sequences
 
-It is given its scheduler, its runner and its output processor. LLMEngine adds the requests. This
-folder imports no torch.
-
-Several threads may use an engine. One of them at a time runs a step, which serves the requests of
-all; the others wait for its end. `lock` is not held while the runner works, so that requests can be
-added and aborted during a step.
+The caller passes the scheduler, the runner and the output processor. LLMEngine adds the requests.
+turns.py chooses the thread that runs a step. This folder imports no torch.
 """
 
-import os
 import threading
-import time
-from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from functools import partial
 
-from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
-from nanovllm.plan import Runner, StepOutput, Yield
-
-# Of many requests, so many are added or aborted at a time. Then the lock is free for so many seconds:
-# a thread that waits for it would not get it if it were taken again at once.
-BATCH_SIZE, HANDOVER = 1000, 1e-4
+from nanovllm.engine.turns import Turns
+from nanovllm.plan import ResultKind, Runner, StepOutput
 
 
 class EngineCore:
     def __init__(
-        self, scheduler: Scheduler, runner: Runner, outputs: OutputProcessor, overlap: bool
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        output_processor: OutputProcessor,
+        async_scheduling: bool,
     ) -> None:
-        """With `overlap`, a step is planned and launched before the previous one is committed."""
-        self.scheduler, self.runner, self.outputs = scheduler, runner, outputs
-        self.max_in_flight = 1 if overlap else 0  # steps that `run_step` leaves uncommitted
+        """async_scheduling: plan and launch a step before the previous one is committed."""
+        self.scheduler, self.runner = scheduler, runner
+        self.output_processor = output_processor
+        self.async_scheduling = async_scheduling
         self.observer = NO_OBSERVER  # see nanovllm/tools/trace/trace.py
-        self._process = os.getpid()
-        self._lock = threading.RLock()
-        self._to_abort: deque[Request] = deque()
-        self._step_lock = threading.Lock()  # held by the thread that runs a step
-        self._stepping: int | None = None  # that thread
+        # Nothing here refers to this object, so that the last reference to it frees its memory.
+        self._turns = Turns(partial(abort_request, scheduler, output_processor))
 
     def run_step(self) -> None:
         """Plan and launch one step, and commit the steps whose results are due.
 
         If another thread is running a step, this only waits for its end. If a step fails, the
-        running sequences return to the waiting queue and the error is raised. The
-        engine remains usable. Ctrl-C is raised when the step is complete; a second one at once.
+        running sequences return to the waiting queue and the error is raised. The engine remains
+        usable. Ctrl-C is raised when the step is complete, a second Ctrl-C immediately.
         """
-        with self._claim_step() as interrupt:
-            if interrupt is None:
-                return
-            step = self._schedule()  # changes blocks and queues
+        with self._turns.claim(on_error=self._revert) as turn:
+            if turn is None:
+                return  # another thread has run a step
+            step = self._schedule()
             if step is not None:
-                with interrupt:
-                    step.wait = self.runner.run(step.plan)  # changes KV cache and rows
-            # If async, the previous step is committed while the device works; if not, this one.
-            while len(self.scheduler.in_flight) > (0 if step is None else self.max_in_flight):
-                oldest = self.scheduler.in_flight[0]
-                assert oldest.wait is not None
-                with interrupt:
-                    output = oldest.wait()  # waits for the device
-                self._commit(oldest, output)  # changes sequences and the prefix cache
-
-    @contextmanager
-    def _claim_step(self) -> Iterator[DeferredInterrupt | None]:
-        """Make this the thread that runs a step. If another runs one, wait for it and yield None."""
-        if self._stepping == threading.get_ident():
-            raise RuntimeError(
-                "a logits processor cannot run the engine that calls it; use another LLM"
-            )
-        with defer_interrupt() as interrupt:
-            if not self._step_lock.acquire(blocking=False):
-                with interrupt, self._step_lock:
-                    pass
-                yield None
-                return
-            self._stepping = threading.get_ident()
-            try:
-                self._abort_noted()
-                yield interrupt
-            except BaseException as error:
-                with self.lock:
-                    self._revert(error)
-                raise
-            finally:
-                self._stepping = None
-                self._step_lock.release()
-                self._abort_noted()
+                step.get_output = turn.interruptible(self.runner.run, step.plan)
+            for due in self._due(step):
+                assert due.get_output is not None
+                self._commit(due, turn.interruptible(due.get_output))
 
     def _schedule(self) -> InFlightStep | None:
+        """Plan a step, which changes queues and blocks."""
         with self.lock:
             self.observer.begin()
             step = self.scheduler.schedule()
-            if step is None and self.outputs.requests and not self.scheduler.has_work():
-                raise RuntimeError("requests wait for nothing, which is a bug of the engine")
+            if step is None and self.output_processor.requests and not self.scheduler.has_work():
+                raise RuntimeError("requests are unfinished but none can run: a bug in the engine")
             if step is not None:
-                self.outputs.record_scheduled([step.seqs[join.row] for join in step.plan.joins])
+                admitted = [step.seqs[new.row] for new in step.plan.new_rows]
+                self.output_processor.record_scheduled(admitted)
             self.observer.scheduled(step)
         return step
 
+    def _due(self, step: InFlightStep | None) -> Iterator[InFlightStep]:
+        """Yield the steps to commit after `step` is launched, the oldest first.
+
+        With async scheduling this is the previous step, while the device computes `step`. Without
+        it, this is `step` itself. If nothing was launched, these are all steps in flight.
+        """
+        in_flight = self.scheduler.in_flight
+        while len(in_flight) > (step is not None and self.async_scheduling):
+            yield in_flight[0]
+
     def _commit(self, step: InFlightStep, output: StepOutput) -> None:
+        """Process the results of a step, which changes sequences and the prefix cache."""
         with self.lock:
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)
-            self.outputs.process(step, output, updated)
-            for request in self.outputs.failed:
-                if request.task.yields is Yield.CANDIDATES and request.error is not None:
-                    # It was changing its beams, so the queues may be in any state.
+            self.output_processor.process(step, output, updated)
+            for request in self.output_processor.failed:
+                if request.task.result_kind is ResultKind.CANDIDATES and request.error is not None:
+                    # The error interrupted the choice of beams, so the queues may be in any state.
                     self._revert(request.error)
                     return
-            endings = self.outputs.endings()
+            endings = self.output_processor.endings()
             for seq, ending in endings:
                 self.scheduler.finish(seq, *ending)
-            self.outputs.collect_finished([*updated, *(seq for seq, _ in endings)])
+            self.output_processor.collect_finished([*updated, *(seq for seq, _ in endings)])
             self.observer.committed(step, updated, output)
 
     def _revert(self, error: BaseException) -> None:
-        """Return to a state from which all requests go on, whichever line has failed."""
-        self.scheduler.revert_in_flight(self.outputs.rewind())
-        for seq, ending in self.outputs.endings():  # those that were not finished yet
+        """Restore a state from which all requests can continue, whichever line failed."""
+        self.scheduler.revert_in_flight(self.output_processor.rewind())
+        for seq, ending in self.output_processor.endings():  # which the commit did not apply
             self.scheduler.finish(seq, *ending)
-        self.outputs.collect_finished(self.outputs.sequences())
+        self.output_processor.collect_finished(self.output_processor.sequences())
         self.observer.reverted(error)
 
     @property
     def lock(self) -> "threading.RLock":
-        """Guards scheduler, requests and results. Raises RuntimeError in a forked process."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "this LLM was made in another process and cannot be used in one forked from it; "
-                "start the process with multiprocessing.get_context('spawn') and make an LLM there"
-            )
-        return self._lock
+        """Lock of scheduler, requests and results. It is free while the runner works."""
+        return self._turns.lock
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End the given requests that are unfinished. A newer request with the same id is not affected.
+        """End the requests that are unfinished. Never waits; see `Turns.abort`."""
+        self._turns.abort(requests)
 
-        The garbage collector calls this for an abandoned stream, in the middle of any code. It
-        therefore never waits: while another call holds the lock, it only records the requests. They
-        then end with the current step or before the next one.
-        """
-        self._to_abort.extend(requests)
-        self._abort_noted()
 
-    def _abort_noted(self) -> None:
-        if not self._to_abort or self._lock._is_owned():  # type: ignore[attr-defined]
-            return
-        with defer_interrupt():
-            while self._to_abort and self._lock.acquire(blocking=False):
-                try:
-                    for _ in range(min(BATCH_SIZE, len(self._to_abort))):
-                        request = self._to_abort.popleft()
-                        if self.outputs.requests.get(request.request_id) is request:
-                            for sample in request.samples:
-                                self.scheduler.abort(sample.seq)
-                            self.outputs.end_aborted(request)
-                finally:
-                    self._lock.release()
-                if self._to_abort:
-                    time.sleep(HANDOVER)
+def abort_request(
+    scheduler: Scheduler, output_processor: OutputProcessor, request: Request
+) -> None:
+    """End a request in any state, unless it has ended."""
+    if output_processor.requests.get(request.request_id) is request:
+        for sample in request.samples:
+            scheduler.abort(sample.seq)
+        output_processor.end_aborted(request)

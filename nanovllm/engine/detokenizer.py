@@ -1,14 +1,14 @@
-"""Detokenizer: the text of a stream of tokens, while the tokens are generated.
+"""Detokenizer: converts a stream of tokens to text while the tokens are generated.
 
 It stores the tokens whose text is not final. A tokenizer decodes an incomplete character as U+FFFD.
-A U+FFFD at the end is therefore held back, so that the returned parts, joined, are the whole text.
+A U+FFFD at the end is therefore held back, so that the returned parts join to the whole text.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-# The type, in other files too. transformers is imported when a tokenizer is loaded.
+# Other files use this type too. transformers is only imported when a tokenizer is loaded.
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
     Tokenizer = Any
 
-# If no text was final for this many tokens, the window is shortened. This needs invalid bytes.
+# The window is shortened if this many tokens give no final text, as only invalid bytes do.
 WINDOW = 32
 
 
@@ -41,13 +41,13 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """Return the remaining text. An incomplete character stays U+FFFD."""
+        """Return the remaining text. An incomplete character is returned as U+FFFD."""
         new = self.decode(self.window)[self.num_returned :]
         self.window, self.num_returned = [], 0
         return new
 
     def _shorten(self, text: str) -> None:
-        """Drop a returned part of the window if both parts decode to the same text as the whole."""
+        """Drop a returned part of the window if the text is the same when decoded in two parts."""
         for cut in range(len(self.window) - 1, 0, -1):
             head = self.decode(self.window[:cut])
             if len(head) <= self.num_returned and head + self.decode(self.window[cut:]) == text:

@@ -1,7 +1,7 @@
-"""InputProcessor: from the prompts of a caller to token ids that the model can compute.
+"""InputProcessor: converts the prompts of a caller to token ids that the model can compute.
 
-Prompts are checked here before they are queued. Each check raises TypeError or ValueError; the
-message names the value and what would work instead.
+Prompts are checked here before they are queued. Each check raises TypeError or ValueError with a
+message that names the value and an alternative that works.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.task import Task
 
-BATCH_SIZE = 1000  # prompts that are tokenized at a time: a fast tokenizer uses all cores
+BATCH_SIZE = 1000  # prompts tokenized at a time; a fast tokenizer uses all cores
 
 
 class CheckedPrompt(NamedTuple):
-    """A prompt that can run."""
+    """A prompt that has passed all checks."""
 
     text: str | None
     token_ids: list[int]
@@ -40,20 +40,20 @@ class InputProcessor:
     seed: int
     has_head: bool = True
     max_logprobs: int = 20
-    grammars: Any = None  # a GrammarCompiler of features/structured.py, if it is there
-    pooling: Any = None  # what the checkpoint says about embeddings: PoolingSettings
+    grammars: Any = None  # a GrammarCompiler, if features/structured.py exists
+    pooling: Any = None  # PoolingSettings: the embedding settings of the checkpoint
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.warned_of_length = False
-        # Prompts share these, because an int takes 32 bytes, and a list of ints 8 for each.
+        # Prompts share these ints: an int takes 32 bytes, and a reference in a list only 8.
         self.tokens = list(range(self.vocab_size))
 
     def check(
         self, pairs: abc.Sequence[tuple[Prompt, Any]], make_task: Callable[[Any], Task]
     ) -> Iterator[CheckedPrompt]:
         """Check prompts and their parameters. Errors name the prompt if there are several."""
-        known: dict[int, Task] = {}  # by the identity of parameters, which `pairs` holds
+        known: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
         i = 0
         try:
             for start in range(0, len(pairs), BATCH_SIZE):
@@ -82,7 +82,7 @@ class InputProcessor:
             )
 
     def check_length(self, num_tokens: int, max_length: int) -> None:
-        """Raise ValueError if a prompt without an output is longer than `max_length`."""
+        """Raise ValueError if the prompt of a request without output exceeds `max_length`."""
         if num_tokens > max_length:
             raise ValueError(
                 f"{num_tokens} tokens are more than {max_length}, the limit with "
@@ -90,7 +90,7 @@ class InputProcessor:
             )
 
     def room_for_output(self, num_tokens: int, max_tokens: int | None) -> int:
-        """Return how many tokens an output may have. Raises ValueError if there is no room."""
+        """Return how many output tokens are possible. Raises ValueError if there is no room."""
         room = self.max_model_len - num_tokens
         if room < 1:
             raise ValueError(
@@ -107,7 +107,7 @@ class InputProcessor:
         return min(max_tokens or room, room)
 
     def check_tokens(self, ids: list[int]) -> list[int]:
-        """Return the token ids of a prompt. Raises ValueError if the model does not have them."""
+        """Return the token ids of a prompt. Raises ValueError if it is empty or has invalid ids."""
         if not ids:
             raise ValueError("the prompt is empty; give at least one token")
         size = self.vocab_size
@@ -119,7 +119,7 @@ class InputProcessor:
         return [self.tokens[token] for token in ids]
 
     def compile_grammar(self, params: Any, stop_token_ids: tuple[int, ...]) -> Any:
-        """Return the grammar of an output that one of these tokens ends."""
+        """Return the compiled grammar of an output that ends with one of `stop_token_ids`."""
         if self.grammars is None:
             raise ValueError(
                 "structured_outputs needs nanovllm/features/structured.py, which this copy of "
@@ -130,8 +130,10 @@ class InputProcessor:
     def chat_prompt(
         self, conversation: Iterable[Message], variables: dict[str, Any], more: Any = None
     ) -> Prompt:
-        """Return the prompt of a conversation. `variables` are those of the chat template, and the
-        template itself; `more`, the chat_template_kwargs of a caller, take precedence.
+        """Return the prompt of a conversation.
+
+        variables: the chat template and its variables.
+        more: the chat_template_kwargs of a caller, which take precedence.
         """
         variables = template_variables(variables, more)
         template = variables.pop("chat_template", None)
@@ -147,26 +149,26 @@ class InputProcessor:
         """Return the token ids of a text. Raises ValueError if there are none."""
         tokenizer = self.get_tokenizer()
         try:
-            # With verbose=True, a long text prints that indexing errors will follow.
+            # With verbose=True, a long text prints a warning about indexing errors.
             return list(
                 tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
             )
         except (TypeError, UnicodeError):  # raised by tokenizers if text is not Unicode
             raise ValueError(f"the text cannot be encoded as UTF-8: {text!r:.80}") from None
-        except Exception as error:  # that is what tokenizers raises of text without a token
+        except Exception as error:  # tokenizers raises this type if a text has no token
             raise ValueError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
 
     def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
-        """Yield what `encode` returns for each text. One call for all takes a fraction of the time."""
+        """Yield the token ids of each text. One call for all is much faster than one call each."""
         if len(texts) > 1:
             options = {"return_attention_mask": False, "return_token_type_ids": False}
-            with contextlib.suppress(TypeError, UnicodeError):  # `encode` finds which text it is
+            with contextlib.suppress(TypeError, UnicodeError):  # `encode` finds the text
                 return iter(self.get_tokenizer()(texts, verbose=False, **options)["input_ids"])
         return map(self.encode, texts)
 
 
 def split_for(task: Task, prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """Return (text, token ids) of a prompt of `task`, one of which may be None."""
+    """Return the text and the token ids of a prompt of `task`. One of them may be None."""
     text, ids = split_prompt(prompt)
     if ids is None and text is not None:
         return task.text_prompt(text), None

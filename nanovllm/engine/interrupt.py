@@ -1,41 +1,42 @@
-"""Signals wait until a step is complete. Meanwhile another handler is installed for each of them."""
+"""Deferred signals: signals during a step are recorded, and handled when it is complete."""
 
-import _signal  # type: ignore[import-not-found]  # the functions of `signal` take ten times as long
+import _signal  # type: ignore[import-not-found]  # `signal` takes ten times as long
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], Any]
 NUMBERS = sorted(map(int, signal.valid_signals()), key=lambda n: n != signal.SIGINT)
 
 
 class DeferredInterrupt:
-    """A handler that notes signals, for which it later calls the handlers that it has replaced.
+    """A handler that records signals, and later calls the replaced handlers for them.
 
-    As a context manager it lets a signal through that comes a second time, as Ctrl-C may.
+    As a context manager it handles a repeated signal immediately, such as a second Ctrl-C.
     """
 
     def __init__(self) -> None:
         self.replaced: dict[int, Handler] = {}
-        self.noted: dict[int, FrameType | None] = {}
+        self.pending: dict[int, FrameType | None] = {}
         self.is_active = False
-        self.may_raise = False  # whether a signal that is noted is handled if it comes again
+        self.may_raise = False  # whether a repeated signal is handled immediately
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        again = self.may_raise and number in self.noted
+        again = self.may_raise and number in self.pending
         if self.is_active and not again:
-            self.noted.setdefault(number, frame)
+            self.pending.setdefault(number, frame)
             return
-        self.may_raise = False  # the cleanup that follows an error is not interrupted
-        self.noted.pop(number, None)
+        self.may_raise = False  # so that the cleanup after an error is not interrupted
+        self.pending.pop(number, None)
         self.replaced[number](number, frame)
         self.may_raise = again
 
     def install(self) -> None:
-        """Replace every handler that is a function of the program, such as Ctrl-C's."""
+        """Replace every handler that is a Python function, such as the handler of Ctrl-C."""
         self.is_active = True
         for number in NUMBERS:
             if callable(handler := _signal.getsignal(number)):
@@ -43,25 +44,30 @@ class DeferredInterrupt:
                 _signal.signal(number, self)
 
     def restore(self) -> None:
-        """Install the handlers again, unless the program has installed others since."""
+        """Restore the replaced handlers, unless the program has installed others since."""
         try:
             for number, handler in self.replaced.items():
                 if _signal.getsignal(number) is self:
                     _signal.signal(number, handler)
             self.is_active = False
-        except BaseException:  # raised by one of them
+        except BaseException:  # raised by a handler
             self.restore()
             raise
 
     def check(self) -> None:
-        """Call the handlers of the signals that came. Ctrl-C's raises KeyboardInterrupt."""
-        if self.noted:
-            number = next(iter(self.noted))
-            frame = self.noted.pop(number)
+        """Call the handlers of the pending signals. For Ctrl-C this raises KeyboardInterrupt."""
+        if self.pending:
+            number = next(iter(self.pending))
+            frame = self.pending.pop(number)
             try:
                 self.replaced[number](number, frame)
             finally:
-                self.check()  # also if this one has raised
+                self.check()  # also if this handler has raised
+
+    def interruptible(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that a second Ctrl-C may interrupt at any line."""
+        with self:
+            return function(*args)
 
     def __enter__(self) -> None:
         self.may_raise = True
@@ -72,16 +78,16 @@ class DeferredInterrupt:
 
 @contextmanager
 def defer_interrupt() -> Iterator[DeferredInterrupt]:
-    """The handlers of signals are called at the end of the block, or where it calls `check`.
+    """Defer signal handlers to the end of the block, or to a call of `check` in it.
 
         with defer_interrupt() as interrupt:
             change_state()
             with interrupt:
-                work_for_long()  # may be left at any point: a second Ctrl-C raises at once
+                work_for_long()  # a second Ctrl-C raises at once, at any line
 
-    So no handler can raise in the middle of a change: that of Ctrl-C, of an alarm or of SIGTERM.
-    Inside another such block, only that one calls them at its end. Outside the main thread, which
-    alone handles signals, nothing is deferred.
+    No handler, such as the one of Ctrl-C, an alarm or SIGTERM, can then raise in the middle of a
+    change. Of nested blocks, the outermost calls the handlers at its end. Only the main thread
+    handles signals, so nothing is deferred in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield DeferredInterrupt()

@@ -1,11 +1,11 @@
-"""LLMEngine: from requests to results.
+"""LLMEngine: accepts requests and returns their results.
 
     add_request --> InputProcessor --> Scheduler ---- plan ----> runner
                                        waiting, running          model, KV cache, rows
     RequestOutput <- OutputProcessor <- Scheduler.commit <- StepOutput
 
-It owns the input processor, the scheduler and the output processor, and is given its runner. The
-loop is that of EngineCore, from which it inherits. This folder imports no torch.
+It owns the input processor, the scheduler and the output processor; the caller passes the runner.
+It inherits the loop from EngineCore. This folder imports no torch.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from nanovllm.api.outputs import RequestMetrics
 from nanovllm.api.prompts import Prompt
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.core import BATCH_SIZE, HANDOVER, EngineCore
+from nanovllm.engine.core import EngineCore
 from nanovllm.engine.input_processor import CheckedPrompt, InputProcessor
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.output_processor import Output, OutputProcessor
@@ -26,7 +26,8 @@ from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.task import Task, TaskFactory
-from nanovllm.plan import Runner, Yield
+from nanovllm.engine.turns import BATCH_SIZE, HANDOVER
+from nanovllm.plan import ResultKind, Runner
 
 
 class LLMEngine(EngineCore):
@@ -34,24 +35,29 @@ class LLMEngine(EngineCore):
         self,
         config: EngineConfig,
         runner: Runner,
-        inputs: InputProcessor,
+        input_processor: InputProcessor,
         task_factories: Mapping[type, TaskFactory] | None = None,
-        blocks: BlockManager | None = None,
+        block_manager: BlockManager | None = None,
     ) -> None:
-        """task_factories: parameters -> what makes their task; None: sampling alone. blocks: of the
-        runner; None: a new BlockManager.
+        """Make the scheduler and the output processor for `runner`.
+
+        task_factories: class of parameters -> factory of their task. None: only sampling.
+        block_manager: manages the blocks of the runner. None: a new BlockManager.
         """
-        if blocks is None:
+        if block_manager is None:
             size = runner.num_blocks, config.kvcache_block_size
-            blocks = BlockManager(*size, config.enable_prefix_caching)
+            block_manager = BlockManager(*size, config.enable_prefix_caching)
         scheduler = Scheduler(
-            blocks, config.max_num_seqs, config.max_num_batched_tokens, config.scheduling_policy
+            block_manager,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            config.scheduling_policy,
         )
-        overlap = config.async_scheduling
-        if overlap is None:
-            overlap = runner.is_async
-        super().__init__(scheduler, runner, OutputProcessor(), overlap)
-        self.inputs, self.tokenizer = inputs, inputs.tokenizer
+        async_scheduling = config.async_scheduling
+        if async_scheduling is None:
+            async_scheduling = runner.async_scheduling
+        super().__init__(scheduler, runner, OutputProcessor(), async_scheduling)
+        self.input_processor, self.tokenizer = input_processor, input_processor.tokenizer
         self.task_factories = task_factories or {SamplingParams: Sampling}
         self.num_requests = 0
 
@@ -64,8 +70,8 @@ class LLMEngine(EngineCore):
     # ---- requests ----
 
     def make_task(self, params: Any) -> Task:
-        """Return the task of checked parameters; None: the checkpoint's sampling parameters."""
-        params = self.inputs.default_sampling_params if params is None else params
+        """Check `params` and return their task. None: the checkpoint's sampling parameters."""
+        params = self.input_processor.default_sampling_params if params is None else params
         for kind, factory in self.task_factories.items():
             if isinstance(params, kind):
                 return factory(self, params)
@@ -77,7 +83,7 @@ class LLMEngine(EngineCore):
     ) -> str:
         """Queue a request and return its id. Raises ValueError or TypeError if it can never run."""
         if isinstance(request_id, tuple(self.task_factories)):
-            raise TypeError("the order is add_request(prompt, sampling_params, request_id)")
+            raise TypeError("call add_request(prompt, sampling_params, request_id) in this order")
         request = self.submit(prompt, sampling_params, request_id=request_id, returned_by_step=True)
         return request.request_id
 
@@ -89,30 +95,30 @@ class LLMEngine(EngineCore):
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:
-        """Queue a request whose caller reads `output` at its end, or a stream while it runs."""
+        """Queue a request. The caller reads its `output` at the end, or a stream while it runs."""
         [checked] = self.check([(prompt, sampling_params)])
         with defer_interrupt(), self.lock:
             return self._add(checked, stream, None, request_id, returned_by_step)
 
     def check(self, pairs: Sequence[tuple[Prompt, Any]]) -> list[CheckedPrompt]:
-        """Check prompts and their parameters, which `add` takes. Changes nothing in the engine.
+        """Check prompts and their parameters for `add`. Changes nothing in the engine.
 
-        Raises ValueError or TypeError if one can never run. Does not hold the lock: a grammar can
-        take seconds.
+        Raises ValueError or TypeError if a request can never run. Does not hold the lock, because
+        the compilation of a grammar can take seconds.
         """
         checked: list[CheckedPrompt] = []
-        blocks = self.scheduler.blocks
-        for prompt in self.inputs.check(pairs, self.make_task):
-            # The KV of the last token is not needed if no token follows it.
-            samples = prompt.task.yields in (Yield.TOKEN, Yield.CANDIDATES)
+        blocks = self.scheduler.block_manager
+        for prompt in self.input_processor.check(pairs, self.make_task):
+            # The last output token needs no slot, because no token attends to its KV.
+            samples = prompt.task.result_kind in (ResultKind.TOKEN, ResultKind.CANDIDATES)
             num_slots = prompt.max_length - samples
             if num_slots > blocks.num_blocks * blocks.block_size:
                 where = f"prompts[{len(checked)}]: " * (len(pairs) > 1)
                 raise ValueError(
                     f"{where}a request of {prompt.max_length} tokens takes "
                     f"{-(-num_slots // blocks.block_size)} KV blocks of {blocks.block_size}; the "
-                    f"cache has {blocks.num_blocks}. Lower max_tokens or raise num_kvcache_blocks or "
-                    "kv_cache_memory_bytes (on a GPU also gpu_memory_utilization)"
+                    f"cache has {blocks.num_blocks}. Lower max_tokens or raise num_kvcache_blocks "
+                    "or kv_cache_memory_bytes (on a GPU also gpu_memory_utilization)"
                 )
             checked.append(prompt)
         return checked
@@ -124,7 +130,7 @@ class LLMEngine(EngineCore):
         progress: Progress | None = None,
         stream: bool = False,
     ) -> Iterator[None]:
-        """Queue prompts, and append their requests. Yields after some, while the lock is free."""
+        """Queue prompts, and append to `requests`. Yields after each batch, without the lock."""
         for start in range(0, len(prompts), BATCH_SIZE):
             if start:
                 time.sleep(HANDOVER)
@@ -141,7 +147,7 @@ class LLMEngine(EngineCore):
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:
-        arrival, is_known = self.num_requests, self.outputs.is_known
+        arrival, is_known = self.num_requests, self.output_processor.is_known
         if request_id is None:
             request_id = next(itertools.filterfalse(is_known, map(str, itertools.count(arrival))))
         if not isinstance(request_id, str):
@@ -161,35 +167,35 @@ class LLMEngine(EngineCore):
         first = prompt.task.start(request, prompt.token_ids, prompt.max_length)
         self.num_requests += 1
         try:
-            self.outputs.add(request)
+            self.output_processor.add(request)
             self.scheduler.add(first)
         except BaseException:
-            self.outputs.remove(request)
+            self.output_processor.remove(request)
             raise
         return request
 
     def abort_request(self, request_id: str | list[str]) -> None:
-        """End a request, or several, in any state and free the blocks. Unknown ids are ignored."""
+        """End one or several requests in any state, and free their blocks. Ignores unknown ids."""
         given: Any = request_id
         ids = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
         if not all(isinstance(i, str) for i in ids):
             raise TypeError(f"request_id must be a string or a list of strings, not {given!r}")
-        known = self.outputs.requests
+        known = self.output_processor.requests
         self.abort([known[i] for i in ids if i in known])
 
     def abort_all(self) -> None:
-        self.abort(list(self.outputs.requests.values()))
+        self.abort(list(self.output_processor.requests.values()))
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything left to do or to return."""
-        self._abort_noted()
-        return bool(self.outputs.requests or self.outputs.finished)
+        """Return whether `step` has requests left to run or outputs to return."""
+        self._turns.run_pending_aborts()
+        return bool(self.output_processor.requests or self.output_processor.finished)
 
-    # ---- running them ----
+    # ---- running requests ----
 
     def run(self, requests: list[Request]) -> Iterator[None]:
-        """Run steps until the requests have ended. Yields after each, the last time after all ends."""
-        num_ended = 0  # of the first requests; those after them are not looked at
+        """Run steps until the requests have ended. Yields after every step, also the last one."""
+        num_ended = 0  # how many of the first requests have ended; later ones are not checked
         while num_ended < len(requests):
             self.run_step()
             while num_ended < len(requests) and requests[num_ended].ended:
@@ -201,35 +207,35 @@ class LLMEngine(EngineCore):
         self.run_step()
         with self.lock:
             try:
-                return list(self.outputs.finished.values())
-            finally:  # not before it is returned: a signal handler may raise between two lines
-                self.outputs.finished = {}
+                return list(self.output_processor.finished.values())
+            finally:  # after the list is made: a signal handler may raise between two lines
+                self.output_processor.finished = {}
 
     # ---- the state of the engine ----
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache, so that nothing computed before is shared.
+        """Remove every block from the prefix cache.
 
-        Running requests keep their blocks, and share them with no later request.
+        Running requests keep their blocks, but later requests cannot share them.
         """
         with defer_interrupt(), self.lock:
-            self.scheduler.blocks.reset_prefix_cache()
+            self.scheduler.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
-        """Counters of sequences, blocks and tokens, which docs/api.md explains."""
-        scheduler, blocks = self.scheduler, self.scheduler.blocks
-        self._abort_noted()
+        """Return counters of sequences, blocks and tokens; docs/api.md explains them."""
+        scheduler, blocks = self.scheduler, self.scheduler.block_manager
+        self._turns.run_pending_aborts()
         with self.lock:
             return {
                 "running": len(scheduler.running),
                 "waiting": scheduler.num_unfinished - len(scheduler.running),
                 "blocks_in_use": blocks.num_blocks - blocks.num_available,
-                "blocks_cached": len(blocks.evictable),
+                "blocks_evictable": len(blocks.evictable),
                 "blocks_free": len(blocks.free),
                 "prefix_hit_rate": scheduler.cached_tokens / max(1, scheduler.prompt_tokens),
                 "preemptions": scheduler.preemptions,
                 "evictions": blocks.evictions,
                 "recomputed_tokens": scheduler.recomputed_tokens,
-                "prompt_tokens": self.outputs.progress.num_prompt_tokens,
-                "output_tokens": self.outputs.progress.num_output_tokens,
+                "prompt_tokens": self.output_processor.progress.num_prompt_tokens,
+                "output_tokens": self.output_processor.progress.num_output_tokens,
             } | blocks.stats()

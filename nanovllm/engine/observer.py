@@ -1,4 +1,4 @@
-"""Observer: what EngineCore reports about its steps. nanovllm/tools/trace/trace.py implements it."""
+"""Observer: methods that EngineCore calls during a step. nanovllm/tools/trace has one."""
 
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence
@@ -6,19 +6,19 @@ from nanovllm.plan import StepOutput
 
 
 class Observer:
-    """Does nothing. All calls hold the engine's lock, and must not change anything in the engine."""
+    """An observer that does nothing. Calls hold the engine's lock and must not modify anything."""
 
     def begin(self) -> None:
-        """A step is about to be planned or, once its results have been read, committed."""
+        """Called before a step is planned and, after its results are read, before its commit."""
 
     def scheduled(self, step: InFlightStep | None) -> None:
-        """A step is planned and about to be launched. None: nothing can be planned now."""
+        """Called when a step is planned, before its launch. None: nothing can be planned now."""
 
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
-        """A step is committed; `updated` are the sequences that got a result, from `output`."""
+        """Called when a step is committed. `updated`: the sequences with a result in `output`."""
 
     def reverted(self, error: BaseException) -> None:
-        """A step failed, and all steps in flight are reverted."""
+        """Called when a step has failed and all steps in flight are reverted."""
 
 
 NO_OBSERVER = Observer()

@@ -1,10 +1,10 @@
-"""OutputProcessor: gives the results of steps to the tasks of requests, and collects their outputs.
+"""OutputProcessor: passes the results of steps to the tasks of requests, and collects outputs.
 
-It owns the requests. What ends a sequence, and who says so:
+It owns the requests. The causes that end a sequence, and where they are detected:
 
     a stop token, or the full length     Scheduler.commit
-    a grammar that is complete           Scheduler.commit, by the code COMPLETE in place of a token
-    no token to sample                   Scheduler.commit, by the code NO_TOKEN: "error"
+    a complete grammar                   Scheduler.commit, by the code COMPLETE in place of a token
+    no token can be sampled              Scheduler.commit, by the code NO_TOKEN: "error"
     a stop string, a computed prompt     the task, by the Ending that `receive` returns
     an error in its own data             `process`, for all samples of the request: "error"
     the caller                           EngineCore.abort
@@ -21,10 +21,10 @@ from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Ending, RowResult
-from nanovllm.plan import StepOutput, Yield
+from nanovllm.plan import ResultKind, StepOutput
 
-# What a task makes: a RequestOutput, EmbeddingRequestOutput, ... A union would make every program
-# that runs the loop check which of them it gets.
+# The output of a task: a RequestOutput, EmbeddingRequestOutput, ... With a union, every program
+# that runs the loop would have to check the type.
 Output: TypeAlias = Any
 NOTHING = RowResult()
 
@@ -32,11 +32,11 @@ NOTHING = RowResult()
 class OutputProcessor:
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
-        self.finished: dict[str, Output] = {}  # by the id of the request; not returned yet
+        self.finished: dict[str, Output] = {}  # by request id; not returned by `step` yet
         self.progress = Progress()  # of all requests
-        self.watched: set[Request] = set()  # whose tasks receive every token
-        # Of the last step: which sequences its results end, and the requests whose own data raised
-        # an error.
+        self.watched: set[Request] = set()  # requests whose tasks receive every token
+        # Of the last step: the sequences that its results end, and the requests with an error in
+        # their own data.
         self.ended: list[tuple[Sequence, Ending]] = []
         self.failed: list[Request] = []
 
@@ -60,7 +60,7 @@ class OutputProcessor:
                 metrics.first_scheduled_time = now
 
     def process(self, step: InFlightStep, output: StepOutput, updated: list[Sequence]) -> None:
-        """Give each sequence its results. `endings` then says which sequences they end."""
+        """Pass the results to the tasks. `endings` then returns the sequences that they end."""
         self.ended, self.failed = [], []
         if step.plan.chunks:
             self._record_first_results(updated)
@@ -74,7 +74,7 @@ class OutputProcessor:
                     results.setdefault(seq, NOTHING)
         for seq, result in results.items():
             request = seq.request
-            if request is None:  # it has ended, while the step was in flight
+            if request is None:  # it ended while the step was in flight
                 continue
             with self._contain_errors(request):
                 if (ending := request.task.receive(request, seq, result)) is not None:
@@ -91,13 +91,13 @@ class OutputProcessor:
                     request.progress.start(request, seq.num_prompt)
 
     def endings(self) -> list[tuple[Sequence, Ending]]:
-        """Return `ended`, and all samples of the requests that end with an error."""
+        """Return `ended`, and an ending for each sample of the requests in `failed`."""
         samples = [sample for request in self.failed for sample in request.samples]
         return [*self.ended, *((sample.seq, Ending("error")) for sample in samples)]
 
     @contextmanager
     def _contain_errors(self, request: Request) -> Iterator[None]:
-        """Let an error in the block, which works on the data of one request only, end it alone."""
+        """Record an error in the block, so that it ends this request and no other."""
         try:
             yield
         except Exception as error:
@@ -115,7 +115,7 @@ class OutputProcessor:
         return [sample.seq for request in self.requests.values() for sample in request.samples]
 
     def rewind(self) -> list[Sequence]:
-        """Return all sequences that a step can compute, after one that failed between two lines."""
+        """Rewind all requests after a step failed at any line. Returns the sequences to run."""
         found: list[Sequence] = []
         for request in self.requests.values():
             found += request.task.rewind(request)
@@ -132,7 +132,7 @@ class OutputProcessor:
                 self._end(request)
 
     def end_aborted(self, request: Request) -> None:
-        """Remove an aborted request. Its output ends here, and `step` does not return it."""
+        """Make the output of an aborted request, which `step` does not return, and remove it."""
         self._make_output(request)
         self._end(request)
 
@@ -153,21 +153,21 @@ class OutputProcessor:
             if request.stream:
                 request.progress.changed.add(request)
         self.remove(request)
-        # Last: if something fails before, `collect_finished` does it all again. A step in flight keeps
-        # its sequences, but not what the request refers to.
+        # This is last, so that `collect_finished` repeats everything after a failure. A step in
+        # flight keeps its sequences, but not the objects of the request.
         for sample in request.samples:
             sample.seq.request = None
 
 
 def results_by_sequence(step: InFlightStep, output: StepOutput) -> dict[Sequence, RowResult]:
-    """Return what rows yielded in addition to tokens, if they did."""
+    """Return the results other than tokens, for the sequences that have any."""
     results: dict[Sequence, RowResult] = defaultdict(RowResult)
     for chunk in step.plan.chunks:
         seq, entries = step.seqs[chunk.row], output.prompt_logprobs.get(chunk.row)
         if entries:
             results[seq].prompt_logprobs = entries
             results[seq].first_position = chunk.start + chunk.logprobs_from + 1
-        if chunk.yields is Yield.NOTHING:
+        if chunk.result_kind is ResultKind.NOTHING:
             results.setdefault(seq, RowResult())
     for row, hidden_state in output.hidden_states.items():
         results[step.seqs[row]].hidden_state = hidden_state

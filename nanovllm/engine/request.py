@@ -1,4 +1,4 @@
-"""Request: one prompt of a caller, and what it has become so far.
+"""Request: one prompt of a caller, with its state and its results so far.
 
 Its task and OutputProcessor change it. The caller reads `output` when it has ended.
 """
@@ -19,7 +19,7 @@ GREEDY = RowSampling(temperature=0, seed=0)
 
 @dataclass(slots=True)
 class Sample:
-    """One of the sequences of a request, and its data in addition to the tokens."""
+    """One sequence of a request, with its data in addition to the tokens."""
 
     seq: Sequence
     detokenizer: Detokenizer | None = None  # for stop strings and streams
@@ -34,21 +34,21 @@ class Sample:
 
 @dataclass(slots=True)
 class Progress:
-    """Counts of the requests of one call or of an engine, made when something happens to one.
+    """Counters of the requests of one call or of an engine, updated when a request changes.
 
-    Nothing here is computed from all requests, of which there can be a million.
+    No counter is computed from all requests, because there can be a million.
     """
 
     num_ended: int = 0
     num_prompt_tokens: int = 0  # of requests that have their first token
     num_ended_tokens: int = 0  # output tokens of requests that have ended
     started: set[Request] = field(default_factory=set)  # have a token, and have not ended
-    changed: set[Request] = field(default_factory=set)  # streams that were not read since
-    error: Exception | None = None  # the first that ended a request
+    changed: set[Request] = field(default_factory=set)  # streams with results to read
+    error: Exception | None = None  # the first error that ended a request
 
     @property
     def num_output_tokens(self) -> int:
-        # A copy: another thread may run a step meanwhile.
+        # A copy, because another thread may run a step meanwhile.
         return self.num_ended_tokens + sum(r.num_output for r in list(self.started))
 
     def start(self, request: Request, num_prompt_tokens: int) -> None:
@@ -68,18 +68,18 @@ class Request:
     task: Task
     prompt: str | None
     metrics: RequestMetrics
-    returned_by_step: bool  # else the caller has this object, and `step` does not return its output
-    stream: bool  # read with `Sampling.read_stream` while it runs; it has no output
-    progress: Progress | None = None  # of the call that it belongs to
+    returned_by_step: bool  # whether `step` returns its output; else the caller has this object
+    stream: bool  # whether `Sampling.read_stream` reads it while it runs; it then has no output
+    progress: Progress | None = None  # the counters of its call
     samples: list[Sample] = field(default_factory=list)
     # Whether its task receives every token: streams, stop strings, log-probabilities.
     is_watched: bool = False
-    state: Any = None  # what its task keeps of it
-    # By position, in this order also after a preemption, which computes all from the first again.
+    state: Any = None  # the data of its task
+    # By position, in ascending order: a preempted prompt is computed again from its first token.
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     ended: bool = False
-    output: Any = None  # of its task, when it has ended
-    error: Exception | None = None  # raised by its own data in a step, which ended it
+    output: Any = None  # made by its task when it ends
+    error: Exception | None = None  # the error in its own data that ended it
 
     @property
     def params(self) -> Any:
@@ -87,17 +87,17 @@ class Request:
 
     @property
     def num_output(self) -> int:
-        """Output tokens of all samples."""
+        """Number of output tokens of all samples."""
         return sum(sample.seq.num_output for sample in self.samples)
 
     @property
     def num_unfinished(self) -> int:
-        """How many samples have not finished."""
+        """Number of samples that have not finished."""
         return sum(sample.seq.status is not Status.FINISHED for sample in self.samples)
 
 
 def start_prompt(request: Request, token_ids: list[int], max_length: int) -> Sequence:
-    """Make the one sample of a request that samples nothing."""
+    """Make the only sample of a request that samples no tokens. Returns its sequence."""
     seq = Sequence(
         request_id=request.request_id,
         arrival=request.arrival,
@@ -106,7 +106,7 @@ def start_prompt(request: Request, token_ids: list[int], max_length: int) -> Seq
         max_length=max_length,
         stop_token_ids=frozenset(),
         sampling=GREEDY,
-        yields=request.task.yields,
+        result_kind=request.task.result_kind,
         request=request,
     )
     request.samples = [Sample(seq)]
@@ -114,7 +114,7 @@ def start_prompt(request: Request, token_ids: list[int], max_length: int) -> Seq
 
 
 def rewind_prompt(request: Request) -> list[Sequence]:
-    """Let the prompt of a request that samples nothing be computed again."""
+    """Prepare a request that samples no tokens to compute its prompt again."""
     seqs = [sample.seq for sample in request.samples]
     for seq in seqs:
         seq.awaits_token = False

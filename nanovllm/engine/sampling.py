@@ -1,4 +1,4 @@
-"""Sampling: the task of a request for new tokens, and the text, log-probabilities and stop strings."""
+"""Sampling: the task that generates tokens, their text and their log-probabilities."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.sequence import EMPTY, Sequence, Status
 from nanovllm.engine.task import Ending, RowResult
-from nanovllm.plan import FILTERS, LogitRules, RowSampling, TokenLogprobs, Yield
+from nanovllm.plan import FILTERS, LogitRules, ResultKind, RowSampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.llm_engine import LLMEngine
 
-NO_IDS: frozenset[int] = frozenset()  # each other empty frozenset takes 216 bytes
+NO_IDS: frozenset[int] = frozenset()  # shared, because each new one takes 216 bytes
 
 
 class Sampling:
-    yields = Yield.TOKEN
+    result_kind = ResultKind.TOKEN
 
     def __init__(self, engine: LLMEngine, params: SamplingParams) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
-        inputs = engine.inputs
-        inputs.check_head()
-        self.params = replace(params)  # checks it again: fields may have been set since
-        self.inputs = inputs
-        self.eos_token_ids = NO_IDS if params.ignore_eos else inputs.eos_token_ids
+        input_processor = engine.input_processor
+        input_processor.check_head()
+        self.params = replace(params)  # checks the fields again, which may have changed
+        self.input_processor = input_processor
+        self.eos_token_ids = NO_IDS if params.ignore_eos else input_processor.eos_token_ids
         self.stop_token_ids = self.eos_token_ids | frozenset(params.stop_token_ids or ())
-        self.tokenizer = inputs.tokenizer if params.detokenize else None
+        self.tokenizer = input_processor.tokenizer if params.detokenize else None
         filters = {name: getattr(params, name) for name in FILTERS}
-        if not 0 < params.top_k < inputs.vocab_size:
+        if not 0 < params.top_k < input_processor.vocab_size:
             filters["top_k"] = FILTERS["top_k"]
         self.filters = tuple(filters.values())
-        self.rules = logit_rules(self.params, inputs, self.stop_token_ids)
-        # The first sample computes the prompt's log-probabilities for all.
+        self.rules = logit_rules(self.params, input_processor, self.stop_token_ids)
+        # The first sample computes the prompt's log-probabilities for all samples.
         self.fork_rules = self.rules and replace(self.rules, prompt_logprobs=None)
 
     # ---- from a prompt to sequences ----
@@ -50,14 +50,14 @@ class Sampling:
         """Accept every prompt of token ids."""
 
     def max_length(self, num_tokens: int) -> int:
-        return num_tokens + self.inputs.room_for_output(num_tokens, self.params.max_tokens)
+        return num_tokens + self.input_processor.room_for_output(num_tokens, self.params.max_tokens)
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
         params = self.params
-        # Requests without a seed differ from each other, and the same engine seed repeats a run.
+        # Requests without a seed get different seeds. The same engine seed repeats a run.
         seed = params.seed
         if seed is None:
-            seed = (self.inputs.seed + 1) * 0x9E3779B97F4A7C15 + request.arrival
+            seed = (self.input_processor.seed + 1) * 0x9E3779B97F4A7C15 + request.arrival
         first = Sequence(
             request_id=request.request_id,
             arrival=request.arrival,
@@ -81,7 +81,7 @@ class Sampling:
         return first
 
     def _fork(self, first: Sequence, index: int) -> Sequence:
-        """Return another sample of the prompt, with its own seed."""
+        """Return the sequence of another sample, with another seed."""
         seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
         return replace(
             first,
@@ -120,7 +120,7 @@ class Sampling:
         if params.min_tokens and seq.num_output <= params.min_tokens:
             return None
         # The stop string that is complete first ends the text, as if characters were added one by
-        # one. If several are complete at the same character, the first in the list does.
+        # one. If one character completes several, the first of them in the list does.
         matches = [
             (begin + len(stop), stop)
             for stop in params.stop or ()
@@ -164,7 +164,7 @@ class Sampling:
         if first.status is not Status.FINISHED:
             first.forks = [] if first.num_output else others
         for seq in first.forks:
-            seq.status = Status.NEW
+            seq.status = Status.UNQUEUED
         return [first] if first.forks else [first, *others]
 
     def _remove_unreceived(self, sample: Sample, is_watched: bool) -> None:
@@ -176,8 +176,8 @@ class Sampling:
             received = min(received, sample.num_detokenized)
         if received < seq.num_output:
             del seq.token_ids[seq.num_prompt + received :], sample.logprobs[received:]
-            seq.status, seq.finish_reason, seq.stop_reason = Status.NEW, None, None
-            rules = self.fork_rules if seq.index else self.rules  # which its end has removed
+            seq.status, seq.finish_reason, seq.stop_reason = Status.UNQUEUED, None, None
+            rules = self.fork_rules if seq.index else self.rules  # `finish` has removed them
             seq.sampling = replace(seq.sampling, rules=rules)
 
     # ---- outputs ----
@@ -191,7 +191,7 @@ class Sampling:
 
     def error_output(self, request: Request) -> RequestOutput:
         seqs = [sample.seq for sample in request.samples]
-        # Nothing but its tokens is known not to raise an error.
+        # Only the tokens are safe: other data may raise the error again.
         outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in seqs]
         return self._make_output(request, outputs)
 
@@ -239,7 +239,7 @@ class Sampling:
                 continue
             stops = () if self.params.include_stop_str_in_output else self.params.stop
             if seq.finish_reason is None and stops:
-                # These characters may be the beginning of a stop string, which is left out.
+                # These characters may begin a stop string, which the text leaves out.
                 end -= max(map(len, stops)) - 1
             text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
             logprobs = sample.logprobs[sample.tokens_streamed :]
@@ -276,19 +276,19 @@ def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
 
 
 def logit_rules(
-    params: SamplingParams, inputs: InputProcessor, stop_token_ids: frozenset[int]
+    params: SamplingParams, input_processor: InputProcessor, stop_token_ids: frozenset[int]
 ) -> LogitRules | None:
-    """Return the rules that the parameters ask for, or None. May compile a grammar."""
+    """Return the rules that the parameters request, or None. May compile a grammar."""
     bias = params.logit_bias or {}
-    check_ids("logit_bias has", bias, inputs.vocab_size)
-    check_ids("allowed_token_ids has", params.allowed_token_ids, inputs.vocab_size)
-    check_ids("stop_token_ids has", params.stop_token_ids, inputs.vocab_size)
-    if (params.stop or params.bad_words) and inputs.tokenizer is None:
+    check_ids("logit_bias has", bias, input_processor.vocab_size)
+    check_ids("allowed_token_ids has", params.allowed_token_ids, input_processor.vocab_size)
+    check_ids("stop_token_ids has", params.stop_token_ids, input_processor.vocab_size)
+    if (params.stop or params.bad_words) and input_processor.tokenizer is None:
         raise ValueError("stop strings and bad words need a tokenizer (skip_tokenizer_init is set)")
     stops = tuple(sorted(stop_token_ids))
     grammar: Any = None
     if params.structured_outputs is not None:
-        grammar = inputs.compile_grammar(params.structured_outputs, stops)
+        grammar = input_processor.compile_grammar(params.structured_outputs, stops)
     allowed = params.allowed_token_ids
     rules = LogitRules(
         presence_penalty=params.presence_penalty,
@@ -296,34 +296,40 @@ def logit_rules(
         repetition_penalty=params.repetition_penalty,
         logit_bias=tuple(bias.items()),
         allowed_token_ids=None if allowed is None else tuple(allowed),
-        bad_words=bad_words(params, inputs),
-        min_tokens=min(params.min_tokens, inputs.max_model_len),
+        bad_words=bad_words(params, input_processor),
+        min_tokens=min(params.min_tokens, input_processor.max_model_len),
         stops=stops if params.min_tokens else (),
-        logprobs=num_logprobs("logprobs", params.logprobs, inputs),
-        prompt_logprobs=num_logprobs("prompt_logprobs", params.prompt_logprobs, inputs),
+        logprobs=num_logprobs("logprobs", params.logprobs, input_processor),
+        prompt_logprobs=num_logprobs("prompt_logprobs", params.prompt_logprobs, input_processor),
         logits_processors=tuple(params.logits_processors or ()),
         grammar=grammar,
     )
     return None if rules == LogitRules() else rules
 
 
-def bad_words(params: SamplingParams, inputs: InputProcessor) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each bad word, at the start of a line and after a word."""
+def bad_words(
+    params: SamplingParams, input_processor: InputProcessor
+) -> tuple[tuple[int, ...], ...]:
+    """Return the token ids of each bad word, at the start of a line and after a space."""
     found = set()
     for word in params.bad_words or ():
         for text in (word, " " + word.lstrip()):
-            ids = inputs.encode(text, add_special_tokens=False)
-            check_ids(f"bad_words has {text!r:.80}, which is encoded with", ids, inputs.vocab_size)
+            ids = input_processor.encode(text, add_special_tokens=False)
+            check_ids(
+                f"bad_words has {text!r:.80}, which is encoded with",
+                ids,
+                input_processor.vocab_size,
+            )
             found.add(tuple(ids))
     return tuple(sorted(found))
 
 
-def num_logprobs(name: str, value: int | None, inputs: InputProcessor) -> int | None:
-    """Return how many log-probabilities a field asks for. Raises ValueError for too many."""
+def num_logprobs(name: str, value: int | None, input_processor: InputProcessor) -> int | None:
+    """Return how many log-probabilities a field requests. Raises ValueError for too many."""
     if value is None:
         return None
-    vocab_size = inputs.vocab_size
-    limit = vocab_size if inputs.max_logprobs == -1 else inputs.max_logprobs
+    vocab_size = input_processor.vocab_size
+    limit = vocab_size if input_processor.max_logprobs == -1 else input_processor.max_logprobs
     if value > vocab_size:
         raise ValueError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens")
     if value > limit or (value == -1 and vocab_size > limit):
@@ -336,7 +342,7 @@ def num_logprobs(name: str, value: int | None, inputs: InputProcessor) -> int | 
 
 
 def check_ids(what: str, ids: Iterable[int] | None, vocab_size: int) -> None:
-    """Raise ValueError for a token id that the model does not have."""
+    """Raise ValueError for a token id outside the vocabulary."""
     if (token := max(ids or (), default=0)) >= vocab_size:
         raise ValueError(
             f"{what} token id {token}; the vocabulary of the model ends at {vocab_size - 1}"

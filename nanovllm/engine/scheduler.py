@@ -1,11 +1,11 @@
-"""Scheduler: which sequences compute which tokens in the next step.
+"""Scheduler: decides which sequences compute which tokens in the next step.
 
-It owns the waiting and running queues, the rows and the steps in flight, and changes sequences and,
+It owns the waiting and running queues, the rows and the steps in flight. It changes sequences and,
 through its BlockManager, their blocks. It has no clock: the same calls give the same decisions.
 
 As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
-uncomputed tokens as the token budget allows: first those of running sequences, oldest first, then
-those of waiting ones. This rule covers iteration-level batching (Orca, OSDI 2022), chunked prompts
+uncomputed tokens as the token budget allows: first for running sequences, oldest first, then for
+waiting sequences. This covers iteration-level batching (Orca, OSDI 2022), chunked prompts
 (Sarathi-Serve, arXiv:2403.02310), prefix hits and resumption after preemption.
 
     add -> WAITING --admit--> RUNNING --commit: stop or length--> FINISHED
@@ -14,8 +14,8 @@ those of waiting ones. This rule covers iteration-level batching (Orca, OSDI 202
 
 One step, with a budget of 8 tokens and blocks of 4:
 
-    running  A  10 known,  9 computed   decodes its last token, in a block that it has   7 are left
-             B   9 known,  8 computed   decodes, in a block that is new                  6 are left
+    running  A  10 known,  9 computed   decodes, in its last block                       7 are left
+             B   9 known,  8 computed   decodes, in a new block                          6 are left
     waiting  C  12 known,  4 cached     is admitted and computes 6 of 8 tokens: a chunk  0 are left
              D   3 known,  0 cached     waits: the token budget is spent
 """
@@ -27,9 +27,9 @@ from dataclasses import dataclass, field, replace
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.policies import POLICIES, WaitingQueue
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import COMPLETE, Chunk, Join, StepOutput, StepPlan, Yield
+from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
 
-# Why the first waiting sequence, whose name belongs at {}, is not admitted.
+# Why the first waiting sequence is not admitted. {} is replaced by its name.
 WHY_WAITING = {
     "budget": "the token budget is spent",
     "preempted": "a step that preempts admits nothing",
@@ -41,31 +41,31 @@ WHY_WAITING = {
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was planned and not yet committed, and its sequences."""
+    """A step that is planned and not yet committed, with its sequences."""
 
     plan: StepPlan
     seqs: dict[int, Sequence] = field(default_factory=dict)  # by row
-    evicted: list[int] = field(default_factory=list)  # blocks that lost their content for it
-    wait: Callable[[], StepOutput] | None = None  # set by the engine: what `runner.run` returned
+    evicted: list[int] = field(default_factory=list)  # blocks that were evicted for it
+    get_output: Callable[[], StepOutput] | None = None  # the result of `runner.run`
 
     @property
     def sampling_seqs(self) -> list[Sequence]:
         """The sequence of each token that the step yields, in plan order."""
         if not self.plan.chunks:
             return list(self.seqs.values())
-        chunks = [chunk.row for chunk in self.plan.chunks if chunk.yields is Yield.TOKEN]
+        chunks = [chunk.row for chunk in self.plan.chunks if chunk.result_kind is ResultKind.TOKEN]
         return [self.seqs[row] for row in chunks + self.plan.decode_rows]
 
 
 class Scheduler:
     def __init__(
         self,
-        blocks: BlockManager,
+        block_manager: BlockManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: str = "fcfs",
     ) -> None:
-        self.blocks = blocks
+        self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.token_budget = max_num_batched_tokens
         self.policy_key = POLICIES[policy]
@@ -77,7 +77,7 @@ class Scheduler:
         self.preemptions = 0
         self.recomputed_tokens = 0
         self.prompt_tokens = 0  # of admitted sequences
-        self.cached_tokens = 0  # those of them that were shared and not computed
+        self.cached_tokens = 0  # of these, from the prefix cache
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def has_work(self) -> bool:
@@ -86,39 +86,39 @@ class Scheduler:
     def add(self, seq: Sequence, at_head: bool = False) -> None:
         """Queue a sequence; arrival breaks ties. Preempted sequences and forks wait at the head.
 
-        The forks of a new sequence follow with its first token, when its prompt is computed.
+        The forks of a new sequence are added when its first token is committed.
         """
-        seq.status, seq.num_with_placeholders = Status.WAITING, len(seq.token_ids)
-        key = 0 if at_head else self.policy_key(seq, self.blocks)
+        seq.status, seq.num_tokens_with_placeholders = Status.WAITING, len(seq.token_ids)
+        key = 0 if at_head else self.policy_key(seq, self.block_manager)
         self.num_unfinished += 0 if at_head else 1 + len(seq.forks)
         self.waiting.add(seq, key, at_head)
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
-        """Run `child`, which shares its first `num_computed` tokens, all computed, with `parent`.
+        """Run `child`, whose first `num_computed` tokens `parent` has computed.
 
-        It shares the parent's blocks if there is a row and room for it, and nothing waits at the
-        head of the queue. If not, it waits there without blocks, as a preempted sequence does.
+        It shares the parent's blocks if a row and enough blocks are available and no sequence waits
+        at the head of the queue. Otherwise it waits there without blocks, like a preempted one.
         """
         self.add(child, at_head=True)
         is_first = self.waiting.first is child
         if is_first and parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
-            self.blocks.fork(parent, child, num_computed)
+            self.block_manager.fork(parent, child, num_computed)
             if self._has_room(child, []):
-                self._start(child)
+                self._take_row(child)
             else:
-                self.blocks.release(child)
+                self.block_manager.release(child)
 
     # ---- planning ----
 
     def schedule(self) -> InFlightStep | None:
-        """Plan one step. None if nothing can be computed before the steps in flight are committed.
+        """Plan one step. Returns None if nothing can be computed before steps in flight end.
 
-        num_computed and num_with_placeholders of a sequence grow here and not at commit, so that
-        the next step can be planned while this one runs. `revert_in_flight` reverts this.
+        `num_computed` and `num_tokens_with_placeholders` of a sequence grow here and not at commit,
+        so that the next step can be planned while this one runs. `revert_in_flight` reverts this.
         """
         step = InFlightStep(plan := StepPlan())
         seqs, preemptions = step.seqs, self.preemptions
-        budget, block_size = self.token_budget, self.blocks.block_size
+        budget, block_size = self.token_budget, self.block_manager.block_size
 
         # 1. Running sequences, oldest first. Only the most recently admitted is ever preempted, so
         #    the sequences that are already in this plan stay in it.
@@ -128,7 +128,7 @@ class Scheduler:
             i += 1
             if not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
-            elif seq.num_with_placeholders < seq.max_length:  # else its last token is in flight
+            elif seq.num_tokens_with_placeholders < seq.max_length:  # else the last is in flight
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
                         break
@@ -137,9 +137,9 @@ class Scheduler:
                 seqs[seq.row] = seq
                 budget -= 1
                 seq.num_computed += 1
-                seq.num_with_placeholders += 1
+                seq.num_tokens_with_placeholders += 1
                 if seq.num_computed % block_size == 0:
-                    self.blocks.cache_full_blocks(seq)
+                    self.block_manager.cache_full_blocks(seq)
 
         # 2. Waiting sequences, until one cannot be admitted.
         self.why_waiting = ""
@@ -153,52 +153,54 @@ class Scheduler:
         if not plan.num_tokens:
             idle = [seq for seq in self.running if seq.awaits_token]
             if self.waiting and idle and not self.in_flight:
-                # These wait for tokens that depend on a waiting sequence, which needs their memory.
+                # Their next tokens depend on a waiting sequence, which needs their blocks.
                 self._preempt(idle[-1])
                 return self.schedule()
             return None
-        step.evicted = self.blocks.take_moves(plan)
+        step.evicted = self.block_manager.fill_copies(plan)
         self.in_flight.append(step)
         return step
 
     def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
-        """Plan the known tokens of a running sequence, at most `budget`. Returns how many."""
-        tokens = min(seq.num_with_placeholders - seq.num_computed, budget)
-        # None are left if its result is in flight or its next token has not been chosen yet.
+        """Plan at most `budget` known tokens of a running sequence. Returns how many."""
+        tokens = min(seq.num_tokens_with_placeholders - seq.num_computed, budget)
+        # There are none while its result is in flight or its next token is not chosen yet.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
         plan, start, end = step.plan, seq.num_computed, seq.num_computed + tokens
         new_blocks = self._allocate(seq, tokens)
-        if seq.joined:
+        if seq.known_to_runner:
             plan.new_blocks += new_blocks
         else:
-            plan.joins.append(join := Join(seq.row, list(seq.block_table), seq.sampling))
+            new_row = NewRow(seq.row, list(seq.block_table), seq.sampling)
+            plan.new_rows.append(new_row)
             if seq.sampling.rules is not None:
-                join.prompt, join.output = seq.token_ids[: seq.num_prompt], seq.output_ids
-            seq.joined = True
-        last = end == seq.num_with_placeholders
-        chunk = Chunk(seq.row, start, seq.token_ids[start:end], seq.yields if last else None)
+                new_row.prompt = seq.token_ids[: seq.num_prompt]
+                new_row.output = seq.output_ids
+            seq.known_to_runner = True
+        last = end == seq.num_tokens_with_placeholders
+        chunk = Chunk(seq.row, start, seq.token_ids[start:end], seq.result_kind if last else None)
         chunk.num_candidates = seq.num_candidates
         if seq.targets:
-            ahead = seq.first_target - 1 - start  # tokens of the chunk before the first that counts
+            ahead = seq.first_target - 1 - start  # tokens before the one that predicts it
             chunk.logprobs_from = max(ahead, 0)
             chunk.logprob_targets = seq.targets[max(-ahead, 0) : max(tokens - ahead, 0)]
         plan.chunks.append(chunk)
         step.seqs[seq.row] = seq
         seq.num_computed = end
-        if chunk.yields is Yield.TOKEN:
-            seq.num_with_placeholders += 1
+        if chunk.result_kind is ResultKind.TOKEN:
+            seq.num_tokens_with_placeholders += 1
             seq.decoding = True
-        self.blocks.cache_full_blocks(seq)
+        self.block_manager.cache_full_blocks(seq)
         return tokens
 
     def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
-        """Give `seq` blocks for its next `tokens`. Returns the entries for plan.new_blocks."""
-        blocks, new = self.blocks, []
-        if (copy := blocks.copy_on_write(seq)) is not None:
-            new.append((seq.row, seq.num_computed // blocks.block_size, copy))
-        for _ in range(blocks.num_needed(seq, seq.num_computed + tokens)):
-            new.append((seq.row, len(seq.block_table), blocks.append_block(seq)))
+        """Append blocks for the next `tokens` of `seq`. Returns entries for `plan.new_blocks`."""
+        block_manager, new = self.block_manager, []
+        if (copy := block_manager.copy_on_write(seq)) is not None:
+            new.append((seq.row, seq.num_computed // block_manager.block_size, copy))
+        for _ in range(block_manager.num_needed(seq, seq.num_computed + tokens)):
+            new.append((seq.row, len(seq.block_table), block_manager.append_block(seq)))
         return new
 
     def _make_room(self, seq: Sequence, tokens: int) -> bool:
@@ -206,77 +208,78 @@ class Scheduler:
 
         Returns whether `seq` still runs.
         """
-        need = self.blocks.num_needed(seq, seq.num_computed + tokens)
-        while self.blocks.num_available < need and seq.status is Status.RUNNING:
+        need = self.block_manager.num_needed(seq, seq.num_computed + tokens)
+        while self.block_manager.num_available < need and seq.status is Status.RUNNING:
             self._preempt(self.running[-1])
         return seq.status is Status.RUNNING
 
     def _admit(self, seq: Sequence, budget: int, preempted: bool) -> str:
-        """Run the first waiting sequence, or return why it waits: a key of WHY_WAITING."""
+        """Run the first waiting sequence. Returns "", or why it waits: a key of WHY_WAITING."""
         if budget == 0:
             return "budget"
         if preempted:
             return "preempted"
         if len(self.running) == self.max_num_seqs:
             return "seqs"
-        if seq.num_with_placeholders > len(seq.token_ids):
+        if seq.num_tokens_with_placeholders > len(seq.token_ids):
             return "in flight"
-        matched = self.blocks.match(seq)
-        if seq.targets:  # the token before the first of them is computed, and all that follow
-            matched = matched[: (seq.first_target - 1) // self.blocks.block_size]
+        matched = self.block_manager.match(seq)
+        if seq.targets:  # computes all tokens from the one before the first target
+            matched = matched[: (seq.first_target - 1) // self.block_manager.block_size]
         if not self._has_room(seq, matched):
             return "blocks"
-        self.blocks.share(seq, matched)
-        self._start(seq)
+        self.block_manager.attach_cached(seq, matched)
+        self._take_row(seq)
         return ""
 
     def _has_room(self, seq: Sequence, matched: list[Block]) -> bool:
-        """Whether there are blocks for all tokens of `seq` and the reserve.
+        """Return whether there are blocks for all tokens of `seq` and the reserve.
 
-        A sequence that runs alone needs no reserve: `add_request` has refused what could never run.
+        A sequence that runs alone needs no reserve: LLMEngine.check rejects what can never run.
         """
-        blocks = self.blocks
-        need = blocks.num_needed(seq, seq.num_with_placeholders) - len(matched)
-        need += blocks.num_evictable(matched) + (self.reserve() if self.running else 0)
-        return blocks.num_available >= need
+        block_manager = self.block_manager
+        need = block_manager.num_needed(seq, seq.num_tokens_with_placeholders) - len(matched)
+        need += block_manager.num_evictable(matched) + (self.reserve() if self.running else 0)
+        return block_manager.num_available >= need
 
     def reserve(self) -> int:
-        """Blocks that admission leaves available: one for each running sequence.
+        """Return how many blocks admission leaves available: one for each running sequence.
 
-        Without them a full pool thrashes: an admitted sequence is preempted a moment later.
+        Without this reserve a full pool thrashes: a sequence is preempted soon after admission.
         """
         return len(self.running)
 
-    def _start(self, seq: Sequence) -> None:
-        """Give the first waiting sequence, which has its cached or shared blocks, a row."""
+    def _take_row(self, seq: Sequence) -> None:
+        """Assign a row to the first waiting sequence, which has its cached or shared blocks."""
         self.waiting.remove(seq)
         if seq.preemptions:
             self.recomputed_tokens -= seq.num_computed  # still cached, so not computed twice
-        elif not seq.num_output:  # else it is a fork of a beam
+        elif not seq.num_output:  # a fork of a beam has output
             seq.num_cached_tokens = seq.num_computed
             self.prompt_tokens += seq.num_prompt
             self.cached_tokens += seq.num_computed
-        seq.row, seq.joined, seq.status = self._free_rows.pop(), False, Status.RUNNING
+        seq.row, seq.known_to_runner = self._free_rows.pop(), False
+        seq.status = Status.RUNNING
         self.running.append(seq)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Return `seq` to the head of the waiting queue with its tokens, without its blocks."""
+        """Return `seq` to the head of the waiting queue. It keeps its tokens, not its blocks."""
         self.recomputed_tokens += seq.num_computed
         self.preemptions += 1
         seq.preemptions += 1
-        num_tokens = seq.num_with_placeholders
+        num_tokens = seq.num_tokens_with_placeholders
         self._leave(seq)
         if seq.awaits_token:
-            seq.status = Status.NEW
+            seq.status = Status.UNQUEUED
         else:
             self.add(seq, at_head=True)
-            seq.num_with_placeholders = num_tokens  # a placeholder token is still to be committed
+            seq.num_tokens_with_placeholders = num_tokens  # a placeholder may be in flight
 
     def _leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
         if seq.status is Status.RUNNING:
             self.running.remove(seq)
-            self.blocks.release(seq)
+            self.block_manager.release(seq)
             self._free_rows.append(seq.row)
             seq.row, seq.decoding = -1, False
         elif seq.status is Status.WAITING:
@@ -288,30 +291,30 @@ class Scheduler:
         """Append the tokens of the oldest step in flight. Returns the sequences that got a result.
 
         `token_ids` has one for each chunk that yields a token and each decode row, in plan order.
-        A sequence that yields something else gets no token; the caller must `append` one or finish
-        it.
+        A sequence with another result gets no token: the caller must `append` one or `finish` it.
         """
-        assert step is self.in_flight[0], (
-            "steps are committed in the order in which they were planned"
-        )
+        assert step is self.in_flight[0], "steps must be committed in the order of their plans"
         self.in_flight.popleft()
-        block_size = self.blocks.block_size
+        block_size = self.block_manager.block_size
         updated: list[Sequence] = []
         for chunk in step.plan.chunks:
             seq = step.seqs[chunk.row]
-            if chunk.yields not in (None, Yield.TOKEN) and seq.status is not Status.FINISHED:
+            if (
+                chunk.result_kind not in (None, ResultKind.TOKEN)
+                and seq.status is not Status.FINISHED
+            ):
                 updated.append(seq)
                 seq.awaits_token = True
                 if seq.status is Status.WAITING:  # it was preempted while the step was in flight
                     self._leave(seq)
-                    seq.status = Status.NEW
+                    seq.status = Status.UNQUEUED
         for seq, token in zip(step.sampling_seqs, token_ids, strict=True):
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
             ids = seq.token_ids
             updated.append(seq)
             if seq.forks:
-                # Each samples its own first token, from the last of the prompt.
+                # Each fork computes the prompt's last token again, and samples its own first token.
                 for fork in seq.forks:
                     self.fork(seq, fork, seq.num_prompt - 1)
                 seq.forks = []
@@ -320,35 +323,35 @@ class Scheduler:
                 continue
             ids.append(token)
             if len(ids) % block_size == 0 and seq.num_computed >= len(ids):
-                # A step in flight has computed the KV of this token already.
-                self.blocks.cache_full_blocks(seq)
+                # The step in flight after this one computes the KV of this token.
+                self.block_manager.cache_full_blocks(seq)
             if token in seq.stop_token_ids or len(ids) >= seq.max_length:
                 self._finish_if_complete(seq)
         return updated
 
     def _finish_if_complete(self, seq: Sequence) -> None:
-        """Finish a sequence whose last token is a stop token, or that has its full length."""
+        """Finish a sequence if it ends with a stop token or has its full length."""
         if (token := seq.token_ids[-1]) in seq.stop_token_ids:
             self.finish(seq, "stop", token)
         elif len(seq.token_ids) >= seq.max_length:
             self.finish(seq, "length")
 
     def append(self, seq: Sequence, token: int) -> None:
-        """Append the token that the caller has chosen for a sequence whose result was returned."""
+        """Append the token that the caller chose for a sequence that awaits it."""
         seq.token_ids.append(token)
         seq.awaits_token = False
         if seq.sampling.rules is not None and seq.sampling.rules.grammar is not None:
-            seq.joined = False  # the runner's grammar follows the tokens of a join
+            seq.known_to_runner = False  # a new row sends the tokens, which the grammar needs
         if seq.status is Status.RUNNING:
-            seq.num_with_placeholders += 1
+            seq.num_tokens_with_placeholders += 1
         else:
             self.add(seq, at_head=True)
 
     def revert_in_flight(self, unfinished: Iterable[Sequence] | None = None) -> None:
-        """Revert all steps in flight after a failure, which may have come between any two lines.
+        """Revert all steps in flight after a failure at any line.
 
-        Only the known tokens are relied on: all rows and blocks are freed, and the `unfinished`, by
-        default all that run or wait, return to the waiting queue. Blocks that these steps cached
+        Only known tokens are kept. All rows and blocks are freed, and the `unfinished` sequences,
+        by default all that run or wait, return to the waiting queue. Blocks that these steps cached
         may hold anything and may be shared, so the whole prefix cache is reset.
         """
         ran = self.running
@@ -359,16 +362,16 @@ class Scheduler:
             seq.preemptions += 1
         self.in_flight.clear()
         self.running, self._free_rows = [], list(range(self.max_num_seqs - 1, -1, -1))
-        self.blocks.revert([*ran, *self.waiting, *seqs])
+        self.block_manager.revert([*ran, *self.waiting, *seqs])
         for seq in seqs:
-            seq.status, seq.row, seq.decoding = Status.NEW, -1, False
-            if seq.yields is Yield.TOKEN and seq.num_output:
+            seq.status, seq.row, seq.decoding = Status.UNQUEUED, -1, False
+            if seq.result_kind is ResultKind.TOKEN and seq.num_output:
                 self._finish_if_complete(seq)
-        queued = [seq for seq in seqs if seq.status is Status.NEW and not seq.awaits_token]
+        queued = [seq for seq in seqs if seq.status is Status.UNQUEUED and not seq.awaits_token]
         self.waiting.keep(queued)
         for seq in queued:
             if seq in self.waiting:
-                seq.status, seq.num_with_placeholders = Status.WAITING, len(seq.token_ids)
+                seq.status, seq.num_tokens_with_placeholders = Status.WAITING, len(seq.token_ids)
             else:
                 self.add(seq, at_head=True)
         if unfinished is not None:
@@ -376,11 +379,11 @@ class Scheduler:
             self.num_unfinished = sum(1 + len(seq.forks) for seq in left)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """Finish a sequence in any state. What ended it before is overwritten."""
+        """Finish a sequence in any state. Overwrites an earlier reason."""
         self._leave(seq)
         self.num_unfinished -= seq.status is not Status.FINISHED
         seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
-        # What rules refer to can be large, and a step in flight may keep the sequence for long.
+        # Rules can refer to large objects, and a step in flight may keep the sequence for long.
         seq.sampling = replace(seq.sampling, rules=None)
 
     def abort(self, seq: Sequence) -> None:

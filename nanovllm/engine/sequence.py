@@ -1,32 +1,32 @@
-"""Sequence: one stream of tokens being generated, as the control plane sees it.
+"""Sequence: one stream of tokens being generated, in the control plane.
 
-The scheduler and the block manager change it; the runner never sees it.
+The scheduler and the block manager change it. It is never passed to the runner.
 
     token_ids:   [ prompt ............ | output ....... ]  + placeholder tokens
                                                  ^             ^
-          num_computed <= num_with_placeholders = len(token_ids) + placeholder tokens
+          num_computed <= num_tokens_with_placeholders = len(token_ids) + placeholder tokens
 
-A placeholder token is sampled by a plan in flight; the engine does not know its id yet.
+A placeholder token is sampled by a plan in flight. Its id has not reached the engine yet.
 
 A sequence has known tokens and computed tokens (KV in the cache once all plans made so far have
 run). Each step computes some of the difference: a whole prompt, a chunk of one, or the last sampled
 token. There is no prefill state. `decoding` only says where the next token to compute is stored: in
-`token_ids`, or in the runner's row, which may be the only place where it is known.
+the runner's row or, if false, in `token_ids`. A placeholder token is stored only in the row.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from nanovllm.plan import RowSampling, Yield
+from nanovllm.plan import ResultKind, RowSampling
 
-# Instead of an empty list that most sequences never fill: a million of them may wait, and each list
-# takes memory and time of the garbage collector.
+# In place of empty lists that most sequences never fill. A million sequences may wait, and each
+# list takes memory and time of the garbage collector.
 EMPTY: Any = ()
 
 
 class Status(Enum):
-    NEW = 0  # not queued: a fork before the first token of its parent, or see `awaits_token`
+    UNQUEUED = 0  # a fork before the first token of its parent, or see `awaits_token`
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
@@ -42,36 +42,37 @@ class Sequence:
     stop_token_ids: frozenset[int]
     sampling: RowSampling
     index: int = 0  # number among the samples of its request
-    yields: Yield = Yield.TOKEN
-    targets: list[int] = EMPTY  # tokens whose log-probabilities are wanted
-    first_target: int = 1  # position of the first of them
-    # What it is forked from: the first sample of its request, which computes the prompt, or a beam.
+    result_kind: ResultKind = ResultKind.TOKEN
+    targets: list[int] = EMPTY  # tokens whose log-probabilities are requested
+    first_target: int = 1  # position of the first target
+    # The sequence from which it is forked: the first sample of its request, or a beam.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = EMPTY  # not queued yet
-    num_candidates: int = 0  # how many it yields, if it yields candidates
+    num_candidates: int = 0  # to return, if it yields candidates
     request: Any = None  # the Request that it belongs to, until that has ended
 
-    status: Status = Status.NEW
-    num_with_placeholders: int = 0  # known tokens and placeholder tokens
+    status: Status = Status.UNQUEUED
+    num_tokens_with_placeholders: int = 0  # known tokens and placeholder tokens
     num_computed: int = 0  # tokens whose KV is in the cache after every plan made so far has run
-    # Whether its last result has been returned and its next token has not been chosen yet. If it is
-    # preempted then, it is not queued (NEW) until that token is appended.
+    # Whether its last result is returned and its next token is not chosen yet. If it is preempted
+    # in this state, it is UNQUEUED until that token is appended.
     awaits_token: bool = False
     decoding: bool = False  # whether its only uncomputed token is the one that its row sampled last
+    queue_number: int = -1  # of its entry in the waiting queue, if it has one
     row: int = -1
-    joined: bool = False  # whether a plan has told the runner about its row
+    known_to_runner: bool = False  # whether a plan has contained its NewRow
     preemptions: int = 0
-    num_cached_tokens: int = 0  # prompt tokens that it did not compute when it was first admitted
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache at its first admission
     finish_reason: str | None = None
     stop_reason: int | str | None = None  # the token id or string that ended it, if one did
 
     # Maintained by the block manager.
     block_table: list[int] = field(default_factory=list)
-    # Its next token may be written to a block that is shared or cached.
+    # Whether its next token may be written to a shared or cached block.
     needs_copy_on_write: bool = False
     block_hashes: list[int] = EMPTY  # one per full block, chained
-    num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another's block
-    parent_block: int = 0  # identity of the last cached block, the parent of the next
+    num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another block
+    parent_serial: int = 0  # serial number of the last cached block, the parent of the next
     began_after: int = 0  # resets of the prefix cache before its first block was computed
 
     @property

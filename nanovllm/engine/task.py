@@ -1,13 +1,13 @@
-"""Task: one kind of request, what its rows yield and what becomes of that.
+"""Task: one kind of request. It defines the results of rows and makes the output of a request.
 
     Sampling    engine/sampling.py            new tokens
     Embedding   features/embeddings/          the hidden state of the prompt's last token
     Scoring     features/loglikelihood.py     log-probabilities of the prompt's last tokens
     BeamSearch  features/beam_search.py       the most likely outputs
 
-A task holds checked parameters. Requests with the same parameters share it, because a million of them
-may wait: what belongs to one request is in the Request. The engine calls the methods while it holds
-its lock. An error that one raises ends only the request that it works on.
+A task holds checked parameters. Requests with the same parameters share a task, because a million
+requests may wait; the data of one request is in its Request. The engine calls the methods while it
+holds its lock. An error in a method ends only the request that is passed to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import TokenLogprobs, Yield
+from nanovllm.plan import ResultKind, TokenLogprobs
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RowResult:
-    """What a row of a committed step yielded in addition to a token."""
+    """The results of a row of a committed step, except its token."""
 
     hidden_state: list[float] = field(default_factory=list)  # [E]
     candidates: list[tuple[int, float]] = field(default_factory=list)  # (token, log-probability)
@@ -36,7 +36,7 @@ class RowResult:
 
 
 class Ending(NamedTuple):
-    """Why a sequence ends."""
+    """The reason why a sequence ends."""
 
     finish_reason: str
     stop_reason: int | str | None = None
@@ -44,7 +44,7 @@ class Ending(NamedTuple):
 
 class Task(Protocol):
     params: Any
-    yields: Yield  # what a row yields when its known tokens are computed
+    result_kind: ResultKind  # what a row yields when its known tokens are computed
 
     def text_prompt(self, text: str) -> str:
         """Return the text to encode for a prompt that is given as text."""
@@ -53,7 +53,7 @@ class Task(Protocol):
         """Raise ValueError if a prompt cannot be token ids."""
 
     def max_length(self, num_tokens: int) -> int:
-        """Return how many tokens a sequence may have after a prompt of `num_tokens`.
+        """Return the maximum length of a sequence with a prompt of `num_tokens`.
 
         Raises ValueError if the request can never run.
         """
@@ -62,19 +62,19 @@ class Task(Protocol):
         """Make the samples of a request. Returns the sequence that computes the prompt."""
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
-        """Process the result of a step for one sequence. Returns why the sequence ends, if it does."""
+        """Process the result of a step for one sequence. Returns why it ends, if it does."""
 
     def rewind(self, request: Request) -> list[Sequence]:
-        """Undo what a failed step has left half done. Returns the sequences that are to be queued.
+        """Undo the partial changes of a failed step. Returns the sequences to queue.
 
-        Results that were committed and not received are removed, and so computed again.
+        Results that were committed and not received are removed, so that they are computed again.
         """
 
     def output(self, request: Request) -> Any:
         """Return the output of a request whose samples have ended."""
 
     def error_output(self, request: Request) -> Any:
-        """Return the output of a request for which `output` raised an error; None: there is none."""
+        """Return the output of a request for which `output` raised an error, or None."""
 
 
-TaskFactory: TypeAlias = "Callable[[LLMEngine, Any], Task]"  # of parameters, which it checks
+TaskFactory: TypeAlias = "Callable[[LLMEngine, Any], Task]"  # checks the parameters

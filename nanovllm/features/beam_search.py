@@ -1,12 +1,12 @@
-"""Beam search: the `beam_width` most likely outputs that a search finds, with vLLM's names.
+"""Beam search: searches for the `beam_width` most likely outputs, with the names of vLLM.
 
-Every beam is a sequence of the engine whose row yields the most likely next tokens instead of one
-sampled token (`Yield.CANDIDATES`). When all beams of a prompt have theirs, `BeamSearch` chooses: it
-drops beams, forks others copy-on-write, and appends a token to each. The prompt is therefore
-computed once, a step computes one token for each beam, and beams are batched, preempted and resumed
-like all sequences.
+Every beam is a sequence of the engine. Its row yields the most likely next tokens instead of one
+sampled token (`ResultKind.CANDIDATES`). When all beams of a prompt have their candidates,
+`BeamSearch` drops some beams, forks others copy-on-write, and appends a token to each. The prompt
+is therefore computed once, a step computes one token for each beam, and beams are batched,
+preempted and resumed like all sequences.
 
-Scores, their normalization and the rule when to stop are those of transformers' beam search with
+Scores, normalization and the stopping rule are the same as in transformers' beam search with
 early_stopping=False.
 """
 
@@ -22,7 +22,7 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Request, Sample, start_prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Ending, RowResult
-from nanovllm.plan import LogitRules, Yield
+from nanovllm.plan import LogitRules, ResultKind
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 @refuse_unknown_fields("field of BeamSearchParams")
 @dataclass
 class BeamSearchParams:
-    """How a prompt is searched.
+    """Parameters of a beam search.
 
     Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value.
     """
 
-    beam_width: Annotated[int, 1, 16_384]  # beams of each prompt, and results of each prompt
+    beam_width: Annotated[int, 1, 16_384]  # beams and results per prompt
     max_tokens: Positive  # output tokens of a beam
     ignore_eos: bool = False  # continue after an end-of-sequence token
-    # As in vLLM it changes nothing: scores are log-probabilities before the temperature.
+    # As in vLLM, it has no effect: scores are log-probabilities before the temperature.
     temperature: Annotated[float, 0, math.inf] = 0.0
     # Finished beams are compared by cum_logprob / (output tokens) ** length_penalty. 0 compares the
-    # sums, which favours short outputs; a larger value favours longer ones. Beyond 10 a length to
-    # this power could overflow.
+    # sums, which favours short outputs; a larger value favours longer ones. Beyond 10 the power
+    # could overflow.
     length_penalty: Annotated[float, -10, 10] = 1.0
-    include_stop_str_in_output: bool = False  # whether `tokens` has the end-of-sequence token
-    # A grammar that every result follows, as in SamplingParams. Its tokens keep their scores.
+    include_stop_str_in_output: bool = False  # whether `tokens` includes the end-of-sequence token
+    # A grammar that every result follows, as in SamplingParams. It does not change scores.
     structured_outputs: StructuredOutputsParams | None = None
     skip_special_tokens: bool = True  # leave special tokens out of the text
 
@@ -56,10 +56,10 @@ class BeamSearchParams:
 
 @dataclass
 class BeamSearchSequence:
-    """One result: `cum_logprob` is the sum of the log-probabilities of its output tokens."""
+    """One result of a beam search."""
 
     tokens: list[int]  # prompt and output
-    cum_logprob: float  # not normalized
+    cum_logprob: float  # sum of the log-probabilities of output tokens, not normalized
     # "stop", "length", "abort", or "error" if the model computed NaN
     finish_reason: str | None
     stop_reason: int | str | None = None
@@ -68,7 +68,7 @@ class BeamSearchSequence:
 
 @dataclass
 class BeamSearchOutput:
-    """The results of one prompt, the best first: `beam_width`, or fewer if there are no more."""
+    """The results of one prompt, the best first: `beam_width`, or fewer if no more are found."""
 
     sequences: list[BeamSearchSequence]
 
@@ -77,32 +77,32 @@ class BeamSearchOutput:
 class Beams:
     """The state of one search."""
 
-    scores: dict[Sequence, float]  # of the beams, sums of log-probabilities
-    # Of the beams that have them already.
+    scores: dict[Sequence, float]  # beam -> sum of log-probabilities
+    # Beam -> candidates, for the beams that have received them.
     candidates: dict[Sequence, list[tuple[int, float]]] = field(default_factory=dict)
     # Finished beams with their normalized scores, the best first.
     finished: list[tuple[float, BeamSearchSequence]] = field(default_factory=list)
 
 
 class BeamSearch:
-    """The task of a request for the most likely outputs of a prompt."""
+    """The task of a beam search."""
 
-    yields = Yield.CANDIDATES
+    result_kind = ResultKind.CANDIDATES
 
     def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
-        inputs, scheduler = engine.inputs, engine.scheduler
-        inputs.check_head()
+        input_processor, scheduler = engine.input_processor, engine.scheduler
+        input_processor.check_head()
         self.params = params = replace(params)  # fields may have been set since the last check
-        self.inputs, self.scheduler = inputs, scheduler
-        max_width = min(inputs.vocab_size, scheduler.max_num_seqs)
+        self.input_processor, self.scheduler = input_processor, scheduler
+        max_width = min(input_processor.vocab_size, scheduler.max_num_seqs)
         if params.beam_width > max_width:
-            name = "the vocabulary" if max_width == inputs.vocab_size else "max_num_seqs"
+            name = "the vocabulary" if max_width == input_processor.vocab_size else "max_num_seqs"
             raise ValueError(
                 f"beam_width={params.beam_width} is more than {name}={max_width}; lower it"
-                + " or raise max_num_seqs" * (max_width != inputs.vocab_size)
+                + " or raise max_num_seqs" * (max_width != input_processor.vocab_size)
             )
-        self.stops = frozenset() if params.ignore_eos else inputs.eos_token_ids
+        self.stops = frozenset() if params.ignore_eos else input_processor.eos_token_ids
         self.rules: LogitRules | None = None
         if params.structured_outputs is not None:
             if not self.stops:
@@ -112,9 +112,9 @@ class BeamSearch:
                 )
             stops = tuple(sorted(self.stops))
             self.rules = LogitRules(
-                grammar=inputs.compile_grammar(params.structured_outputs, stops)
+                grammar=input_processor.compile_grammar(params.structured_outputs, stops)
             )
-        # At most beam_width candidates of each end token end a beam, so that enough others remain.
+        # An end token is at most beam_width candidates, so at least beam_width others remain.
         self.num_candidates = max(2, 1 + len(self.stops)) * params.beam_width
 
     def text_prompt(self, text: str) -> str:
@@ -124,17 +124,17 @@ class BeamSearch:
         """Accept every prompt of token ids."""
 
     def max_length(self, num_tokens: int) -> int:
-        return num_tokens + self.inputs.room_for_output(num_tokens, self.params.max_tokens)
+        return num_tokens + self.input_processor.room_for_output(num_tokens, self.params.max_tokens)
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
         first = start_prompt(request, token_ids, max_length)
-        first.num_candidates = min(self.num_candidates, self.inputs.vocab_size)
+        first.num_candidates = min(self.num_candidates, self.input_processor.vocab_size)
         first.sampling = replace(first.sampling, rules=self.rules)
         request.state = Beams({first: 0.0})
         return first
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
-        """Record the candidates of a beam; if they are the last of the step, choose new beams."""
+        """Record the candidates of a beam. When all beams have candidates, choose new beams."""
         if result.candidates:
             beams: Beams = request.state
             beams.candidates[seq] = result.candidates
@@ -143,7 +143,7 @@ class BeamSearch:
         return None
 
     def _choose(self, request: Request, beams: Beams) -> None:
-        """Continue the best candidates of all beams. Finish all sequences if no better can come."""
+        """Continue the best candidates of all beams, or finish if no better result is possible."""
         width = self.params.beam_width
         ranked = sorted(
             (
@@ -162,7 +162,7 @@ class BeamSearch:
             elif rank < width:
                 self._add_finished(beams, score, beam, token)
         if not chosen or self._is_final(beams, chosen[0][0], chosen[0][1].num_output + 1):
-            # Without a candidate of finite probability there is nothing to choose from.
+            # If no candidate has a finite log-probability, the search ends with an error.
             for beam in beams.scores:
                 self.scheduler.finish(beam, "stop" if ranked else "error")
         else:
@@ -181,9 +181,9 @@ class BeamSearch:
         del beams.finished[self.params.beam_width :]
 
     def _is_final(self, beams: Beams, score: float, length: int) -> bool:
-        """Whether no beam, the best of which has `score`, is expected to beat a finished one.
+        """Return whether the best beam, with `score`, is not expected to beat a finished one.
 
-        As in transformers, a beam is expected to be normalized by its present length.
+        As in transformers, its expected score is normalized by its current length.
         """
         enough = len(beams.finished) == self.params.beam_width
         return enough and score / length**self.params.length_penalty <= beams.finished[-1][0]
@@ -191,11 +191,11 @@ class BeamSearch:
     def _continue(
         self, request: Request, beams: Beams, chosen: list[tuple[float, Sequence, int]]
     ) -> None:
-        """Make each (score, beam, token) a beam: the first of a beam continues it, others fork."""
+        """Append tokens to beams. The first choice of a beam continues it, and others fork it."""
         kept = {beam for _, beam, _ in chosen}
-        for beam in beams.scores:  # not a set, whose order is another one in each process
+        for beam in beams.scores:  # not a set, whose order differs between processes
             if beam not in kept:
-                self.scheduler.finish(beam, "abort")  # its row and blocks are free for the forks
+                self.scheduler.finish(beam, "abort")  # frees a row and blocks for the forks
         new = []
         for index, (_, parent, token) in enumerate(chosen):
             beam = parent
@@ -210,17 +210,17 @@ class BeamSearch:
                     max_length=parent.max_length,
                     stop_token_ids=parent.stop_token_ids,
                     sampling=parent.sampling,
-                    yields=parent.yields,
+                    result_kind=parent.result_kind,
                     num_candidates=parent.num_candidates,
                     parent=parent,
                     request=request,
                 )
                 self.scheduler.num_unfinished += 1
-                parent.parent = None  # else a beam would keep all that were before it in memory
+                parent.parent = None  # else a beam would keep all its ancestors in memory
             beam.index = index
             new.append(beam)
         request.samples[:] = [Sample(beam) for beam in new]
-        # Before a token is appended to its parent, because it may share the parent's last block.
+        # Fork before a token is appended to the parent, because the last block may be shared.
         for (_, parent, _), beam in zip(chosen, new, strict=True):
             if beam is not parent:
                 self.scheduler.fork(parent, beam, len(parent.token_ids))
@@ -237,7 +237,7 @@ class BeamSearch:
         return seqs
 
     def output(self, request: Request) -> BeamSearchOutput:
-        """Return the results of a search; after an abort or an error the beams as well."""
+        """Return the results of a search, and after an abort or an error also its beams."""
         beams: Beams = request.state
         results = [result for _, result in beams.finished]
         for beam, score in beams.scores.items():
@@ -245,7 +245,7 @@ class BeamSearch:
                 ids, reason = list(beam.token_ids), beam.finish_reason
                 results.append(BeamSearchSequence(ids, score, reason))
         results = results[: self.params.beam_width]
-        tokenizer = self.inputs.tokenizer
+        tokenizer = self.input_processor.tokenizer
         if tokenizer is not None:
             detokenizer = Detokenizer(tokenizer, self.params.skip_special_tokens)
             for result in results:

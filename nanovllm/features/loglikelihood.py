@@ -1,4 +1,4 @@
-"""Log-likelihoods: how text is split into tokens, the task, and the result."""
+"""Log-likelihoods: the tokenization of prompts and continuations, the task, and the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.api.prompts import Prompt, as_list, split_prompt
 from nanovllm.engine.request import Request, rewind_prompt, start_prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Ending, RowResult
-from nanovllm.plan import Yield
+from nanovllm.plan import ResultKind
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoringParams:
-    """A request for the log-probabilities of the last tokens of its prompt, the continuation."""
+    """Parameters of a request that scores the last tokens of its prompt, the continuation."""
 
-    num_tokens: int  # of the continuation; at least one token is before them
+    num_tokens: int  # of the continuation; at least one token precedes them
 
 
 @dataclass(frozen=True)
 class LoglikelihoodOutput:
-    """How likely a continuation is after its prompt, before temperature and all rules."""
+    """Log-likelihood of a continuation after its prompt, before temperature and all rules."""
 
     logprob: float  # natural logarithm, the sum of `token_logprobs`
-    # Whether no token is more likely than that of the continuation, at each position.
+    # Whether at each position no token is more likely than the token of the continuation.
     is_greedy: bool
     token_logprobs: list[float]
     token_ids: list[int]  # of the continuation
@@ -42,51 +42,53 @@ class LoglikelihoodOutput:
 def encode_pair(
     text: str, continuation: str, encode: Callable[[str], list[int]]
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of `text`, and those that `continuation` adds to it.
+    """Return the tokens of `text`, and the tokens that `continuation` adds to it.
 
-    As `_encode_pair` of lm_eval does, spaces at the end of the text belong to the continuation,
-    whose tokens are those that follow the text's when both are encoded together.
+    As in `_encode_pair` of lm_eval, spaces at the end of the text belong to the continuation. Text
+    and continuation are encoded together, and the tokens after the text's tokens are returned.
     """
-    stem = text.rstrip()
-    ids = encode(stem) if stem else []
+    prompt = text.rstrip()
+    ids = encode(prompt) if prompt else []
     return ids, encode(text + continuation)[len(ids) :]
 
 
 def tokenize_pairs(
-    inputs: InputProcessor,
+    input_processor: InputProcessor,
     prompts: Prompt | Iterable[Prompt],
     continuations: Prompt | Iterable[Prompt],
 ) -> list[tuple[Prompt, ScoringParams]]:
-    """Return each prompt with its continuation, and what to score of it."""
-    stems, ends = as_list(prompts), as_list(continuations, "continuations")
-    if len(stems) == 1:
-        stems = stems * len(ends)
-    if len(stems) != len(ends):
+    """Return the token ids of each prompt with its continuation, and its ScoringParams."""
+    prompts, continuations = as_list(prompts), as_list(continuations, "continuations")
+    if len(prompts) == 1:
+        prompts = prompts * len(continuations)
+    if len(prompts) != len(continuations):
         raise ValueError(
-            f"{len(stems)} prompts but {len(ends)} continuations; give one for each, or one "
-            "prompt for all"
+            f"{len(prompts)} prompts but {len(continuations)} continuations; give one prompt for "
+            "each continuation, or one for all"
         )
     pairs: list[tuple[Prompt, ScoringParams]] = []
-    for i, (stem, end) in enumerate(zip(stems, ends, strict=True)):
-        with located(f"pair {i}: " * (len(stems) > 1)):
-            ids, new = tokenize_pair(inputs, stem, end)
+    for i, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+        with located(f"pair {i}: " * (len(prompts) > 1)):
+            ids, new = tokenize_pair(input_processor, prompt, continuation)
         pairs.append(([*ids, *new], ScoringParams(len(new))))
     return pairs
 
 
-def tokenize_pair(inputs: InputProcessor, stem: Prompt, end: Prompt) -> tuple[list[int], list[int]]:
-    text, ids = split_prompt(stem)
-    continuation, new = split_prompt(end)
+def tokenize_pair(
+    input_processor: InputProcessor, prompt: Prompt, continuation: Prompt
+) -> tuple[list[int], list[int]]:
+    prompt_text, ids = split_prompt(prompt)
+    new_text, new = split_prompt(continuation)
     if ids is None and new is None:
-        if continuation:
-            ids, new = encode_pair(text or "", continuation, inputs.encode)
+        if new_text:
+            ids, new = encode_pair(prompt_text or "", new_text, input_processor.encode)
     elif new is None:
         raise TypeError(
-            f"the continuation {end!r:.80} is text, and its prompt is token ids: {stem!r:.80}; "
-            "give both as text, or the continuation as token ids"
+            f"the continuation {new_text!r:.80} is text, and its prompt is token ids: "
+            f"{prompt!r:.80}; give both as text, or the continuation as token ids"
         )
     elif ids is None:
-        ids = inputs.encode(text or "")
+        ids = input_processor.encode(prompt_text or "")
     if not new:
         raise ValueError("the continuation is empty; give at least one token")
     if not ids:
@@ -95,13 +97,13 @@ def tokenize_pair(inputs: InputProcessor, stem: Prompt, end: Prompt) -> tuple[li
 
 
 class Scoring:
-    """The task of a request for log-probabilities of the last tokens of its prompt."""
+    """The task of a request that scores the last tokens of its prompt."""
 
-    yields = Yield.NOTHING
+    result_kind = ResultKind.NOTHING
 
     def __init__(self, engine: LLMEngine, params: ScoringParams) -> None:
-        engine.inputs.check_head()
-        self.inputs, self.params = engine.inputs, params
+        engine.input_processor.check_head()
+        self.input_processor, self.params = engine.input_processor, params
 
     def text_prompt(self, text: str) -> str:
         return text
@@ -110,8 +112,8 @@ class Scoring:
         """Accept every prompt of token ids."""
 
     def max_length(self, num_tokens: int) -> int:
-        # The last token to score is not computed.
-        self.inputs.check_length(num_tokens, self.inputs.max_model_len + 1)
+        # The last token is scored but not computed.
+        self.input_processor.check_length(num_tokens, self.input_processor.max_model_len + 1)
         return num_tokens - 1
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
@@ -122,11 +124,11 @@ class Scoring:
         return seq
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
-        # Again from the first after a preemption, which computes them again.
+        # After a preemption all positions are computed and received again.
         for position, entry in enumerate(result.prompt_logprobs, result.first_position):
             request.state[position] = entry[0]  # the token itself comes first
         if not seq.awaits_token:
-            return None  # a chunk that is not the last
+            return None  # more chunks follow
         if any(math.isnan(logprob) for _, logprob, _ in request.state.values()):
             raise ArithmeticError("there is no log-likelihood: the model computed NaN")
         return Ending("stop")
@@ -147,7 +149,7 @@ class Scoring:
         )
 
     def error_output(self, request: Request) -> None:
-        """Return None: there is no part of a log-likelihood."""
+        """Return None: there is no partial log-likelihood."""
 
 
 TASKS = {ScoringParams: Scoring}

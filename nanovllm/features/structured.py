@@ -1,7 +1,7 @@
-"""Structured outputs: a grammar says, at each position of an output, which tokens may follow.
+"""Structured outputs: a grammar determines which tokens may follow at each position of an output.
 
-llguidance (the extra `structured`) compiles a grammar and computes the mask of these tokens. A request
-has a compiled `Grammar`, and each of its rows has a `Matcher`, which follows the row's output.
+llguidance (the extra `structured`) compiles a grammar and computes the masks of allowed tokens. A
+request has a compiled `Grammar`, and each of its rows has a `Matcher` that follows its output.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHED_GRAMMARS = 64
-# Bounds of what a compilation costs. In bytes of text, by format: the time grows with their square,
-# and with the third power where terminals contain each other.
+# Limits on the cost of a compilation, in bytes of text by format. The time grows with their square,
+# and with their cube where terminals contain each other.
 MAX_BYTES = {"json_schema": 2**17, "lark": 2**17, "regex": 2**14, "grammar": 2**14}
 # llguidance has a state for each remainder, and computes least common multiples in 32 bits.
 MAX_MULTIPLE = 2**16 - 1
 MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?)')
-ESCAPE = re.compile(r"\\u(00[4-7][0-9a-fA-F])")  # a letter
-# llguidance calls itself once for each level of a grammar: 1 kB of stack or less for a byte of text.
+ESCAPE = re.compile(r"\\u(00[4-7][0-9a-fA-F])")  # an escaped letter
+# llguidance recurses once per level of a grammar, with at most 1 kB of stack per byte of text.
 STACK, STACK_PER_BYTE = 2**24, 2**12
-MAX_SECONDS = 60  # for what no other bound covers, such as 200 patterns in an allOf
-MAX_ABANDONED = 2  # compilations that took longer, which nothing can stop
-MAX_REASON = 300  # characters of an error
-# Between the parts of JSON. Where more is allowed, weak models write spaces and nothing else.
+MAX_SECONDS = 60  # for cases without another limit, such as 200 patterns in an allOf
+MAX_ABANDONED = 2  # compilations that took longer and cannot be stopped
+MAX_REASON = 300  # characters of an error message
+# Between the parts of JSON. If more is allowed, weak models generate nothing but spaces.
 WHITESPACE = " ?"
 
 
@@ -43,12 +43,12 @@ WHITESPACE = " ?"
 class Grammar:
     """A compiled grammar, and the tokens that end an output once it is complete."""
 
-    start: LLMatcher  # it stays at the start; each row has a copy
-    library_ends: tuple[int, ...]  # what llguidance takes for such tokens
-    ends: tuple[int, ...]  # those of the request; may be empty
+    start: LLMatcher  # in the initial state; each row has a copy
+    library_ends: tuple[int, ...]  # the end tokens of llguidance
+    ends: tuple[int, ...]  # the end tokens of the request; may be empty
 
     def matcher(self) -> Matcher:
-        """Return what follows the output of a row."""
+        """Return a matcher for the output of a new row."""
         return Matcher(self)
 
 
@@ -60,11 +60,11 @@ class Matcher:
         self.num_read = 0  # tokens of the output that `state` has read
 
     def mask(self, output: list[int]) -> bytes | None:
-        """Which tokens may follow `output`, which begins with that of the last call.
+        """Return which tokens may follow `output`, which must extend the output of the last call.
 
-        One bit for each token, the lowest ids in the first byte and its lowest bits. None if
-        `output` has ended: the engine learns this one step late and drops what follows. Empty if
-        no token may follow. Raises RuntimeError if llguidance reaches a limit.
+        The mask has one bit for each token, the lowest ids in the lowest bits of the first byte. It
+        is None if `output` has ended: with async scheduling one more step runs, and its token is
+        dropped. It is empty if no token may follow. Raises RuntimeError at a limit of llguidance.
         """
         state, ends = self.state, self.grammar.ends
         for token in output[self.num_read :]:
@@ -86,9 +86,9 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles the grammars of the requests of one engine. Keeps those that were used last.
+    """Compiles the grammars of one engine, and caches the most recently used grammars.
 
-    Several threads may use it at a time.
+    Several threads may use it at the same time.
     """
 
     def __init__(
@@ -100,10 +100,10 @@ class GrammarCompiler:
         self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def compile(self, params: StructuredOutputsParams, ends: list[int]) -> Grammar:
-        """Return the grammar of a request that one of the tokens `ends` ends.
+        """Return the grammar of a request that ends with one of the tokens `ends`.
 
         Raises ImportError without llguidance, ValueError without a tokenizer, and ValueError with
-        llguidance's reason if it refuses the grammar.
+        llguidance's reason if it cannot compile the grammar.
         """
         if self.vocabulary is None:
             self.vocabulary = self._make_vocabulary()
@@ -120,8 +120,8 @@ class GrammarCompiler:
             raise ImportError(
                 f"structured_outputs needs llguidance ({error}): pip install -e '.[structured]'"
             ) from error
-        # Models may have more tokens than their tokenizer, or fewer. Tokens that the model lacks are
-        # removed, because llguidance prefers them to the shorter ones of which they consist.
+        # A model may have more or fewer tokens than its tokenizer. Tokens that the model lacks are
+        # removed, because llguidance would prefer them to their shorter parts.
         ids = set(tokenizer.get_vocab().values())
         if max(ids) >= self.vocab_size and tokenizer.is_fast:
             tokenizer = with_tokens_below(self.vocab_size, tokenizer)
@@ -143,7 +143,7 @@ class GrammarCompiler:
                 log_level=0,
                 limits=LLParserLimits(verbose_errors=False),
             )
-            start.compute_bitmask()  # finds that no token can be the first
+            start.compute_bitmask()  # detects that no token can be the first
             return start
 
         check_size(field, kind, text)
@@ -168,7 +168,8 @@ class GrammarCompiler:
             hint = "; a grammar in Lark's notation needs the rule `start`"
             hint *= field == "grammar" and "::=" not in text and "Expected ::=" in str(error)
             raise ValueError(
-                f"llguidance refuses the {field} of structured_outputs: {shortened(str(error))}{hint}"
+                f"llguidance refuses the {field} of structured_outputs: "
+                f"{shortened(str(error))}{hint}"
             ) from None
         return start
 
@@ -199,13 +200,13 @@ def check_size(field: str, kind: str, text: str) -> None:
         raise ValueError(
             f"the {field} of structured_outputs has {size} bytes; the limit is {MAX_BYTES[kind]}"
         )
-    # In JSON any character of the keyword may be an escape.
+    # In JSON any character of the keyword may be escaped.
     plain = ESCAPE.sub(lambda escape: chr(int(escape[1], 16)), text)
     values = {abs(Fraction(number)) for number in MULTIPLE_OF.findall(plain)} - {Fraction(0)}
-    numerators, denumerators = [v.numerator for v in values], [v.denominator for v in values]
-    common = Fraction(math.lcm(*numerators), math.gcd(*denumerators) or 1)
+    numerators, denominators = [v.numerator for v in values], [v.denominator for v in values]
+    common = Fraction(math.lcm(*numerators), math.gcd(*denominators) or 1)
     for value in sorted({*values, common}):
-        # Without its point, which is at most nine digits from its end.
+        # The value without its decimal point, which has at most nine digits after it.
         digits = next(
             (value * 10**n for n in range(10) if 10**n % value.denominator == 0), math.inf
         )
@@ -223,6 +224,6 @@ def reason(matcher: LLMatcher) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return an error without its middle if it is long, because it can repeat a whole grammar."""
+    """Return an error without its middle if it is long: it can repeat a whole grammar."""
     half = MAX_REASON // 2
     return text if len(text) <= MAX_REASON else f"{text[:half]} ... {text[-half:]}"

@@ -64,7 +64,7 @@ class Attempt:
         except InvariantError:
             tokens = sum(len(seq.token_ids) for seq in history.seqs)
             is_sjf = history.scheduler.policy_key.__name__ == shortest_job_first.__name__
-            return history.steps, tokens, len(self.actions), history.max_in_flight, is_sjf
+            return history.steps, tokens, len(self.actions), history.async_scheduling, is_sjf
         return None
 
     def trace(self) -> tuple[Trace, History, InvariantError]:
@@ -124,11 +124,11 @@ def show_sequences(history: History) -> None:
 def show_blocks(history: History) -> None:
     """Print the blocks that are owned or cached when the history ends."""
     size, memory, rows = history.size, history.runner.memory, []
-    for block in history.blocks.blocks:
-        if block.ref_count or block.identity:
+    for block in history.block_manager.blocks:
+        if block.ref_count or block.serial:
             pairs = memory[block.block_id * size : (block.block_id + 1) * size]
             held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
-            cached = memoryview(block.token_ids).cast("I").tolist() if block.identity else ""
+            cached = memoryview(block.token_ids).cast("I").tolist() if block.serial else ""
             rows.append((block.block_id, block.ref_count, cached, held))
     say("""The owned or cached blocks at the end: the reference count, the tokens by the prefix
         index, and the content of each slot, token@position:""")

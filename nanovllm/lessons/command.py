@@ -36,7 +36,7 @@ LESSONS = (
     "lesson11_paged_attention",
     "lesson12_overlap",
     "lesson13_int8",
-    "lesson14_host_tier",
+    "lesson14_host_cache",
     "lesson15_tensor_parallel",
 )
 NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))

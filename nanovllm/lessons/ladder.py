@@ -79,7 +79,7 @@ def by_hand(llm: LLM, requests: list[Request], way: Way, reserved: int) -> Run:
             total += computed
         firsts.append(times[-num_output] - times[0])
     longest = max(b - a for a, b in pairwise(times))
-    slots, seconds = reserved * llm.engine.inputs.max_model_len, times[-1] - times[0]
+    slots, seconds = reserved * llm.engine.input_processor.max_model_len, times[-1] - times[0]
     return Run(tokens, len(times) - 1, total, slots, mean(firsts), longest, seconds)
 
 
@@ -102,7 +102,7 @@ def by_engine(llm: LLM, requests: list[Request], group: int) -> Run:
     engine.observer = NO_OBSERVER
     tokens = [outputs[i].outputs[0].token_ids for i in ids]
     first = mean((outputs[i].metrics.first_token_time or start) - start for i in ids)
-    slots = counters.blocks * engine.scheduler.blocks.block_size
+    slots = counters.blocks * engine.scheduler.block_manager.block_size
     steps = counters.tokens
     return Run(tokens, len(steps), sum(steps), slots, first, longest, seconds)
 

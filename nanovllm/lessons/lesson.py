@@ -17,7 +17,7 @@ from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.config import ModelConfig
-from nanovllm.plan import Chunk, Join, RowSampling, StepPlan, Yield
+from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling, StepPlan
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.tools.benchmarks.workloads import SHAPES
 
@@ -95,8 +95,8 @@ def prompt_plan(prompts: Sequence[list[int]], tables: Sequence[list[int]]) -> St
     """
     rows = range(len(prompts))
     return StepPlan(
-        joins=[Join(row, tables[row], GREEDY) for row in rows],
-        chunks=[Chunk(row, 0, prompts[row], Yield.TOKEN) for row in rows],
+        new_rows=[NewRow(row, tables[row], GREEDY) for row in rows],
+        chunks=[Chunk(row, 0, prompts[row], ResultKind.TOKEN) for row in rows],
         num_tokens=sum(map(len, prompts)),
     )
 

@@ -21,7 +21,7 @@ from nanovllm.lessons.lesson import GREEDY, ask, make_llm, timed
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.sampler import sample
-from nanovllm.plan import Chunk, Join, StepPlan, Yield
+from nanovllm.plan import Chunk, NewRow, ResultKind, StepPlan
 from nanovllm.runner.model_runner import ModelRunner
 
 # A way to generate: (llm, prompt, number of output tokens) -> each token, and how many tokens the
@@ -33,8 +33,8 @@ LENGTHS = (20, 40, 80, 160)
 
 def block_table(llm: LLM) -> list[int]:
     """Return blocks for the longest text that the model can read. Lesson 3 explains blocks."""
-    size = llm.engine.scheduler.blocks.block_size
-    return list(range(1, 1 - (-llm.engine.inputs.max_model_len // size)))
+    size = llm.engine.scheduler.block_manager.block_size
+    return list(range(1, 1 - (-llm.engine.input_processor.max_model_len // size)))
 
 
 def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
@@ -46,8 +46,8 @@ def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int
     ids, table = list(prompt), block_table(llm)
     for _ in range(num_output):
         plan = StepPlan(
-            joins=[Join(0, table, GREEDY)],
-            chunks=[Chunk(0, 0, list(ids), Yield.TOKEN)],
+            new_rows=[NewRow(0, table, GREEDY)],
+            chunks=[Chunk(0, 0, list(ids), ResultKind.TOKEN)],
             num_tokens=len(ids),
         )
         [token] = llm.engine.runner.run(plan)().token_ids
@@ -76,7 +76,7 @@ def measure(way: Way, llm: LLM, prompt: list[int], length: int) -> tuple[list[in
 
 def run() -> list[Question]:
     llm = make_llm(attention_backend="sdpa")
-    vocab_size = llm.engine.inputs.vocab_size
+    vocab_size = llm.engine.input_processor.vocab_size
     say(f"""One step of the embedded model gives {vocab_size:,} probabilities, one for each token of
         its vocabulary. Greedy sampling takes the most likely token, and the next step reads the
         text with this token:""")

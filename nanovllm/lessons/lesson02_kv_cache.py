@@ -23,7 +23,7 @@ from nanovllm.lessons.lesson01_no_cache import LENGTHS, PROMPT, block_table, mea
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
-from nanovllm.plan import Chunk, Join, StepPlan, Yield
+from nanovllm.plan import Chunk, NewRow, ResultKind, StepPlan
 
 
 def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
@@ -33,8 +33,8 @@ def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int
     and reads the KV of all other tokens in the cache.
     """
     plan = StepPlan(
-        joins=[Join(0, block_table(llm), GREEDY)],
-        chunks=[Chunk(0, 0, prompt, Yield.TOKEN)],
+        new_rows=[NewRow(0, block_table(llm), GREEDY)],
+        chunks=[Chunk(0, 0, prompt, ResultKind.TOKEN)],
         num_tokens=len(prompt),
     )
     for _ in range(num_output):
@@ -49,7 +49,7 @@ def key_in_texts(llm: LLM, ids: list[int], position: int, lengths: list[int]) ->
     It is the key of the first head.
     """
     attention = runner_of(llm).attention
-    size = llm.engine.scheduler.blocks.block_size
+    size = llm.engine.scheduler.block_manager.block_size
     assert isinstance(attention, PlainAttention)
     block, offset = block_table(llm)[position // size], position % size
     keys = []
@@ -103,7 +103,7 @@ def run() -> list[Question]:
         arithmetic = f"2 * {c.num_layers} * {c.num_kv_heads} * {c.head_dim} * {number}"
         rows.append((name, arithmetic, f"{size:,}", f"{1000 * size / 1e6:.1f} MB"))
     show_table(("model", "arithmetic", "bytes a token", "1,000 tokens"), rows)
-    slots = len(block_table(llm)) * llm.engine.scheduler.blocks.block_size
+    slots = len(block_table(llm)) * llm.engine.scheduler.block_manager.block_size
     say(f"""The length of an answer is not known in advance. This lesson therefore reserved a slot
         for each of the {slots:,} positions that the model can read, and used few of them. In lesson
         3 a sequence takes memory only when it needs it.""")

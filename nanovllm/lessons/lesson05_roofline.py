@@ -95,7 +95,7 @@ def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[i
         add(f"decode of {rows}", decode_costs(config, rows, CONTEXT), "decode", seconds[rows])
     plan = prompt_plan([[1] * PROMPT], [list(range(1, PROMPT // BLOCK + 1))])
     add(f"prefill of {PROMPT}", prefill, "prefill", timed(lambda: runner.run(plan)())[1])
-    head = ("GFLOPs", "MB", "FLOPs/byte", "limit", "least ms", "measured", "share")
+    head = ("GFLOPs", "MB", "FLOPs/byte", "limit", "least ms", "measured", "attach_cached")
     show_table(("step", *head), table)
     small, large = seconds[ROWS[0]], seconds[ROWS[-1]]
     say(f"""A decode of {ROWS[-1]} rows takes {large / small:.1f} times as long as a decode of

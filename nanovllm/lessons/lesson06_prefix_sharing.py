@@ -35,7 +35,7 @@ def run_prompts(llm: LLM, prompts: list[list[int]]) -> list[int]:
 
 def share_blocks(llm: LLM) -> dict[int, int]:
     """Run a step of two prompts, print its trace, and return the reference counts of the blocks."""
-    engine, blocks = llm.engine, llm.engine.scheduler.blocks.blocks
+    engine, blocks = llm.engine, llm.engine.scheduler.block_manager.blocks
     with Trace(llm) as trace:
         for name, prompt in zip("AB", (A, B), strict=True):
             engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2), name)
@@ -55,7 +55,7 @@ def hash_chains(llm: LLM) -> list[tuple[str, str, str]]:
     other = tokenizer.encode("Sort") + a[1:]
     for name, ids in (("A", a), ("B", b), ("A with another first token", other)):
         seq = new_sequence(ids)
-        llm.engine.scheduler.blocks.hash_blocks(seq)
+        llm.engine.scheduler.block_manager.hash_blocks(seq)
         hashes = [f"{number:016x}" for number in seq.block_hashes]
         for i in range(0, len(ids), 4):
             texts = [tokenizer.decode([token]) for token in ids[i : i + 4]]
@@ -74,7 +74,7 @@ def evict() -> list[tuple[str, int, int, int]]:
     """Run prompts in a pool of 6 blocks. Returns how many tokens of each are cached after each."""
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=6)
     ids = {name: llm.get_tokenizer().encode(text) for name, text in PROMPTS.items()}
-    blocks, rows = llm.engine.scheduler.blocks, []
+    blocks, rows = llm.engine.scheduler.block_manager, []
     for name in "ACAD":
         run_prompts(llm, [ids[name]])
         a, c, d = (4 * len(blocks.match(new_sequence(ids[n]))) for n in "ACD")
@@ -134,7 +134,7 @@ def run() -> list[Question]:
     show_source(
         link(BlockManager.hash_blocks, "parent = self._hash"),
         link(BlockManager.match, "len(seq.token_ids) - 1"),
-        link(Scheduler.fork, "blocks.fork"),
+        link(Scheduler.fork, "block_manager.fork"),
         link(BlockManager.copy_on_write),
         link(BlockManager.choose_victim),
     )

@@ -45,7 +45,7 @@ def run_policy(policy: str, lengths: list[int]) -> tuple[dict[int, int], dict[in
     admitted, first, state = dict[int, int](), dict[int, int](), State()
     for event in trace.events:
         state.apply(event)
-        for seq in event.get("joins", ()):
+        for seq in event.get("new_rows", ()):
             admitted[seq] = event["plan"]
         if "commit" in event:
             for seq in state.receivers:

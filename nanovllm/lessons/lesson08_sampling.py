@@ -31,7 +31,7 @@ def logits_after(llm: LLM, prompt: str) -> Tensor:
     """Return the log-probabilities of the token after the prompt [V]: logits, less a constant."""
     output = ask(llm, [prompt], max_tokens=1, logprobs=-1)[0].outputs[0]
     assert output.logprobs is not None
-    logits = torch.full((llm.engine.inputs.vocab_size,), -torch.inf)
+    logits = torch.full((llm.engine.input_processor.vocab_size,), -torch.inf)
     for token, entry in output.logprobs[0].items():
         logits[token] = entry.logprob
     return logits

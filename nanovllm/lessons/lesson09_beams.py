@@ -79,7 +79,7 @@ def run() -> list[Question]:
     show_source(
         link(BeamSearch._choose, "ranked = sorted"),
         link(BeamSearch._continue, "self.scheduler.fork"),
-        link(Scheduler.fork, "self.blocks.fork"),
+        link(Scheduler.fork, "self.block_manager.fork"),
         link(BlockManager.copy_on_write),
     )
     one = search(llm, 1)[1][0].tokens[len(prompt) :]

@@ -37,7 +37,7 @@ class Device:
     The token that is sampled after n tokens of a sequence is n.
     """
 
-    num_blocks, is_async = 64, True
+    num_blocks, async_scheduling = 64, True
 
     def __init__(self) -> None:
         self.queue = ThreadPoolExecutor(1)  # one step at a time, in the order of the launches
@@ -49,7 +49,7 @@ class Device:
             self.lengths[chunk.row] = chunk.start + len(chunk.token_ids)
         for row in plan.decode_rows:
             self.lengths[row] += 1
-        rows = [chunk.row for chunk in plan.chunks if chunk.yields] + plan.decode_rows
+        rows = [chunk.row for chunk in plan.chunks if chunk.result_kind] + plan.decode_rows
         tokens = [self.lengths[row] for row in rows]
         self.sampled += len(tokens)
         done = self.queue.submit(time.sleep, DEVICE_SECONDS)
@@ -133,7 +133,7 @@ def run() -> list[Question]:
         {", ".join(map(str, sizes))} sequences. On a CPU calls cost time as well: with AMX or
         AVX512-BF16 and bfloat16, one call computes all layers.""")
     show_source(
-        link(EngineCore.run_step, "max_in_flight"),
+        link(EngineCore._due, "async_scheduling"),
         link(Scheduler.commit, "Status.FINISHED"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
     )

@@ -16,9 +16,9 @@ from torch import Tensor, tensor
 
 from nanovllm import LLM
 from nanovllm.api.outputs import RequestOutput
+from nanovllm.backends.int8 import Int8Weight, dynamic, quantize
 from nanovllm.lessons.lesson import make_llm, runner_of
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
-from nanovllm.models.int8 import Int8Weight, dynamic, quantize
 from nanovllm.tools.training.data import OPEN_TASKS, graded_samples
 from nanovllm.tools.training.grade import wrong_answers
 

@@ -1,1 +1,1 @@
-"""From the options of LLM() to an engine. The only place that knows all others."""
+"""Builds an engine from the options of LLM(), and connects all places that an engine needs."""

@@ -1,6 +1,6 @@
-"""Checkpoint: the files of a model. It is embedded, a local directory, or on the Hugging Face hub.
+"""Checkpoint: the files of a model, which is embedded, local, or on the Hugging Face hub.
 
-Finding one may write to the hub's cache (HF_HOME).
+`find_checkpoint` may write to the cache of the hub (HF_HOME).
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def find_checkpoint(
                 f"{path} is not a directory; pip install the package, do not import it from a zip "
                 "file"
             )
-    # Unlike Path's methods, these are false also where a directory above may not be entered.
+    # Unlike the methods of Path, these return False also if a parent directory is not accessible.
     if os.path.isdir(path):
         check_files(path, patterns)
         return path
     if os.path.exists(path):
-        raise ValueError(f"{name} is a file; give the directory that holds config.json beside it")
+        raise ValueError(f"{name} is a file; give the directory that contains config.json")
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise ValueError(
             f"there is no directory {name!r}; give a local directory, a hub id like "
@@ -71,7 +71,7 @@ def find_checkpoint(
 
 
 def check_files(directory: Path, patterns: list[str]) -> None:
-    """Raise ValueError for a file that cannot be read. Opening a FIFO would wait for a writer."""
+    """Raise ValueError for a file that cannot be read. A FIFO is not opened: that would block."""
     for path in sorted(path for pattern in patterns for path in directory.glob(pattern)):
         try:
             if not stat.S_ISREG(path.stat().st_mode):
@@ -95,7 +95,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         raise ValueError(
             f"the hub has no model {name!r}, or it is private; check the spelling, or set HF_TOKEN"
         ) from None
-    except Exception as error:  # huggingface_hub raises many: offline, revision, proxy
+    except Exception as error:  # of many types: offline, revision, proxy
         raise ValueError(
             f"{name!r} is not a local directory and could not be fetched from the hub "
             f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). "
@@ -107,11 +107,11 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
 class Checkpoint:
     """A model in Hugging Face layout. Each file is opened once, when it is first needed.
 
-    It is a context manager, which closes the weights.
+    A Checkpoint is a context manager that closes the weight files.
     """
 
     def __init__(self, directory: Path, has_weights: bool = True) -> None:
-        """has_weights: whether they are read; load_format="dummy" does not need any."""
+        """`has_weights` is false if no weights are read, as with load_format="dummy"."""
         self.directory, self.has_weights = directory, has_weights
         self.config_path = directory / "config.json"
         self._open_files = ExitStack()
@@ -141,7 +141,7 @@ class Checkpoint:
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
         """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
 
-        Without this file they come from config.json and SamplingParams().
+        Without this file, they come from config.json and SamplingParams().
         """
         path = self.directory / "generation_config.json"
         has_file = path.is_file()
@@ -161,7 +161,7 @@ class Checkpoint:
             sampling = SamplingParams(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
-        # transformers' default is greedy, so a file that does not mention sampling is greedy.
+        # The default of transformers is greedy, so a file without do_sample means greedy sampling.
         if has_file and not raw.get("do_sample"):
             sampling.temperature = 0.0
         return frozenset(eos_ids), sampling
@@ -170,7 +170,7 @@ class Checkpoint:
 
     @cached_property
     def has_head(self) -> bool:
-        """Whether it has a head, which may be the embedding table."""
+        """Whether the model has a head, which may be the embedding table."""
         if self.model_config.tie_word_embeddings:
             return True
         if not self.has_weights:
@@ -182,7 +182,7 @@ class Checkpoint:
         return read_fp8_scales(self.files, num_layers)
 
     def load_weights(self, tensors: Iterable[CheckpointTensor]) -> None:
-        """Store all tensors, or raise ValueError before any is stored if they do not fit."""
+        """Store all tensors. Raises ValueError, before any is stored, if the files do not match."""
         load_weights(tensors, self.files)
 
     @cached_property
@@ -199,7 +199,7 @@ class Checkpoint:
             raise unreadable(path, "a readable safetensors file", error) from None
 
     def weight_files(self) -> list[Path]:
-        """Return the safetensors files, from the index if any; ValueError if there are none."""
+        """Return the safetensors files, from the index if any. Raises ValueError if none exist."""
         directory = self.directory
         index = directory / "model.safetensors.index.json"
         if index.is_file():
@@ -207,8 +207,8 @@ class Checkpoint:
             names = list(weight_map.values()) if isinstance(weight_map, dict) else []
             if not names or not all(isinstance(n, str) and n == os.path.basename(n) for n in names):
                 raise ValueError(
-                    f"{index} needs a 'weight_map' from the names of tensors to those of files "
-                    f"beside it, not {weight_map!r:.200}"
+                    f"{index} needs a 'weight_map' from tensor names to names of files in the same "
+                    f"directory, not {weight_map!r:.200}"
                 )
             names = sorted(set(names))
             # Path.is_file would raise OSError for a name that is too long.

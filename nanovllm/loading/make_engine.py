@@ -1,11 +1,13 @@
-"""Loading: from the options of `LLM()` to an engine with its checkpoint and tokenizer."""
+"""Builds an engine, with its checkpoint and tokenizer, from the options of `LLM()`."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import logger
@@ -21,23 +23,23 @@ from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.config import read_json
 from nanovllm.runner.single_rank import SingleRank
 
-# Held while a tokenizer is loaded: transformers imports its modules when they are first used, and
-# an import that another thread has begun fails there with ImportError.
+# Held while a tokenizer is loaded. transformers imports its modules on first use, and two threads
+# that import the same module there at the same time can fail with ImportError.
 TOKENIZER_LOCK = threading.Lock()
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
     """Find and load the checkpoint and its tokenizer, and build the engine."""
     ranks = SingleRank()
-    if config.tensor_parallel_size > 1:  # torch.distributed is not used by an engine on one device
+    if config.tensor_parallel_size > 1:  # one device does not need torch.distributed
         module = load_optional("features.tensor_parallel.ranks", "tensor_parallel_size")
         ranks = module.Ranks(config)
     with ranks.leave_if_it_fails():
-        with ranks.rank_0_first():  # which downloads them
+        with ranks.rank_0_first():  # rank 0 downloads the files
             checkpoint, tokenizer_dir = find_files(config)
         with checkpoint:
             engine = load_engine(config, checkpoint, tokenizer_dir, ranks)
-    # Also when the interpreter exits: a thread of Gloo may otherwise end the process with SIGABRT.
+    # This also runs at exit. Otherwise, a thread of Gloo may end the process with SIGABRT.
     weakref.finalize(engine, ranks.leave)
     return engine
 
@@ -56,9 +58,9 @@ def load_engine(
     config: EngineConfig, checkpoint: Checkpoint, tokenizer_dir: Path, ranks: SingleRank
 ) -> LLMEngine:
     """Load the checkpoint and the tokenizer in `tokenizer_dir`, and build the engine."""
-    tiers = None
+    host_cache = None
     if config.swap_space:
-        tiers = load_optional("features.host_tier.blocks", "swap_space")
+        host_cache = load_optional("features.host_cache.blocks", "swap_space")
     model_config = checkpoint.model_config
     max_model_len = longest_request(config, checkpoint)
     tokenizer = None
@@ -71,13 +73,13 @@ def load_engine(
     if beyond := {token for token in eos_token_ids if token >= model_config.vocab_size}:
         logger.warning(
             f"the end-of-sequence tokens {sorted(beyond)} are outside the vocabulary of "
-            f"{model_config.vocab_size}, and end no output"
+            f"{model_config.vocab_size} and are ignored"
         )
         eos_token_ids -= beyond
-    if not checkpoint.has_head:  # a head that is tied takes no memory; it is never used
+    if not checkpoint.has_head:  # a tied head takes no memory, and it is never used
         model_config = replace(model_config, tie_word_embeddings=True)
     runner = make_runner(config, model_config, checkpoint, max_model_len, ranks)
-    inputs = InputProcessor(
+    input_processor = InputProcessor(
         tokenizer,
         model_config.vocab_size,
         runner.max_model_len,
@@ -89,20 +91,26 @@ def load_engine(
     )
     if (structured := find_optional("features.structured")) is not None:
         compiler = structured.GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids)
-        inputs.grammars = compiler
+        input_processor.grammars = compiler
     embeddings = find_optional("features.embeddings.sentence_transformers")
     if embeddings is not None:
         directory, size = checkpoint.directory, model_config.hidden_size
-        inputs.pooling = embeddings.read_pooling_settings(directory, size)
-    blocks = None
-    if tiers is not None:
+        input_processor.pooling = embeddings.read_pooling_settings(directory, size)
+    block_manager = None
+    if host_cache is not None:
         sizes = runner.num_blocks, config.kvcache_block_size, runner.host_pool.num_blocks
-        blocks = tiers.TieredBlockManager(*sizes)
-    return LLMEngine(config, ranks.agreeing(runner), inputs, find_tasks(), blocks)
+        block_manager = host_cache.HostCacheBlockManager(*sizes)
+    return LLMEngine(config, ranks.agreeing(runner), input_processor, find_tasks(), block_manager)
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration of `LLM(**options)`. vLLM's option names are accepted."""
+    names = find_optional("features.vllm_names")
+    return EngineConfig(**(options if names is None else names.translate(options)))
 
 
 def find_tasks() -> dict[type, TaskFactory]:
-    """Return parameters -> their task, for all kinds of requests that this copy has."""
+    """Return the task of each type of parameters, for all installed kinds of requests."""
     tasks: dict[type, TaskFactory] = {SamplingParams: Sampling}
     for name in ("beam_search", "embeddings.pooling", "loglikelihood"):
         if (module := find_optional(f"features.{name}")) is not None:
@@ -111,7 +119,7 @@ def find_tasks() -> dict[type, TaskFactory]:
 
 
 def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Return the length of the longest request that model and option max_model_len allow."""
+    """Return the length of the longest request that the model and max_model_len allow."""
     model_config = checkpoint.model_config
     longest, window = model_config.max_position_embeddings, model_config.sliding_window
     max_model_len = config.max_model_len or longest
@@ -142,7 +150,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         raise ValueError(f"{config}: model_max_length must be a number, not {length!r:.80}")
     try:
         if kind == "PreTrainedTokenizerFast":
-            # AutoTokenizer would choose the same, but it first imports transformers' models: 0.4 s.
+            # AutoTokenizer would choose this class too, but imports transformers' models in 0.4 s.
             from transformers import PreTrainedTokenizerFast
 
             tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -150,7 +158,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        tokenizer.decode(tokenizer.encode("a"))  # A class that does not fit can fail here first.
+        tokenizer.decode(tokenizer.encode("a"))  # A class that does not match may fail only here.
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise errors of many types
         for path in sorted(directory.glob("*.json")):

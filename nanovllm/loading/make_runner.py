@@ -1,13 +1,14 @@
 """Makes a ModelRunner, in stages: memory, model, rows, KV cache, then captured or fused steps.
 
-The order matters. The free memory is measured before the weights are loaded. The KV cache comes
-after everything that a step needs, because it takes the memory that is left. What is captured
-reads it.
+The order matters. Free memory is measured before the weights are loaded. The KV cache comes after
+everything else that a step needs, because it takes the remaining memory. Captured and fused steps
+come last, because they read the KV cache.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 
@@ -23,7 +24,7 @@ from nanovllm.models.fp8 import FP8, Scales
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.weights import random_weights
 from nanovllm.plan import StepPlan
-from nanovllm.runner.mirror import Mirror
+from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.rows import Rows
 from nanovllm.runner.single_rank import SingleRank
@@ -36,9 +37,10 @@ def make_runner(
     max_model_len: int,
     ranks: SingleRank,
 ) -> ModelRunner:
-    """`full_config` describes the model in `checkpoint`, of which each of the ranks has a part.
+    """Make a ModelRunner for this rank's part of the model in `checkpoint`.
 
-    Requests have at most `max_model_len` tokens, or fewer if the memory holds fewer.
+    `full_config` describes the whole model. Requests have at most `max_model_len` tokens, or fewer
+    if memory limits them.
     """
     if (openmp := find_optional("backends.cpu.openmp")) is not None:
         openmp.check_openmp()
@@ -51,7 +53,7 @@ def make_runner(
         backend = make_backend(config, model_config, device)
         room = make_room(config, model_config, backend, before)
         room.check(checkpoint.directory.name, backend.dtype)
-        # Rows and rotary tables are not larger than for the longest request that can fit.
+        # The longest request that can fit limits the size of rows and rotary tables.
         longest = room.fitted_length(max_model_len, ranks.smallest(room.max_blocks))
         model = Qwen3(model_config, longest, backend)
         load_model(config, model, full_config, checkpoint, ranks)
@@ -69,7 +71,10 @@ def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
     num_weights = Qwen3.on_meta(model_config).num_weights
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
-    return backend if config.quantization is None else backend.quantized()
+    if config.quantization is None:
+        return backend
+    int8 = load_optional("backends.int8", f"quantization={config.quantization!r}")
+    return cast(Backend, int8.quantized(backend))
 
 
 def make_room(
@@ -88,13 +93,13 @@ def load_model(
     checkpoint: Checkpoint,
     ranks: SingleRank,
 ) -> None:
-    """Load the weights of `model`, which is the part of a rank."""
+    """Load the weights of `model`, which is this rank's part."""
     tensors = ranks.tensors_of_rank(model.checkpoint_tensors(), full_config)
     if checkpoint.has_weights:
         checkpoint.load_weights(tensors)
     else:
         random_weights(tensors, config.seed, model.norm.device)
-    for linear in model.linears():  # one after the other, to save memory
+    for linear in model.linears():  # one at a time, to save memory
         model.backend.after_load(linear)
     ranks.connect(model, full_config.vocab_size)
 
@@ -102,18 +107,18 @@ def load_model(
 def make_eager_runner(
     config: EngineConfig, model: Qwen3, vocab_size: int, max_model_len: int
 ) -> ModelRunner:
-    """Return a runner with rows for requests. Its KV cache and fast steps follow."""
+    """Return a runner without a KV cache, and without captured or fused steps."""
     block_size, device = config.kvcache_block_size, model.backend.device
     max_blocks = -(-max_model_len // block_size)
     rows = Rows(config.max_num_seqs, max_blocks, block_size, vocab_size, device)
-    # What can be captured is built from the mirror, so that eager steps compute the same.
-    mirror = Mirror(rows) if model.backend.captures else None
+    # Eager decodes use device rows too, so that they compute the same as captured decodes.
+    device_rows = DeviceRows(rows) if model.backend.captures else None
     thread_limit = nullcontext
     threads = find_optional("backends.cpu.threads") if device.type == "cpu" else None
     if threads is not None:
         thread_limit = threads.ThreadLimit()
         model.backend.before_layer = thread_limit.adjust
-    return ModelRunner(model, model.backend, rows, mirror, thread_limit)
+    return ModelRunner(model, model.backend, rows, device_rows, thread_limit)
 
 
 def make_cache(
@@ -123,7 +128,7 @@ def make_cache(
     scales: list[Scales] | None,
     ranks: SingleRank,
 ) -> None:
-    """Give the runner a KV cache as large as the options say or as fits, and host blocks."""
+    """Allocate a KV cache as large as options set or memory allows, and the host cache."""
 
     def make_attention(num_blocks: int) -> Attention:
         block_size = room.config.kvcache_block_size
@@ -133,14 +138,14 @@ def make_cache(
         return attention
 
     def profile(plan: StepPlan) -> None:
-        if runner.mirror is not None:  # it has the positions of decodes; rules take the host's
+        if runner.device_rows is not None:  # rules use host positions, decodes do not
             runner.rows.positions[:-1] = max_model_len - 2
         runner.attention = make_attention(1)  # everything is written to the null block
         runner.attention.copy_blocks([(0, 0)])
         runner.run(plan)
 
-    if room.num_host_blocks:  # buffers on a GPU come first, because the cache takes what remains
-        pools = load_optional("features.host_tier.pool", "swap_space")
+    if room.num_host_blocks:  # GPU buffers come first: the KV cache takes the rest
+        pools = load_optional("features.host_cache.pool", "swap_space")
         with memory.explain_out_of_memory(
             f"swap_space={room.config.swap_space} takes more host memory than there is; lower it"
         ):
@@ -155,7 +160,7 @@ def make_cache(
 
 
 def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank) -> None:
-    """Let a decode take few calls: fuse its layers on a CPU, capture it on a GPU."""
+    """Reduce the calls of a decode: fuse its layers on a CPU, or capture it on a GPU."""
     backend, model = runner.backend, runner.model
     if ranks.size == 1:  # fused layers have no all-reduce
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from nanovllm.api.config import EngineConfig
-from nanovllm.plan import FILTERS, Chunk, Join, LogitRules, RowSampling, StepPlan, Yield
+from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 
-# How torch reports a failed allocation on a CPU, where the error has no type of its own.
+# The messages of torch's RuntimeError for a failed allocation on a CPU.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
-# Device memory left for graph nodes, fragmentation and the workspaces of libraries, of which cuBLAS
-# takes up to 32 MiB for each thread that runs steps. The profile sees those of one thread.
+# Device memory left for graph nodes, fragmentation and workspaces of libraries. cuBLAS takes up to
+# 32 MiB for each thread that runs steps, and the profile measures the workspaces of one thread.
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
 
@@ -30,9 +30,9 @@ class Snapshot:
 
     @classmethod
     def of(cls, device: torch.device, ranks: int = 1) -> "Snapshot":
-        """`ranks` processes share the memory of a CPU."""
+        """Measure the memory of a device. `ranks` processes share the memory of a CPU."""
         if device.type == "cuda":
-            # Memory that an earlier engine has released must not count as another process's.
+            # Memory that an earlier engine has released must not count as used by other processes.
             gc.collect()
             torch.cuda.empty_cache()
             return cls(device, *torch.cuda.mem_get_info(device))
@@ -42,7 +42,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Room:
-    """The memory that weights and KV blocks may take, known before any is allocated."""
+    """The memory for weights and KV blocks, computed before any of it is allocated."""
 
     config: EngineConfig
     before: Snapshot  # taken before the weights are loaded
@@ -51,7 +51,7 @@ class Room:
 
     @cached_property
     def requested_blocks(self) -> int | None:
-        """The KV blocks for requests that an option asks for. None: as many as fit."""
+        """The number of KV blocks for requests, if an option sets it. None: as many as fit."""
         if self.config.num_kvcache_blocks is not None:
             return self.config.num_kvcache_blocks
         size = self.config.kv_cache_memory_bytes
@@ -68,7 +68,7 @@ class Room:
 
     @cached_property
     def max_blocks(self) -> int:
-        """An upper bound of `num_kv_blocks`."""
+        """An upper bound on `num_kv_blocks`."""
         size = self.before.free - self.weight_bytes
         if self.before.device.type == "cpu":
             size = min(size, CPU_CACHE_BYTES // self.config.tensor_parallel_size)
@@ -76,10 +76,10 @@ class Room:
 
     @cached_property
     def num_host_blocks(self) -> int:
-        """The number of blocks in host memory, by the option swap_space.
+        """The number of blocks in the host cache, from the option swap_space.
 
-        Raises ValueError if host memory does not hold them. On a CPU it also holds the weights and
-        the KV cache.
+        Raises ValueError if they do not fit into host memory. On a CPU, host memory also contains
+        the weights and the KV cache.
         """
         config = self.config
         if not config.swap_space:
@@ -90,7 +90,7 @@ class Room:
         if self.before.device.type == "cpu":
             cache = ((self.requested_blocks or 1) + 1) * self.block_bytes
             free = self.before.free - self.weight_bytes - cache
-            where = " beside weights and KV cache"
+            where = " next to weights and KV cache"
         if size > free:
             raise ValueError(
                 f"swap_space={config.swap_space} takes {size:,} bytes of host memory, and {free:,} "
@@ -105,7 +105,7 @@ class Room:
         return size // self.block_bytes
 
     def check(self, name: str, dtype: torch.dtype) -> None:
-        """Raise ValueError if the model `name`, or what the options ask for, does not fit."""
+        """Raise ValueError if the model `name` or a size that an option sets does not fit."""
         before = self.before
         if self.weight_bytes > before.free:
             raise ValueError(
@@ -125,17 +125,17 @@ class Room:
         _ = self.num_host_blocks
 
     def fitted_length(self, max_model_len: int, num_blocks: int) -> int:
-        """max_model_len, or what the blocks hold, if the memory limits it and no option is set."""
+        """Return max_model_len, limited to the capacity of the blocks unless an option is set."""
         if self.config.max_model_len is not None or self.requested_blocks is not None:
             return max_model_len
         return min(max_model_len, num_blocks * self.config.kvcache_block_size)
 
     def num_kv_blocks(self, max_model_len: int, run: Callable[[StepPlan], None]) -> int:
-        """Return the number of blocks for requests, once the weights are loaded.
+        """Return the number of KV blocks for requests. Call it after the weights are loaded.
 
-        On a GPU the largest steps are run to measure scratch memory. All of it is reserved, because
-        graphs use a pool of their own. Raises ValueError if there is no room for the shortest
-        request or, on a GPU, for one of the option max_model_len.
+        On a GPU, the largest steps are run to measure scratch memory. The sum is reserved, because
+        graphs use a separate memory pool. Raises ValueError if there is no room for the shortest
+        request or, on a GPU, for a request of the option max_model_len.
         """
         config, before, block_bytes = self.config, self.before, self.block_bytes
         scratch = 0
@@ -159,7 +159,7 @@ class Room:
             )
         else:
             # The other half is for activations and for other processes. The swap space of all ranks
-            # is not written yet, and so still counted as free.
+            # still counts as free memory, because it is not written yet.
             swap = int(config.swap_space * 2**30) * config.tensor_parallel_size
             size = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
             size //= config.tensor_parallel_size
@@ -175,33 +175,35 @@ class Room:
 
 
 def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
-    """Steps that need the most memory, and launch every variant of the kernels.
+    """Yield the plans that need the most memory, and launch every variant of the kernels.
 
-    A decode of all rows with rules, a decode of one row, and a step with as many tokens in as many
-    rows as possible, which are scored. In this order: a decode computes the first positions of its
-    rows, and the chunks may end with the last.
+    These are a decode of all rows with rules, a decode of one row, and chunks with the most tokens
+    in the most rows, all scored. The decodes come first, because they compute the first positions
+    of their rows, and the chunks may end at the last position.
     """
     num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     num_rows = min(num_seqs, budget)
     length = min(budget // num_rows, max_model_len)
     table = [0] * -(-length // config.kvcache_block_size)
 
-    def joins(num: int, rules: LogitRules | None) -> list[Join]:
+    def new_rows(num: int, rules: LogitRules | None) -> list[NewRow]:
         filters = tuple(1 if isinstance(off, int) else 0.5 for off in FILTERS.values())
         sampling = RowSampling(temperature=1.0, seed=0, filters=filters, rules=rules)
-        return [Join(row, table, sampling, prompt=[0]) for row in range(num)]
+        return [NewRow(row, table, sampling, prompt=[0]) for row in range(num)]
 
     rules = LogitRules(
         repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
     )
-    yield StepPlan(joins(num_seqs, rules), decode_rows=list(range(num_seqs)))
-    yield StepPlan(joins(num_seqs, None), decode_rows=[0])
+    yield StepPlan(new_rows(num_seqs, rules), decode_rows=list(range(num_seqs)))
+    yield StepPlan(new_rows(num_seqs, None), decode_rows=[0])
     tokens = [0] * length
-    yield StepPlan(chunks=[Chunk(row, 0, tokens, Yield.TOKEN, tokens) for row in range(num_rows)])
+    yield StepPlan(
+        chunks=[Chunk(row, 0, tokens, ResultKind.TOKEN, tokens) for row in range(num_rows)]
+    )
 
 
 def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:
-    """The memory that a step needs while it runs. Running it also compiles its kernels."""
+    """Return the scratch memory of a step, in bytes. This runs it and compiles its kernels."""
     torch.cuda.reset_peak_memory_stats()
     allocated = torch.cuda.memory_allocated()
     run(plan)
@@ -209,7 +211,7 @@ def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:
 
 
 def _cuda_room(config: EngineConfig, before: Snapshot, scratch: int) -> tuple[int, str]:
-    """(bytes that the KV cache may take, an explanation)."""
+    """Return (bytes that the KV cache may take, explanation)."""
     now = Snapshot.of(before.device)
     # Memory taken since `before` is ours; memory taken earlier belongs to other processes.
     ours = before.free - now.free
@@ -225,7 +227,7 @@ def _cuda_room(config: EngineConfig, before: Snapshot, scratch: int) -> tuple[in
 
 @contextmanager
 def explain_out_of_memory(message: str) -> Iterator[None]:
-    """Raise ValueError(message) if the block runs out of memory."""
+    """Raise ValueError(message) if the `with` block runs out of memory."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -237,14 +239,14 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
 
 
 def available_host_memory() -> int:
-    """Bytes that can be allocated without swapping, within the container's limit."""
+    """Return the bytes that can be allocated without swapping, within the container's limit."""
     info = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(info["MemAvailable:"]) * 1024  # it is in KiB
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip() != "max":
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Inactive file pages are the page cache, which the kernel reclaims.
+        # Inactive file pages belong to the page cache, which the kernel reclaims.
         used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
         available = min(available, int(limit.read_text()) - used)
     return max(0, available)

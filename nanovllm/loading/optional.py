@@ -1,6 +1,6 @@
-"""Imports the optional places of the package, by name and when they are needed.
+"""Imports optional modules of the package by name, when they are needed.
 
-The folders backends, features, tools and lessons can be deleted, each as a whole or in part.
+Each of the folders backends, features, tools and lessons can be deleted, as a whole or in part.
 """
 
 import importlib

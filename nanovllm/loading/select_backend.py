@@ -6,7 +6,7 @@
                                          a small model, its kernels are compiled
     anything else                        models.backend     ("sdpa")
 
-The folders gpu/ and cpu/ are imported here, by name, when they are selected.
+The selected folder, gpu/ or cpu/, is imported here by name.
 """
 
 from pathlib import Path
@@ -18,12 +18,12 @@ from nanovllm.loading.optional import load_optional
 from nanovllm.models.backend import Backend
 
 FOLDERS = {"triton": "gpu", "numba": "cpu"}
-# A model with fewer weights answers in plain torch before the CPU's kernels would be compiled.
+# With fewer weights, plain torch answers before the kernels of the CPU would be compiled.
 SMALL_MODEL = 100_000_000
 
 
 def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weights: int) -> Backend:
-    """Raises ValueError if the named backend is not installed or does not run on the device."""
+    """Return a backend by name. Raises ValueError if it is missing or cannot use the device."""
     wanted = name
     if name == "auto":
         name = "triton" if device.type == "cuda" else "numba"
@@ -37,7 +37,7 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
         path = f"backends.{FOLDERS[name]}.backend"
         module = load_optional(path, f"attention_backend={name!r}")
         if may_be_plain and not module.is_ready(dtype):
-            # It stays so for the whole process, so that its tokens do not change midway.
+            # An engine keeps this backend, so that its tokens do not change midway.
             return Backend(device, dtype)
         backend: Backend = module.make_backend(device, dtype)
         return backend
@@ -78,7 +78,7 @@ def pick_dtype(name: str, device: torch.device, stored: str | None) -> torch.dty
 
 
 def cpu_has_fast_bf16() -> bool:
-    """Whether the processor multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm's BF16)."""
+    """Return whether the CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm's BF16)."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:

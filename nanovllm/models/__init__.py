@@ -1,1 +1,1 @@
-"""The model and what it needs on any device, in plain torch: the reference of all kernels."""
+"""The model and its parts in plain torch, for any device: the reference for all kernels."""

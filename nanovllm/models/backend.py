@@ -1,6 +1,6 @@
-"""Backend: the parts of a model that a device may replace by kernels.
+"""Backend: the parts of a model that a device may replace with kernels.
 
-`Backend` itself is plain torch. It runs on every device, and the tests compare all others with it.
+`Backend` itself is plain torch and runs on every device. Tests compare all other backends with it.
 backends/gpu/backend.py and backends/cpu/backend.py extend it.
 """
 
@@ -22,38 +22,38 @@ from nanovllm.models.layers import Linear, Norms, Rope
 
 
 class Attention(Protocol):
-    """Attention with its paged KV cache. T tokens, H query heads, K KV heads, D head size."""
+    """Attention over a paged KV cache. T tokens, H query heads, K KV heads, D head size."""
 
     cache: Tensor
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Derive what all layers share. Called once per step."""
+        """Prepare the data that all layers share. Called once per step."""
 
     def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
         """Write k and v [T, K, D] to the slots of their tokens."""
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Causal attention of q [T, H, D] over the whole context of each sequence -> [T, H * D]."""
+        """Compute causal attention of q [T, H, D] over each sequence's context -> [T, H * D]."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, target) in all layers. Every read precedes every write."""
+        """Copy blocks (source, target) in all layers. All reads precede all writes."""
 
     def norm_rope_store(
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
     ) -> Tensor:
-        """One kernel for what Qwen3's attention does between projection and `attend`.
+        """Normalize and rotate q and k, and store k and v, in one kernel.
 
-        `qkv` [T, (H + 2K) D] may be overwritten; k and v go to their slots.
-        Returns what this attention's `attend` takes: q [T, H, D], or qkv with q first.
+        `qkv` [T, (H + 2K) D] may be overwritten. Returns the input of this class's `attend`:
+        q [T, H, D], or qkv with q first.
         """
 
 
 class Backend:
-    """Plain torch on any device. loading/select_backend.py selects a backend."""
+    """The backend in plain torch, for any device. loading/select_backend.py selects a backend."""
 
     attention_class: type[PlainAttention] = PlainAttention
-    fused_attention = False  # whether attention has `norm_rope_store`, and not `store`
-    captures = False  # whether `capture_decode` may be called
+    fused_attention = False  # whether attention has `norm_rope_store` instead of `store`
+    captures = False  # whether `capture_decode` is implemented
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         """`dtype` is the dtype of the model."""
@@ -61,30 +61,28 @@ class Backend:
         self.before_layer: Callable[[], None] = lambda: None  # called before each layer of a step
 
     def quantized(self) -> Backend:
-        """Return a backend for the same device with the weights of linear layers in int8."""
-        from nanovllm.models.int8 import Int8Backend
-
-        return Int8Backend(self.device, self.dtype)
+        """Return this backend with the weights of linear layers in int8; see backends/int8.py."""
+        raise NotImplementedError
 
     # ---- weights ----
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an uninitialized weight."""
-        # torch's defaults for dtype and device would apply to other threads too.
+        # Changing torch's default dtype and device would also affect other threads.
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def make_weight(self, outputs: int, inputs: int) -> Any:
         """Return the weight of a Linear: a tensor [O, I], or an object that is loaded, split and
-        looked up like one."""
+        indexed like a tensor."""
         return self.empty(outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
-        """Change how a Linear is stored, or prepare its kernels, once its weight is loaded."""
+        """Change the layout of a loaded Linear, or prepare its kernels."""
 
     # ---- layers, as in models/layers.py; x and the residual may be overwritten ----
 
     def linear(self, x: Tensor, module: Linear) -> Tensor:
-        """x [T, I] -> [T, O]."""
+        """Map x [T, I] to [T, O]."""
         return layers.linear(x, module)
 
     def add_rms_norm(
@@ -106,23 +104,23 @@ class Backend:
     ) -> Any:
         """Return an Attention with a KV cache of `num_blocks` blocks, the null block included.
 
-        With the scales of each layer the cache is in fp8.
+        The cache is in fp8 if the scales of each layer are given.
         """
         place = self.dtype, self.device
         return self.attention_class(config, num_blocks, block_size, *place, fp8_scales)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """logits [R, V] -> token ids [R] int64."""
+        """Sample from logits [R, V] -> token ids [R] int64."""
         return sampler.sample(logits, batch)
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-        """As models.logit_rules.token_logprobs."""
+        """See models.logit_rules.token_logprobs."""
         return logit_rules.token_logprobs(logits, tokens, k)
 
     # ---- steps ----
 
     def fuse_layers(self, model: Any, attention: Any) -> Any:
-        """Return an object with the model's `forward` and `logits` in fewer calls, or None."""
+        """Return an object that computes `forward` and `logits` in fewer calls, or None."""
         return None
 
     def capture_decode(
@@ -131,11 +129,11 @@ class Backend:
         """Capture a decode step. See backends/gpu/graphs.py.
 
         `decode` takes rows [S] and returns hidden states [S, E] and tokens [S]. `hidden` [N, E] is
-        memory for the hidden states of N rows.
+        a buffer for the hidden states of N rows.
         """
         raise NotImplementedError
 
     def step_context(self) -> AbstractContextManager[object]:
-        """Return what is held while a step runs."""
-        # Triton launches on the current device of a thread.
+        """Return a context manager to enter for each step."""
+        # Triton launches kernels on the current device of the thread.
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -1,12 +1,12 @@
-"""The seam between the runner and the model: one step as tensors.
+"""The interface between the runner and the model: one step as tensors.
 
-Attention, kernels and the sampler see only these two objects, never a plan or a sequence.
+Attention, kernels and the sampler receive only these two objects, never a plan or a sequence.
 
-A batch is ragged: S sequences are side by side without padding, chunks first, then decodes.
+A batch is ragged: S sequences are concatenated without padding, first chunks, then decodes.
 
     input_ids        [ a a a a a | b b b | c | d ]     T = 10 tokens, S = 4 sequences
-    query_start_loc  [ 0           5       8   9  10 ] where the tokens of each sequence begin
-    context_lens     [ 5, 20, 7, 31 ]                  tokens to attend to, including its own
+    query_start_loc  [ 0           5       8   9  10 ] the first token of each sequence, and T
+    context_lens     [ 5, 20, 7, 31 ]                  tokens to attend to, including the step's
     logits_indices   [ 4, 7, 8, 9 ]                    the tokens whose logits are sampled
 """
 
@@ -27,14 +27,14 @@ class ForwardBatch:
     context_lens: Tensor  # [S] int64
     block_tables: Tensor  # [S, B] int32, padded with the null block
     logits_indices: Tensor  # [R] int64
-    query_lens: np.ndarray  # [S] int64, on the host: the tokens of each sequence
+    query_lens: np.ndarray  # [S] int64, on the host: the number of tokens of each sequence
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
-    attention: Any = None  # what the attention backend's `prepare` derived for this step
+    attention_metadata: Any = None  # set by `prepare` of the attention backend
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """How the next token of each of R rows is sampled."""
+    """The sampling parameters of R rows for their next tokens."""
 
     temperature: Tensor  # [R] float32; 0 is greedy
     seeds: Tensor  # [R] int64
@@ -45,7 +45,7 @@ class SamplingBatch:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Move to the device without waiting for it. A CPU tensor may share memory with `array`."""
+    """Copy to the device without waiting for it. A CPU tensor may share memory with `array`."""
     tensor = torch.from_numpy(array)
-    # Copies from pinned memory are asynchronous. Pinning makes a copy, so `array` may change.
+    # Copies from pinned memory are asynchronous. Pinning copies, so `array` may change later.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""ModelConfig: the fields of a checkpoint's config.json that a model needs, checked once."""
+"""ModelConfig: the validated fields of a checkpoint's config.json that the model needs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nanovllm.api.config import DTYPES
 
 SIZE = (1, 2**31 - 1)
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
-# The fields of config.json and generation_config.json that are read: type, and range or choices.
-# SamplingParams checks its own fields.
+# The type and the range or choices of each field that is read from config.json and
+# generation_config.json. SamplingParams checks the sampling parameters.
 Fields = dict[str, tuple[type, tuple[Any, ...]]]
 FIELDS: Fields = {
     "architectures": (list, ()),
@@ -51,7 +51,7 @@ FIELDS: Fields = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields of config.json that decide what the model computes."""
+    """The fields of config.json that determine the model's computation."""
 
     architecture: str
     vocab_size: int
@@ -66,15 +66,15 @@ class ModelConfig:
     rope_factor: float  # positions are divided by it; 1 unless rope_type is "linear"
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool  # of the query, key and value projections
-    output_bias: bool  # of attention's output projection
+    attention_bias: bool  # whether the query, key and value projections have a bias
+    output_bias: bool  # whether the output projection of attention has a bias
     qk_norm: bool
-    sliding_window: int | None  # tokens that a layer attends to at most; None: all
+    sliding_window: int | None  # the most tokens that a layer attends to; None: all
     dtype: str | None  # the stored dtype of the weights, if config.json names it
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
-        """Make it from the fields of config.json, which is at `path`.
+        """Create a ModelConfig from `raw`, the fields of the config.json at `path`.
 
         Raises ValueError for missing or unsupported fields.
         """
@@ -94,12 +94,13 @@ class ModelConfig:
             return raw[name]
 
         quantized = raw.get("quantization_config", {})
-        # With a scheme for the KV cache alone the weights are not quantized; see models/fp8.py.
+        # If only the KV cache has a scheme, the weights are not quantized; see models/fp8.py.
         if quantized and (not quantized.get("kv_cache_scheme") or quantized.get("config_groups")):
             method = quantized.get("quant_method")
             raise ValueError(
-                f"{path}: the checkpoint is quantized already ({method!r}), which is not supported; "
-                "use the one in bfloat16, and quantization='int8' to quantize it while it is loaded"
+                f"{path}: the checkpoint is quantized already ({method!r}), which is not "
+                "supported; use a bfloat16 checkpoint, and quantization='int8' to quantize its "
+                "weights during loading"
             )
         theta, factor = _rope(raw, path)
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
@@ -134,21 +135,21 @@ class ModelConfig:
         )
 
     def block_bytes(self, block_size: int, itemsize: int) -> int:
-        """The bytes of a KV block, keys and values of all layers, with `itemsize` bytes a number."""
+        """Return the bytes of a KV block: keys and values of all layers, `itemsize` bytes each."""
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
 
 
-# Properties that follow from the architecture's name and may be absent in config.json.
+# Properties that follow from the architecture's name and may be absent from config.json.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 128},
     "Qwen2ForCausalLM": {"qk_norm": False, "attention_bias": True},
 }
-# The same without a head, unless it is tied.
+# The same architectures without a head, unless the head is tied.
 ARCHITECTURES |= {n.replace("ForCausalLM", "Model"): t for n, t in ARCHITECTURES.items()}
 
 
 def _rope(raw: dict[str, Any], path: Path) -> tuple[float, float]:
-    """(theta, factor), from `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old)."""
+    """Return (theta, factor), from rope_parameters (new) or rope_theta and rope_scaling (old)."""
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
@@ -168,7 +169,7 @@ def _rope(raw: dict[str, Any], path: Path) -> tuple[float, float]:
 
 
 def _sliding_window(raw: dict[str, Any]) -> int | None:
-    """Return the window, if any. The defaults are those of transformers' Qwen configs."""
+    """Return the window in tokens, if any. The defaults are the same as in transformers."""
     if not raw.get("use_sliding_window"):
         return None
     layers = raw.get("layer_types")
@@ -180,7 +181,7 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
 
 
 def check_fields(raw: dict[str, Any], path: Path, fields: Fields = FIELDS) -> dict[str, Any]:
-    """Return `raw` without its nulls, and each field that is known in its own type.
+    """Return `raw` without nulls, with each known field converted to its type.
 
     Raises ValueError for a field of a wrong type or value.
     """
@@ -190,7 +191,7 @@ def check_fields(raw: dict[str, Any], path: Path, fields: Fields = FIELDS) -> di
 
 
 def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any, ...]) -> Any:
-    """Return the value as `kind`: JSON writes the float 1.0 also as 1, and an int also as 64.0."""
+    """Return the value as `kind`. JSON may contain 1 for a float and 64.0 for an int."""
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     try:
@@ -201,10 +202,10 @@ def check_field(path: Path, name: str, value: Any, kind: type, limits: tuple[Any
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """Return the object, or the list, in a JSON file. Raises ValueError with the file's name."""
+    """Return the object or list in a JSON file. Raises ValueError with the name of the file."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # or not text, or nested too deeply
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise unreadable(path, "valid JSON", error) from None
     if not isinstance(raw, kind):
         what = type(raw).__name__

@@ -1,14 +1,14 @@
-"""An fp8 KV cache: how keys and values are rounded, and the scales that a checkpoint may have.
+"""The fp8 KV cache: the rounding of keys and values, and the scales in a checkpoint.
 
-The format is e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): 4 bits of exponent, 3 of mantissa,
-NaN but no infinity, and at most 448. Each layer has a scale for its keys and one for its values:
+The format is e4m3 (Micikevicius et al. 2022, arXiv:2209.05433): 4 exponent bits, 3 mantissa bits,
+NaN but no infinity, and at most 448. Each layer has one scale for keys and one scale for values:
 
     stored = round(value / scale)            value = stored * scale
 
-As the scale is the same for all keys, attention multiplies the scores by it (or q), and its result
-by that of the values. Every e4m3 number is also one in bfloat16, float16 and float32, so that
-nothing is rounded when the cache is read. Every query reads keys and values as they were rounded,
-those of its own step too: a prompt in chunks computes the same as a whole one.
+All keys of a layer have the same scale, so attention multiplies q or the scores by the key scale,
+and its output by the value scale. bfloat16, float16 and float32 represent every e4m3 number
+exactly, so reading the cache does not round. Queries read rounded keys and values even for tokens
+of the same step, so a prompt computed in chunks gives the same result as a whole prompt.
 """
 
 import math
@@ -22,22 +22,22 @@ from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
-Scales: TypeAlias = tuple[float, float]  # of the keys and of the values of a layer
+Scales: TypeAlias = tuple[float, float]  # the key scale and the value scale of a layer
 
-# The names that vLLM reads: plain, of its attention, of ModelOpt, and of a fused projection.
+# The names that vLLM reads: plain, from its attention, from ModelOpt, from a fused projection.
 KV_SCALE = re.compile(
     r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[kv]_proj\.|qkv_proj\.)?([kv])_scale"
 )
 
 
 def to_fp8(x: Tensor, scale: float) -> Tensor:
-    """x / scale in float8_e4m3fn. What is larger than 448 becomes 448, and NaN remains NaN."""
-    # The conversion itself makes it NaN on some devices.
+    """Return x / scale in float8_e4m3fn, limited to magnitudes of 448. NaN remains NaN."""
+    # Without the clamp, some devices convert larger magnitudes to NaN.
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
 
 
 def read_fp8_scales(files: Mapping[Path, Any], num_layers: int) -> list[Scales]:
-    """Return the scales of each layer from open safetensors files; 1 where they have none.
+    """Return the scales of each layer from open safetensors files. A missing scale is 1.
 
     Raises ValueError for a scale that is not one finite number above 0.
     """

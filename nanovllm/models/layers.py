@@ -1,4 +1,4 @@
-"""The parts of a transformer layer in plain torch: the reference of every fused kernel."""
+"""The parts of a transformer layer in plain torch: the reference for every fused kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rope: TypeAlias = tuple[Tensor, Tensor]  # cos, sin [T, 1, D] of the step's posi
 def add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(RMSNorm(x + residual) * weight, x + residual), both [T, E]. The residual may be None."""
+    """Return (RMSNorm(sum) * weight, sum), both [T, E], of the sum of x and the residual if any."""
     total = x if residual is None else residual + x
     return rms_norm(total, weight, eps), total
 
@@ -40,15 +40,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 class Linear:
-    """y = x W^T + b. Projections of the same input (q, k, v; gate, up) are one Linear.
+    """A linear layer y = x W^T + b. Projections of one input (q, k, v; gate, up) share a Linear.
 
-    The backend makes `weight`, and may replace it by another layout once it is loaded.
+    The backend creates `weight`, and may change its layout after it is loaded.
     """
 
     def __init__(
         self, inputs: int, projections: dict[str, int], backend: Backend, bias: bool = False
     ) -> None:
-        """projections: the name of each in a checkpoint -> its number of outputs."""
+        """`projections` maps names in a checkpoint to numbers of outputs."""
         outputs = sum(projections.values())
         self.projections, self.backend = projections, backend
         self.weight = backend.make_weight(outputs, inputs)  # [O, I]
@@ -57,7 +57,7 @@ class Linear:
         self.reduce: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, I] -> [T, O]."""
+        """Map x [T, I] to [T, O]."""
         y = self.backend.linear(x, self)
         return y if self.reduce is None else self.reduce(y)
 
@@ -76,13 +76,13 @@ def linear(x: Tensor, module: Linear) -> Tensor:
 class RotaryEmbedding:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of the two halves of a head.
 
-    It owns the tables `cos` and `sin` [max_len, D]. Their rows are (cos, cos) and (-sin, sin).
-    `factor` is that of linear position interpolation (Chen et al. 2023, arXiv:2306.15595).
-    The tables have the dtype and the device of `like`.
+    It owns the tables `cos` and `sin` [max_len, D], with rows (cos, cos) and (-sin, sin), in the
+    dtype and on the device of `like`. `factor` divides all positions (linear interpolation, Chen et
+    al. 2023, arXiv:2306.15595).
     """
 
     def __init__(self, dim: int, max_len: int, theta: float, factor: float, like: Tensor) -> None:
-        # Computed on the CPU in float32 and then moved, so that every device has the same numbers.
+        # Computed on the CPU in float32 and then moved, so that all devices have the same numbers.
         exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
         frequencies = 1.0 / (theta**exponents) / factor
         angles = torch.outer(torch.arange(max_len, device="cpu").float(), frequencies)
@@ -91,11 +91,11 @@ class RotaryEmbedding:
         self.cos, self.sin = table.to(like)
 
     def at(self, positions: Tensor) -> Rope:
-        """positions [T] -> cos, sin [T, 1, D]: looked up once per step, used by every layer."""
+        """Look up cos and sin [T, 1, D] of positions [T], once per step for all layers."""
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Halves (a, b) of x [T, heads, D] -> (a cos - b sin, b cos + a sin). `sin` holds the signs."""
+    """Rotate halves (a, b) of x [T, heads, D] -> (a cos - b sin, b cos + a sin). sin is signed."""
     cos, sin = rope
     return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin

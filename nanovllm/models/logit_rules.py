@@ -1,14 +1,14 @@
 """Logit rules: changes to the logits beyond temperature and filters, and log-probabilities.
 
-A row without rules costs nothing. The rules of a step's rows are applied together, by few operations
-on the device and without waiting for it. Three kinds need the sampled tokens on the host: logits
-processors, grammars, and bad words of several tokens. A step with such a row waits for the tokens of
-the step before once it has launched its own forward, so that the rules run on the host while the
-device works.
+A row without rules costs nothing. The rules of all rows of a step are applied together, in few
+operations on the device and without waiting for it. Three kinds of rules need the sampled tokens on
+the host: logits processors, grammars, and bad words of several tokens. A step with such a row
+launches its forward pass and then waits for the tokens of the previous step, so the rules run on
+the host while the device works.
 
-The order is that of transformers and vLLM: log-probabilities of the raw logits, allowed tokens, bad
-words, minimum length, bias, penalties, logits processors, and then the grammar, which no other rule
-can overrule. The sampler follows.
+The order is the same as in transformers and vLLM: log-probabilities of the raw logits, allowed
+tokens, bad words, minimum length, bias, penalties, logits processors, and last the grammar, which
+no other rule can override. The sampler follows.
 """
 
 import functools
@@ -24,71 +24,71 @@ from torch import Tensor
 
 from nanovllm.api.sampling_params import takes_prompt
 from nanovllm.models.batch import to_device
-from nanovllm.plan import Join, LogitRules, TokenLogprobs
+from nanovllm.models.sampler import MASKED
+from nanovllm.plan import LogitRules, NewRow, TokenLogprobs
 
-HIDDEN = float("-inf")
 ALWAYS = 2**62
-# The most known tokens that penalties work on at a time, in 50 MB of memory. For 256 rows of 40,960
-# tokens that would be 0.5 GB, which the memory profile does not measure, because its rows are short.
+# Penalties process at most this many known tokens at a time, in 50 MB of memory. 256 rows of 40,960
+# tokens would take 0.5 GB, which the memory profile does not measure because its rows are short.
 TOKENS_AT_A_TIME = 2**20
 
 
 class RowRules:
-    """The rules of one row, and its tokens if they are needed on the host.
+    """The rules of one row, and the tokens of the row if the host needs them.
 
-    Raises ValueError for a token id that the model does not have, whose index in the logits [R * V]
-    of a step could be that of another row.
+    Raises ValueError for a token id outside the vocabulary, because its index in the flat logits
+    [R * V] could belong to another row.
     """
 
-    def __init__(self, rules: LogitRules, join: Join, vocab_size: int) -> None:
-        # What processors refer to can be large. Their request keeps them alive, and not its row, of
-        # which the runner does not know that it is free until another sequence joins it.
+    def __init__(self, rules: LogitRules, new_row: NewRow, vocab_size: int) -> None:
+        # Logits processors can refer to large objects. Only the request keeps them alive: RowRules
+        # can exist after the request has ended, until another sequence takes the row.
         self.owner = weakref.ref(rules)
-        self.rules, self.row = replace(rules, logits_processors=()), join.row
-        self.prompt, self.output = join.prompt, list(join.output)
+        self.rules, self.row = replace(rules, logits_processors=()), new_row.row
+        self.prompt, self.output = new_row.prompt, list(new_row.output)
         self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
         self.matcher = None if rules.grammar is None else rules.grammar.matcher()
         # Whether `output` must be complete before the next token is sampled.
         self.needs_output = bool(self.phrases or self.take_prompt or self.matcher)
-        self.error: Exception | None = None  # raised when the row is to sample
-        # Waits for the tokens of a step, and the index of the row's: the one that `output` lacks.
+        self.error: Exception | None = None  # raised when the row samples
+        # (waits for the tokens of a step, index of this row's token), if `output` lacks that token.
         self.last: tuple[Callable[[], list[int]], int] | None = None
         allowed = rules.allowed_token_ids  # an array, because there can be thousands
         self.allowed = None if allowed is None else np.array(allowed, np.int64)
-        # (token, what is added to its logit, the first position at which it is not)
-        self.edits = [(word[0], HIDDEN, ALWAYS) for word in rules.bad_words if len(word) == 1]
-        first_end = len(join.prompt) + rules.min_tokens
-        self.edits += [(token, HIDDEN, first_end) for token in rules.stops]
+        # (token, value added to its logit, first position at which nothing is added)
+        self.edits = [(word[0], MASKED, ALWAYS) for word in rules.bad_words if len(word) == 1]
+        first_end = len(new_row.prompt) + rules.min_tokens
+        self.edits += [(token, MASKED, first_end) for token in rules.stops]
         self.edits += [(token, value, ALWAYS) for token, value in rules.logit_bias]
         check_ids([token for token, *_ in self.edits], vocab_size)
         check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
 
     def apply(self, logits: Tensor) -> None:
-        """Apply the rules that need the output to the row's logits [V], in place."""
+        """Apply the rules that need output tokens, in place, to the row's logits [V]."""
         if self.error is not None:
             raise self.error
         for *start, last in self.phrases:
             if self.output[-len(start) :] == start:
-                logits[last] = HIDDEN
+                logits[last] = MASKED
         owner = self.owner()
-        processors = () if owner is None else owner.logits_processors  # its request has ended
+        processors = () if owner is None else owner.logits_processors  # None: the request has ended
         for processor, with_prompt in zip(processors, self.take_prompt, strict=False):
             token_ids = (self.prompt, self.output) if with_prompt else (self.output,)
             changed = processor(*map(list, token_ids), logits)
             if changed is None:
-                continue  # it has changed `logits` itself
+                continue  # the processor has changed `logits` in place
             changed = torch.as_tensor(changed)
             if changed.shape != logits.shape:
                 raise ValueError(
-                    f"the logits processor {processor!r} returned {list(changed.shape)} numbers in "
-                    f"place of {list(logits.shape)}; return the logits, or change them in place"
+                    f"the logits processor {processor!r} returned the shape {list(changed.shape)}, "
+                    f"not {list(logits.shape)}; return the logits, or change them in place"
                 )
             logits.copy_(changed)
         if processors and not (logits < float("inf")).all():
-            # A softmax of infinity is NaN. With NaN there is no token to sample.
+            # The softmax of infinity is NaN: keep only the infinite logits, or none if one is NaN.
             infinite = logits.isposinf()
-            logits.copy_(torch.where(infinite & ~logits.isnan().any(), 0.0, HIDDEN))
+            logits.copy_(torch.where(infinite & ~logits.isnan().any(), 0.0, MASKED))
 
 
 def check_ids(ids: list[int], vocab_size: int) -> None:
@@ -97,22 +97,22 @@ def check_ids(ids: list[int], vocab_size: int) -> None:
 
 
 class RulesState:
-    """What rules keep on the device between steps, and memory for the logits that they change.
+    """The state of rules on the device between steps, and a buffer for the logits that they change.
 
-    `tokens` are the known tokens of each row with penalties, `counts` how often its output contains
-    them. Equal tokens of a row always have equal counts.
+    `tokens` has the known tokens of each row with penalties. `counts` has the occurrences of each
+    token in the output of the row. Equal tokens of a row always have equal counts.
     """
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
-        # torch.empty takes no memory on a CPU before it is written.
+        # On a CPU, torch.empty takes no memory until it is written.
         self.tokens = torch.empty((num_rows, length), dtype=torch.int32, device=device)
         self.counts = torch.empty((num_rows, length), dtype=torch.float32, device=device)
         self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
-        # [256, 8]: for each byte of a grammar's mask, the most that the logits of its tokens may be.
+        # [256, 8]: for each byte of a grammar's mask, the upper limits of the logits of its tokens.
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        self.caps = to_device(np.where(bits, np.inf, HIDDEN).astype(np.float32), device)
+        self.caps = to_device(np.where(bits, np.inf, MASKED).astype(np.float32), device)
 
-    def join(self, row: int, prompt: list[int], output: list[int]) -> None:
+    def add_row(self, row: int, prompt: list[int], output: list[int]) -> None:
         known = np.array([*prompt, *output], np.int32)
         ids, index = np.unique(known, return_inverse=True)
         check_ids([*ids[:1], *ids[-1:]], self.logits.shape[1])
@@ -121,9 +121,9 @@ class RulesState:
         self.counts[row, : len(known)] = to_device(counts, self.counts.device)
 
     def read(self, rows: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """tokens and counts [P, length] of `rows` [P] before `positions` [P].
+        """Return tokens and counts [P, length] of `rows` [P] before `positions` [P].
 
-        Entries past these repeat the first one: it then gets the same penalty more than once.
+        Later entries repeat the first entry, so its penalized logit is only written again.
         """
         known = torch.arange(length, device=rows.device) < positions[:, None]
         tokens, counts = self.tokens[:, :length][rows], self.counts[:, :length][rows]
@@ -132,7 +132,7 @@ class RulesState:
     def append(
         self, rows: Tensor, positions: Tensor, known: tuple[Tensor, Tensor], sampled: Tensor
     ) -> None:
-        """Add `sampled` [P] int32 at `positions` [P], which are within what `read` returned."""
+        """Add `sampled` [P] int32 at `positions` [P], all less than the length of `known`."""
         tokens, counts = known
         equal = tokens == sampled[:, None]
         counts = counts + equal
@@ -142,26 +142,26 @@ class RulesState:
 
 
 class RulesBatch:
-    """The rules of the rows of a step, as tensors. Steps with the same rows share it.
+    """The rules of a step as tensors. Steps with the same rows share one RulesBatch.
 
-    `rows` has (index of the row's logits, rules) for each row with rules. P rows have penalties and
-    Q report log-probabilities.
+    `rows` has (index of the row's logits, rules) for each row with rules. P of the rows have
+    penalties and Q report log-probabilities.
     """
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         self.state, device, vocab_size = state, state.logits.device, state.logits.shape[1]
         self.rows = [row.row for _, row in rows]
-        self.length = 0  # more than the position of any token that is sampled next; set by Rows
+        self.length = 0  # above the positions of all tokens to be sampled; set by Rows
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
         self.has_grammar = any(row.matcher for _, row in rows)
-        # Of the last `apply`: errors by row, and the indices of logits whose grammars are complete.
+        # From the last `apply`: errors by row, and the indices of logits with a complete grammar.
         self.errors: dict[int, Exception] = {}
         self.completed: list[int] = []
 
         def send(values: Any, dtype: Any = np.int64) -> Tensor:
             return to_device(np.array(values, dtype), device)
 
-        # 1. Allowed tokens, by their index in the logits [R * V].
+        # 1. Allowed tokens, as indices of the flat logits [R * V].
         allowed = [(i, row.allowed) for i, row in rows if row.allowed is not None]
         self.restricted = send([i for i, _ in allowed])
         indices = [ids + i * vocab_size for i, ids in allowed]
@@ -175,7 +175,7 @@ class RulesBatch:
         penalized = [(i, row) for i, row in rows if row.rules.has_penalties]
         self.penalized = send([i for i, _ in penalized])
         self.penalized_rows = send([row.row for _, row in penalized])
-        # What `apply` read, in parts, and at which rows and positions, for `append`.
+        # The rows, positions, and (tokens, counts) that `apply` has read, in parts, for `append`.
         self.known: list[tuple[Tensor, Tensor, tuple[Tensor, Tensor]]] = []
         names = "repetition_penalty", "frequency_penalty", "presence_penalty"
         factors = [[[getattr(row.rules, name)] for _, row in penalized] for name in names]
@@ -189,15 +189,15 @@ class RulesBatch:
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
 
     def apply(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Return logits [R, V] with the rules applied, in float32; the next call overwrites them.
+        """Return logits [R, V] with the rules applied, in float32. The next call overwrites them.
 
-        positions [R] of the tokens to be sampled.
+        `positions` [R] are the positions of the tokens to be sampled.
         """
         logits = self.state.logits[: len(logits)].copy_(logits)
         flat, vocab_size = logits.view(-1), logits.shape[1]
         if len(self.restricted):
             kept = flat[self.allowed]
-            logits.index_fill_(0, self.restricted, HIDDEN)
+            logits.index_fill_(0, self.restricted, MASKED)
             flat[self.allowed] = kept
         if len(self.edited):
             active = positions[self.edited // vocab_size] < self.until
@@ -219,7 +219,7 @@ class RulesBatch:
         return logits
 
     def _apply_on_host(self, logits: Tensor) -> None:
-        """Apply the rules that need the output to logits [R, V], in place."""
+        """Apply the rules that need output tokens, in place, to logits [R, V]."""
         for _, row in self.host_rules:
             if row.last is not None:
                 token_ids, i = row.last
@@ -227,7 +227,7 @@ class RulesBatch:
                 row.last = None
         self.errors, self.completed = {}, []
         num_bytes = -(-logits.shape[1] // 8)
-        masks = np.full((len(logits), num_bytes), 0xFF, np.uint8)  # a bit is 0: the token is hidden
+        masks = np.full((len(logits), num_bytes), 0xFF, np.uint8)  # a bit of 0 masks a token
         for i, row in self.host_rules:
             try:
                 row.apply(logits[i])
@@ -236,20 +236,21 @@ class RulesBatch:
                     masks[i] = np.frombuffer(mask, np.uint8, num_bytes)
                 elif mask is not None:
                     self.completed.append(i)
-                    logits[i].fill_(HIDDEN)
-            except Exception as error:  # of its processor or grammar: it ends its own request only
+                    logits[i].fill_(MASKED)
+            except Exception as error:  # in a processor or grammar: it ends only its request
                 self.errors[row.row] = error
-                logits[i].fill_(HIDDEN)
+                logits[i].fill_(MASKED)
         if self.has_grammar:
-            # On a CPU masked_fill takes several times as long.
+            # On a CPU, masked_fill takes several times as long.
             index = to_device(masks, logits.device).int().flatten()
             caps = self.state.caps.index_select(0, index).view(len(logits), -1)
             torch.minimum(logits, caps[:, : logits.shape[1]], out=logits)
 
     def append(self, positions: Tensor, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
-        """Add the tokens [R] that were sampled from what `apply` returned.
+        """Add the tokens [R] that were sampled from the logits of `apply`.
 
-        `token_ids` waits for the device and returns them. Rules on the host do this in the next step.
+        `token_ids` waits for the device and returns the tokens. Rules on the host call it in the
+        next step.
         """
         if len(self.penalized):
             sampled = tokens[self.penalized].int()
@@ -261,7 +262,7 @@ class RulesBatch:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Log-probabilities of tokens [Q], all >= 0, and of the k most likely, from raw logits [Q, V].
+    """Compute log-probabilities of tokens [Q] (>= 0) and the k most likely from raw logits [Q, V].
 
     Returns [Q, 2 + 2k] float64: log-probability and rank of the token, k log-probabilities, k ids.
     """
@@ -272,12 +273,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
 
 
 def unpack_logprobs(packed: list[float], token: int, k: int) -> TokenLogprobs:
-    """(token, log-probability, rank) of `token` and the k most likely, from `token_logprobs`."""
+    """Unpack an entry of `token_logprobs` -> (token, log-probability, rank), for `token` first."""
     likely = [(other, p, i + 1) for i, (other, p) in enumerate(likely_tokens(packed[2:], k))]
     return [(token, packed[0], int(packed[1])), *(entry for entry in likely if entry[0] != token)]
 
 
 def likely_tokens(packed: list[float], k: int) -> list[tuple[int, float]]:
-    """(token, log-probability) of the first k, from as many log-probabilities as token ids."""
+    """Return (token, log-probability) of the first k from n log-probabilities and n token ids."""
     half = len(packed) // 2
     return list(zip(map(int, packed[half : half + k]), packed[:k], strict=True))

@@ -1,11 +1,12 @@
 """Qwen3 and Qwen2 (dense): the whole transformer, top to bottom.
 
-The model owns its weights and changes only the KV cache, through attention. The two families differ
-in what ModelConfig says: Qwen3 normalizes queries and keys per head, Qwen2 has a bias on the q, k
-and v projections. A Qwen3 config may ask for biases, then on the output projection too.
+The model owns its weights. It changes only the KV cache, through attention. ModelConfig describes
+how the two families differ: Qwen3 normalizes queries and keys per head, and Qwen2 has biases on the
+q, k and v projections. The config of a Qwen3 model can enable biases on these and on the output
+projection.
 
-The classes are plain objects and not torch modules: nothing is trained or hooked here, and on a CPU
-the calls of modules took 4 of the 70 ms of a decode step (Qwen3-0.6B's shape, two sequences).
+The classes are plain objects, not torch modules: nothing is trained or hooked here, and on a CPU,
+module calls took 4 of the 70 ms of a decode step (Qwen3-0.6B's shape, two sequences).
 
 Shapes: T tokens of the step, R rows that sample a token, E hidden size, H query heads, K KV heads,
 D head size, F feed-forward size, V vocabulary.
@@ -49,7 +50,7 @@ class SelfAttention:
                 q_norm, k_norm = self.norms
                 q, k = rms_norm(q, q_norm, self.eps), rms_norm(k, k_norm, self.eps)
             q, k = rotate(q, rope), rotate(k, rope)
-            # All tokens are stored before any attends, because sequences can share blocks.
+            # All tokens are stored before any query attends, because sequences can share blocks.
             attention.store(self.layer, k, v, batch)
         return self.o_proj(attention.attend(self.layer, q, batch))
 
@@ -99,9 +100,9 @@ class DecoderLayer:
         batch: ForwardBatch,
         attention: Attention,
     ) -> tuple[Tensor, Tensor]:
-        """(x, residual) -> (x, residual), whose sum is the hidden state [T, E].
+        """Map (x, residual) to (x, residual), whose sum is the hidden state [T, E].
 
-        The addition is left to the next norm, which reads both anyway.
+        The next norm adds them, because it reads both anyway.
         """
         x, residual = self.backend.add_rms_norm(x, residual, self.input_layernorm, self.eps)
         x = self.self_attn(x, rope, batch, attention)
@@ -112,7 +113,7 @@ class DecoderLayer:
 
 
 class Qwen3:
-    """`backend.empty` makes the weights, which are uninitialized until they are loaded."""
+    """A Qwen3 or Qwen2 model. Its weights are uninitialized until they are loaded."""
 
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
@@ -129,7 +130,7 @@ class Qwen3:
 
     @classmethod
     def on_meta(cls, config: ModelConfig, backend: Backend | None = None) -> Qwen3:
-        """Return a model without memory, whose sizes are the sizes of the weights as stored."""
+        """Return a model on the meta device: its weights have sizes and take no memory."""
         kind, dtype = (
             (Backend, torch.bfloat16) if backend is None else (type(backend), backend.dtype)
         )
@@ -137,18 +138,18 @@ class Qwen3:
 
     @property
     def num_weights(self) -> int:
-        """The number of weights, a tied head counted once."""
+        """The number of weights. A tied head counts once."""
         return sum(math.prod(tensor.shape) for tensor in self.checkpoint_tensors())
 
     @property
     def weight_bytes(self) -> int:
-        """The size of the weights as the backend stores them before `after_load`."""
+        """The bytes of the weights as the backend stores them before `after_load`."""
         linears = [linear.weight for linear in self.linears()]
         num_others = self.num_weights - sum(math.prod(weight.shape) for weight in linears)
         return sum(weight.nbytes for weight in linears) + num_others * self.norm.itemsize
 
     def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
-        """The hidden states of the step's tokens, after the last norm: [T, E]."""
+        """Return the hidden states [T, E] of the step's tokens, after the last norm."""
         x = self.embed_tokens[batch.input_ids]
         rope, residual = self.rotary.at(batch.positions), None
         for layer in self.layers:
@@ -157,17 +158,17 @@ class Qwen3:
         return self.backend.add_rms_norm(x, residual, self.norm, self.config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> logits [R, V]."""
+        """Map hidden [R, E] to logits [R, V]."""
         return self.lm_head(hidden)
 
     def linears(self) -> Iterator[Linear]:
-        """Every Linear, the head last. A tied head shares the weight of the embedding table."""
+        """Yield every Linear, the head last. A tied head shares its weight with the embeddings."""
         for layer in self.layers:
             yield from layer.linears()
         yield self.lm_head
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
-        """The tensors of a checkpoint, and where each of them goes."""
+        """Yield the tensors of a checkpoint, each with the function that stores it."""
         yield CheckpointTensor.whole("model.embed_tokens.weight", self.embed_tokens)
         for i, layer in enumerate(self.layers):
             yield from layer.checkpoint_tensors(f"model.layers.{i}.")

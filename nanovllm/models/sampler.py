@@ -1,8 +1,8 @@
 """The sampler in plain torch: temperature, then the filters, then one draw per row.
 
-Filters and their order are transformers': top-k, top-p, min-p. The draw inverts the cumulative
-distribution at u, a number that is a function of (seed, position) alone. Equal seeds and logits
-give equal tokens in any batch, and there is no generator state to keep.
+The filters and their order are the same as in transformers: top-k, top-p, min-p. The draw inverts
+the cumulative distribution at a number u that depends only on (seed, position). Equal seeds and
+logits give equal tokens in any batch, and no generator state is needed.
 """
 
 from collections.abc import Callable
@@ -12,29 +12,29 @@ from torch import Tensor
 
 from nanovllm.models.batch import SamplingBatch
 
-HIDDEN = float("-inf")  # the logit of a token that is never drawn
+MASKED = float("-inf")  # the logit of a token that is never drawn
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """logits [R, V] -> token ids [R] int64. Rows of temperature 0 take the most likely token.
+    """Sample from logits [R, V] -> token ids [R] int64. Temperature 0: the most likely token.
 
-    Every sampler returns -1 for a row in which a logit is NaN or +inf, or all are -inf (hidden).
+    Every sampler returns -1 for a row with a NaN or +inf logit, or with only -inf logits (masked).
     """
     best, tokens = logits.max(dim=-1)
     if not batch.all_greedy:
         filtered = filtered_logits(logits, batch, FILTER_FUNCTIONS)
         drawn = draw(filtered, uniform(batch.seeds, batch.positions))
         tokens = torch.where(batch.temperature == 0, tokens, drawn)
-    return torch.where(best.isfinite(), tokens, -1)  # the maximum with NaN is NaN
+    return torch.where(best.isfinite(), tokens, -1)  # a maximum with NaN is NaN
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:
-    """The token [R] at which the cumulative probability of logits [R, V] exceeds u [R]."""
+    """Return the first tokens [R] at which cumulative probabilities of logits [R, V] exceed u."""
     probs = logits.softmax(dim=-1, dtype=torch.float64)
     # On a GPU, rounding can raise the sum at a token of probability 0, which must not be drawn.
     cumulative = probs.cumsum(dim=-1).masked_fill(probs == 0, 0)
     exceeds = cumulative > u[:, None] * cumulative.amax(dim=-1, keepdim=True)
-    return exceeds.byte().argmax(dim=-1)  # the first
+    return exceeds.byte().argmax(dim=-1)  # the first True
 
 
 FilterFunction = Callable[[Tensor, Tensor], Tensor]
@@ -43,11 +43,11 @@ FilterFunction = Callable[[Tensor, Tensor], Tensor]
 def filtered_logits(
     logits: Tensor, batch: SamplingBatch, functions: dict[str, FilterFunction]
 ) -> Tensor:
-    """logits [R, V] -> float32 (logits - their maximum) / temperature, HIDDEN if filtered."""
+    """Return (logits - maximum) / temperature [R, V] float32, MASKED for filtered tokens."""
     logits = logits.float()
     # The maximum is subtracted first, so that a tiny temperature does not overflow.
     logits = logits - logits.amax(dim=-1, keepdim=True)
-    # As in the kernels, which need a temperature whose reciprocal is finite in float32.
+    # The kernels clamp too, because they need a finite float32 reciprocal of the temperature.
     logits = logits / batch.temperature.clamp(min=1.2e-38)[:, None]
     for name, values in batch.filters.items():
         logits = functions[name](logits, values)
@@ -55,29 +55,28 @@ def filtered_logits(
 
 
 def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    """Hide all but the k largest logits of each row. 0 keeps all."""
-    most = int(top_k.max().clamp(1, logits.shape[1]))
-    kth = logits.topk(most, dim=-1).values.gather(1, (top_k - 1).clamp(0, most - 1)[:, None])
-    return logits.masked_fill((logits < kth) & (top_k > 0)[:, None], HIDDEN)
+    """Mask all but the k largest logits of each row. k = 0 keeps all."""
+    max_k = int(top_k.max().clamp(1, logits.shape[1]))
+    kth = logits.topk(max_k, dim=-1).values.gather(1, (top_k - 1).clamp(0, max_k - 1)[:, None])
+    return logits.masked_fill((logits < kth) & (top_k > 0)[:, None], MASKED)
 
 
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Nucleus sampling (Holtzman et al. 2019, arXiv:1904.09751): the most likely tokens that reach p.
-
-    Keeps the fewest tokens that reach p and all as likely as the last of them; p = 1 keeps all.
+    """Keep the fewest tokens whose probabilities reach p (nucleus sampling, Holtzman et al. 2019,
+    arXiv:1904.09751), and tokens as likely as the last of them. p = 1 keeps all tokens.
     """
     probs = logits.softmax(dim=-1)
     ordered = probs.sort(dim=-1, descending=True).values
-    before = ordered.cumsum(dim=-1) - ordered  # the probability of all more likely tokens
+    before = ordered.cumsum(dim=-1) - ordered  # the total probability of more likely tokens
     kept = (before < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)
-    least = ordered.gather(1, kept - 1)
-    return logits.masked_fill((probs < least) & (top_p < 1)[:, None], HIDDEN)
+    threshold = ordered.gather(1, kept - 1)
+    return logits.masked_fill((probs < threshold) & (top_p < 1)[:, None], MASKED)
 
 
 def keep_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Hide tokens less likely than p times the maximum (Nguyen et al. 2024, arXiv:2407.01082)."""
+    """Mask tokens less likely than p times the maximum (Nguyen et al. 2024, arXiv:2407.01082)."""
     threshold = logits.amax(dim=-1) + min_p.log()
-    return logits.masked_fill(logits < threshold[:, None], HIDDEN)
+    return logits.masked_fill(logits < threshold[:, None], MASKED)
 
 
 FILTER_FUNCTIONS: dict[str, FilterFunction] = {
@@ -88,7 +87,7 @@ FILTER_FUNCTIONS: dict[str, FilterFunction] = {
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """[R] float64 in [0, 1): 53 bits of SplitMix64 (Steele et al. 2014) of seed and position."""
+    """Hash (seed, position) to [R] float64 in [0, 1), by SplitMix64 (Steele et al. 2014)."""
     z = _mix(seeds + positions * _signed(0x9E3779B97F4A7C15))
     z = _mix(z + _signed(0x9E3779B97F4A7C15))
     return _shift(z, 11).double() * 2.0**-53
@@ -101,7 +100,7 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's own operator keeps the sign."""
+    """Shift right and fill with zeros. torch's operator repeats the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 

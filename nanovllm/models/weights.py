@@ -1,7 +1,7 @@
 """Loads open safetensors files into a model, one tensor at a time.
 
-All headers are checked first. The files are memory-mapped, so loading holds the weights once, and
-the pages of one tensor.
+All headers are checked first. The files are memory-mapped, so loading takes memory for the weights
+and for the pages of one tensor.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,16 +16,16 @@ from nanovllm.api.log import progress_bar
 from nanovllm.models.fp8 import KV_SCALE
 
 HEAD = "lm_head.weight"
-# Names that are skipped: tables that are computed from the config, and a tied head.
+# Skipped names: tables that are computed from the config, and a tied head.
 IGNORED = ("rotary_emb.inv_freq", HEAD)
 PREFIX = "model."  # of all other names, unless the checkpoint has no head
-# The stored dtypes that are converted to the model's.
+# Stored dtypes that can be converted to the dtype of the model.
 DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 @dataclass(slots=True, frozen=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint, which slice of it is wanted, and what stores that slice."""
+    """A tensor of a checkpoint, the slice of it to load, and the function that stores the slice."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -34,15 +34,15 @@ class CheckpointTensor:
 
     @classmethod
     def whole(cls, name: str, weight: Tensor) -> "CheckpointTensor":
-        """All of a checkpoint tensor, which is copied to `weight`."""
+        """Return a checkpoint tensor that is copied to `weight` as a whole."""
         return cls(name, tuple(weight.shape), weight.copy_)
 
 
 def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any]) -> None:
-    """Store all tensors, from open files.
+    """Store all tensors from open files.
 
-    Raises ValueError with the tensors of the files that do not fit `tensors` one to one, before
-    anything is stored. The files may be of the model without its head, with names without "model.".
+    Raises ValueError with all differences, before anything is stored, if the files do not contain
+    exactly `tensors`. All names may lack the prefix "model.", as in a checkpoint without a head.
     """
     if not any(name.startswith(PREFIX) for file in files.values() for name in file.keys()):  # noqa: SIM118
         tensors = [replace(tensor, name=tensor.name.removeprefix(PREFIX)) for tensor in tensors]
@@ -57,7 +57,7 @@ def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any])
 
 
 def check_headers(known: dict[str, CheckpointTensor], files: Mapping[Path, Any]) -> None:
-    """Raise ValueError if the files' tensors are not the `known` ones, each once."""
+    """Raise ValueError unless the files contain each of `known` once, and no other tensors."""
     missing, unexpected, misshapen, repeated = dict.fromkeys(known), [], [], []
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118 (not a dict)

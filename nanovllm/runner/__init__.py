@@ -1,1 +1,1 @@
-"""The data plane: executes plans on a device and never sees a Sequence."""
+"""The data plane: executes plans on a device, without access to a Sequence."""

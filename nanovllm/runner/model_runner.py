@@ -1,6 +1,6 @@
-"""ModelRunner: executes plans on a device. It never sees a Sequence.
+"""ModelRunner: executes plans on a device, without access to a Sequence.
 
-It owns the model, the KV cache (through its attention), the rows and the captured decode steps.
+It owns the model, the KV cache (in `attention`), the rows and the captured decode steps.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.batch import SamplingBatch, to_device
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.plan import Chunk, StepOutput, StepPlan, Yield
-from nanovllm.runner.mirror import Mirror
+from nanovllm.plan import Chunk, ResultKind, StepOutput, StepPlan
+from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
 
@@ -24,25 +24,25 @@ from nanovllm.runner.rows import Rows
 class ModelRunner:
     attention: Attention  # set by loading/make_runner.py, once the size of its KV cache is known
     num_blocks: int  # for requests; the null block is not counted
-    max_model_len: int  # the longest request
-    host_pool: Any = None  # a HostPool of features/host_tier, if there are blocks in host memory
+    max_model_len: int  # tokens of the longest request
+    host_pool: Any = None  # a HostPool of features/host_cache, if there is a host cache
 
     def __init__(
         self,
         model: Qwen3,
         backend: Backend,
         rows: Rows,
-        mirror: Mirror | None,
+        device_rows: DeviceRows | None,
         thread_limit: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """`thread_limit` is entered for each step. If there is a mirror, decodes are built from it."""
+        """Decode steps are built from `device_rows`, if any. Each step enters `thread_limit`."""
         self.model, self.backend = model, backend
-        self.rows, self.mirror = rows, mirror
+        self.rows, self.device_rows = rows, device_rows
         self.device, self.dtype = rows.device, model.embed_tokens.dtype
-        self.is_async = self.device.type == "cuda"  # the device works while the host plans
+        self.async_scheduling = self.device.type == "cuda"  # the device works while the host plans
         self.thread_limit = thread_limit
         self.fused_model: Any = model  # or an object that computes the same in fewer calls
-        self.graphs: Any = None  # of decode steps, if they are captured
+        self.graphs: Any = None  # captured decode steps, if any
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
@@ -50,14 +50,14 @@ class ModelRunner:
             self.rows.apply(plan)
             if plan.saves and self.host_pool:
                 self.host_pool.save(self.attention.cache, plan.saves)
-            if plan.block_moves:
-                self.attention.copy_blocks(plan.block_moves)
+            if plan.block_copies:
+                self.attention.copy_blocks(plan.block_copies)
             if plan.loads and self.host_pool:
                 self.host_pool.load(self.attention.cache, plan.loads)
-            if self.mirror is not None:
-                self.mirror.apply(plan)
+            if self.device_rows is not None:
+                self.device_rows.apply(plan)
                 if not plan.chunks:
-                    return self._run_decode(plan.decode_rows, self.mirror).wait
+                    return self._run_decode(plan.decode_rows, self.device_rows).wait
             step = self.rows.build(plan)
             self.attention.prepare(step.forward_batch)
             hidden = self.fused_model.forward(step.forward_batch, self.attention)
@@ -68,8 +68,8 @@ class ModelRunner:
             self._yield_of_chunks(plan.chunks, hidden, output)
             return output.wait
 
-    def _run_decode(self, decode_rows: list[int], mirror: Mirror) -> PendingOutput:
-        """Execute a step without chunks, from the mirror of the rows."""
+    def _run_decode(self, decode_rows: list[int], device_rows: DeviceRows) -> PendingOutput:
+        """Execute a step without chunks, built from `device_rows`."""
         if self.graphs is not None:
             hidden, tokens = self.graphs.replay(decode_rows)
         else:
@@ -78,12 +78,12 @@ class ModelRunner:
         if rules is None:
             return PendingOutput(start_copy(tokens))
         rows = to_device(np.array(decode_rows), self.device)
-        return self._sample(hidden, mirror.sampling_batch(rows), rows, rules)
+        return self._sample(hidden, device_rows.sampling_batch(rows), rows, rules)
 
     def decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Sample a token for each of `rows` [S] -> hidden states [S, E] and tokens [S]."""
-        assert self.mirror is not None
-        batch, sampling = self.mirror.decode_batch(rows)
+        assert self.device_rows is not None
+        batch, sampling = self.device_rows.decode_batch(rows)
         self.attention.prepare(batch)
         hidden = self.fused_model.forward(batch, self.attention)
         tokens = self.backend.sample(self.fused_model.logits(hidden), sampling)
@@ -116,9 +116,9 @@ class ModelRunner:
         return output
 
     def _yield_of_chunks(self, chunks: list[Chunk], hidden: Tensor, output: PendingOutput) -> None:
-        """Add what chunks yield besides tokens, and log-probabilities, from hidden states [T, E]."""
+        """Add the hidden states, candidates and prompt log-probabilities of chunks, from [T, E]."""
         start, wanted, candidates = 0, [], []
-        scored: list[tuple[int, int]] = []  # (index of the token before it, target)
+        scored: list[tuple[int, int]] = []  # (index of the token before the target, target)
         for chunk in chunks:
             if targets := chunk.logprob_targets:
                 rules = self.rows.rules.get(chunk.row)
@@ -126,18 +126,18 @@ class ModelRunner:
                 output.prompts.append((chunk.row, targets, k))
                 scored += enumerate(targets, start + chunk.logprobs_from)
             start += len(chunk.token_ids)
-            if chunk.yields is Yield.HIDDEN_STATE:
+            if chunk.result_kind is ResultKind.HIDDEN_STATE:
                 output.hidden_rows.append(chunk.row)
                 wanted.append(start - 1)
-            elif chunk.yields is Yield.CANDIDATES:
+            elif chunk.result_kind is ResultKind.CANDIDATES:
                 output.candidate_rows.append((chunk.row, chunk.num_candidates))
                 candidates.append(start - 1)
         if scored:
-            most = max(k for *_, k in output.prompts)
+            max_k = max(k for *_, k in output.prompts)
             # In parts, because the memory profile does not include the logits of a whole chunk.
             for part in to_device(np.transpose(scored).copy(), self.device).split(64, dim=1):
                 logits = self.fused_model.logits(hidden[part[0]])
-                packed = self.backend.token_logprobs(logits, part[1], most)
+                packed = self.backend.token_logprobs(logits, part[1], max_k)
                 output.prompt_parts.append(start_copy(packed))
         if candidates:
             self._find_candidates(hidden[to_device(np.array(candidates), self.device)], output)
@@ -148,7 +148,7 @@ class ModelRunner:
     def _find_candidates(self, hidden: Tensor, output: PendingOutput) -> None:
         """Add the most likely tokens of `output.candidate_rows` [C], from hidden states [C, E].
 
-        What rules hide is no candidate; the log-probabilities of the others stay those of the model.
+        Tokens that rules mask are not candidates. The other log-probabilities do not change.
         """
         k = max(k for _, k in output.candidate_rows)
         rows = [row for row, _ in output.candidate_rows]

@@ -1,4 +1,4 @@
-"""The output of a step while the device may still compute it."""
+"""The output of a step that the device may still be computing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from nanovllm.plan import COMPLETE, StepOutput
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Any]:
-    """Start copying to the host. Returns a function that waits and returns a list."""
+    """Start a copy to the host. Returns a function that waits for it and returns a list."""
     if tensor.device.type != "cuda":
         return tensor.clone().tolist  # the next replay of a graph may overwrite it
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
@@ -29,19 +29,19 @@ def start_copy(tensor: Tensor) -> Callable[[], Any]:
 
 @dataclass(slots=True)
 class PendingOutput:
-    """The output of a step that the device may still compute: functions that wait for copies."""
+    """The output of a step, as functions that wait for copies from the device."""
 
-    token_ids: Callable[[], list[int]] = list  # none yet
+    token_ids: Callable[[], list[int]] = list  # no tokens by default
     hidden_rows: list[int] = field(default_factory=list)
-    hidden_states: Callable[[], list[list[float]]] = list  # of these rows
-    candidate_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, how many)
+    hidden_states: Callable[[], list[list[float]]] = list  # of `hidden_rows`
+    candidate_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, k): k candidates
     candidates: Callable[[], list[list[float]]] = list  # log-probabilities, then token ids
-    # (index among the tokens, row, number of log-probabilities), and what token_logprobs returns
+    # (index among the tokens, row, number of log-probabilities), and the result of token_logprobs.
     reported: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: Callable[[], list[list[float]]] = list
     errors: dict[int, Exception] = field(default_factory=dict)  # as in StepOutput
-    completed: list[int] = field(default_factory=list)  # indices among the tokens
-    # (row, targets, number of log-probabilities), and the same for all their targets, in parts
+    completed: list[int] = field(default_factory=list)  # indices of tokens with a complete grammar
+    # (row, targets, number of log-probabilities), and results of token_logprobs for all targets.
     prompts: list[tuple[int, list[int], int]] = field(default_factory=list)
     prompt_parts: list[Callable[[], list[list[float]]]] = field(default_factory=list)
 
@@ -56,6 +56,6 @@ class PendingOutput:
             output.logprobs[row] = unpack_logprobs(packed, token_ids[i], k)
         all_packed = (packed for part in self.prompt_parts for packed in part())
         for row, targets, k in self.prompts:
-            entries = zip(targets, all_packed, strict=False)  # takes as many as there are targets
+            entries = zip(targets, all_packed, strict=False)  # stops after the last target
             output.prompt_logprobs[row] = [unpack_logprobs(p, token, k) for token, p in entries]
         return output

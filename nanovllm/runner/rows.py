@@ -1,7 +1,7 @@
-"""Rows: what the runner knows about each running sequence, and the batches that are built from it.
+"""Rows: the runner's data about each running sequence, and the batches that are built from it.
 
-Every running sequence has a row (vLLM: `InputBatch`). Host arrays are the source of truth for
-everything except the last sampled tokens. On a GPU, runner/mirror.py has the same arrays and builds the decode steps.
+Every running sequence has a row (vLLM: `InputBatch`). Host arrays contain all data except the last
+sampled tokens. On a GPU, runner/device_rows.py has the same arrays and builds the decode steps.
 
     rows   [ 4 | 0 | 7 | N ]   a decode of 3 rows, padded to the captured size of 4
              |   |   |   `--- row N is padding: its block table is the null block, its position 0
@@ -18,21 +18,21 @@ from torch import Tensor
 
 from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
-from nanovllm.plan import FILTERS, Join, LogitRules, StepPlan, Yield
+from nanovllm.plan import FILTERS, LogitRules, NewRow, ResultKind, StepPlan
 
 
 @dataclass(slots=True)
 class StepBatch:
-    """A plan as tensors; R of its S sequences sample a token.
+    """A plan as tensors. R of its S sequences sample a token.
 
-    Steady decode steps share one StepBatch: only `forward_batch`, `rules` and the positions of
-    `sampling_batch` change.
+    Consecutive decode steps of the same rows share one StepBatch. Only `forward_batch`, `rules` and
+    the positions of `sampling_batch` change.
     """
 
-    decode_rows: list[int]  # the decode rows; [] for a plan with chunks
+    decode_rows: list[int]  # [] for a plan with chunks
     rows: np.ndarray  # [S] int64
     query_lens: np.ndarray  # [S] int64
-    samples: np.ndarray  # [S] bool, which of the S sample
+    samples: np.ndarray  # [S] bool, true for a sequence that samples a token
     query_start_loc: Tensor  # [S + 1] int32
     logits_indices: Tensor  # [R] int64
     sampling_rows: Tensor  # [R] int64
@@ -46,7 +46,7 @@ class Rows:
     def __init__(
         self, num_rows: int, max_blocks: int, block_size: int, vocab_size: int, device: torch.device
     ) -> None:
-        """N = `num_rows`; a sequence has at most B = `max_blocks` blocks."""
+        """Allocate N = `num_rows` rows. A sequence has at most B = `max_blocks` blocks."""
         self.num_rows, self.block_size, self.device = num_rows, block_size, device
         self.vocab_size = vocab_size
         self.block_tables = np.zeros((num_rows + 1, max_blocks), np.int32)
@@ -58,41 +58,41 @@ class Rows:
         self.rules: dict[int, RowRules] = {}  # rules of the rows that have any
         self.rules_state = RulesState(num_rows, max_blocks * block_size, vocab_size, device)
         self.rules_batch: tuple[list[int], RulesBatch] | None = None  # the last one built
-        # The last sampled tokens [N + 1] exist on the device only: the host may not have them yet.
+        # The last sampled tokens [N + 1], on the device only: the host may not have them yet.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.step: StepBatch | None = None  # the last step built
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply the joins and new blocks of a plan, and advance the positions of its rows."""
-        for join in plan.joins:
-            row, table, sampling = join.row, join.block_table, join.sampling
+        """Apply the new rows and new blocks of a plan, and advance the positions of its rows."""
+        for new_row in plan.new_rows:
+            row, table, sampling = new_row.row, new_row.block_table, new_row.sampling
             self.block_tables[row, : len(table)] = table
             self.block_tables[row, len(table) :] = 0
             self.params[:, row] = (sampling.temperature, *sampling.filters)
             self.seeds[row] = sampling.seed
             if row in self.rules or sampling.rules is not None:
-                self.rules_batch = None  # first, because a second Ctrl-C may come between the lines
+                self.rules_batch = None  # first, because a second Ctrl-C can come between the lines
                 self.rules.pop(row, None)
             if sampling.rules is not None:
-                self.rules[row] = self._join_rules(join, sampling.rules)
+                self.rules[row] = self._make_rules(new_row, sampling.rules)
         for row, index, block in plan.new_blocks:
             self.block_tables[row, index] = block
         self.positions[plan.decode_rows] += 1
         for chunk in plan.chunks:
             self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
 
-    def _join_rules(self, join: Join, rules: LogitRules) -> RowRules:
+    def _make_rules(self, new_row: NewRow, rules: LogitRules) -> RowRules:
         try:
             if rules.has_penalties:
-                self.rules_state.join(join.row, join.prompt, join.output)
-            return RowRules(rules, join, self.vocab_size)
-        except Exception as error:  # It ends this request, and no other, when it is to sample.
-            row = RowRules(LogitRules(), join, self.vocab_size)
+                self.rules_state.add_row(new_row.row, new_row.prompt, new_row.output)
+            return RowRules(rules, new_row, self.vocab_size)
+        except Exception as error:  # It ends only this request, when the row samples.
+            row = RowRules(LogitRules(), new_row, self.vocab_size)
             row.error, row.needs_output = error, True
             return row
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """Build the batch of a plan from the host arrays, after `apply`."""
+        """Build the batch of a plan from the host arrays. Call `apply` first."""
         chunks, decode_rows = plan.chunks, plan.decode_rows
         if chunks or self.step is None or self.step.decode_rows != decode_rows:
             self.step = self._start_step(plan)
@@ -129,15 +129,15 @@ class Rows:
         return step
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Keep the tokens that were sampled for `rows` [R], which their next step computes.
+        """Record the tokens that were sampled for `rows` [R], the inputs of their next step.
 
-        Returns them with 0 in place of -1, which is an error; see models/sampler.py.
+        Returns the tokens with 0 in place of -1, which is an error; see models/sampler.py.
         """
         self.last_tokens[rows] = tokens = tokens.clamp(min=0)
         return tokens
 
     def with_rules(self, rows: list[int]) -> RulesBatch | None:
-        """The rules of `rows`, if any of them has rules."""
+        """Return the rules of `rows`, or None if no row has rules."""
         if not self.rules or self.rules.keys().isdisjoint(rows):
             return None
         if self.rules_batch is None or self.rules_batch[0] != rows:
@@ -148,7 +148,7 @@ class Rows:
         return batch
 
     def slots(self, tables: Any, rows: Any, positions: Any) -> Any:
-        """The cache slots of tokens, by the same arithmetic on the host and on the device."""
+        """Compute the cache slots of tokens, from arrays on the host or tensors on the device."""
         blocks = tables[rows, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
@@ -159,9 +159,9 @@ class Rows:
         query_lens[: len(chunks)] = [len(c.token_ids) for c in chunks]
         starts = np.concatenate(([0], np.cumsum(query_lens)))
         samples = np.ones(len(rows), bool)
-        samples[: len(chunks)] = [c.yields is Yield.TOKEN for c in chunks]
+        samples[: len(chunks)] = [c.result_kind is ResultKind.TOKEN for c in chunks]
         sampling_rows = rows[samples]
-        params = self.params.take(sampling_rows, axis=1)  # each row contiguous, as kernels expect
+        params = self.params.take(sampling_rows, axis=1)  # kernels need contiguous values
         query_start_loc, logits_indices, sent_rows, seeds, *sent_params = self.send(
             starts.astype(np.int32),
             starts[1:][samples] - 1,
@@ -169,7 +169,7 @@ class Rows:
             self.seeds[sampling_rows],
             *params,
         )
-        # The rows stand in for the positions, which `build` sets.
+        # The rows are a placeholder for the positions, which `build` sets.
         sampling = sampling_batch(sent_params, seeds, positions=sent_rows)
         random = params[0] > 0
         sampling.all_greedy = not random.any()
@@ -190,7 +190,7 @@ class Rows:
         )
 
     def send(self, *arrays: np.ndarray) -> list[Tensor]:
-        """Move arrays to the device by one copy, aligned to 16 bytes; see `to_device`."""
+        """Move arrays to the device in one copy, each aligned to 16 bytes. See `to_device`."""
         if self.device.type != "cuda":
             return [to_device(x, self.device) for x in arrays]
         padded = [part for x in arrays for part in (x.tobytes(), bytes(-x.nbytes % 16))]
@@ -204,7 +204,7 @@ class Rows:
 def sampling_batch(
     params: Tensor | list[Tensor], seeds: Tensor, positions: Tensor
 ) -> SamplingBatch:
-    """`params` are the temperature and each filter, [R] float32 each; see Rows.params."""
+    """Build a SamplingBatch. `params` has the temperature and each filter, as [R] float32."""
     temperature, *values = params
     filters = {
         name: value.long() if isinstance(off, int) else value

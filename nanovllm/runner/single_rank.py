@@ -1,6 +1,6 @@
-"""SingleRank: what one device has of a model, which is all of it.
+"""SingleRank: the only rank of a model on one device.
 
-features/tensor_parallel/ranks.py extends it for a model that several devices share.
+features/tensor_parallel/ranks.py extends it to one rank of a model that is split across devices.
 """
 
 from collections.abc import Iterable
@@ -16,32 +16,32 @@ class SingleRank:
     rank, size = 0, 1
 
     def config_of_rank(self, full_config: ModelConfig) -> ModelConfig:
-        """Return the sizes of this rank's model."""
+        """Return the config of this rank's part of the model."""
         return full_config
 
     def tensors_of_rank(
         self, tensors: Iterable[CheckpointTensor], full_config: ModelConfig
     ) -> Iterable[CheckpointTensor]:
-        """Return the tensors of this rank's model, with the slices of the checkpoint in them."""
+        """Return the tensors of this rank's part, with the slices of the checkpoint to load."""
         return tensors
 
     def connect(self, model: Qwen3, vocab_size: int) -> None:
-        """Combine the results of the ranks' models, once their weights are loaded."""
+        """Connect this rank's model to the other ranks, after its weights are loaded."""
 
     def smallest(self, number: int) -> int:
-        """Return the smallest number that a rank calls this with."""
+        """Return the minimum of `number` over all ranks."""
         return number
 
     def agreeing(self, runner: Runner) -> Runner:
-        """Return a runner that begins a step when all ranks have planned the same one."""
+        """Return a runner that launches a step only if all ranks have planned the same step."""
         return runner
 
     def rank_0_first(self) -> AbstractContextManager[None]:
-        """Let rank 0 leave the block before the others enter it."""
+        """Return a context manager whose block rank 0 leaves before other ranks enter it."""
         return nullcontext()
 
     def leave_if_it_fails(self) -> AbstractContextManager[None]:
-        """Disconnect if the block fails, so that no other rank waits for this one."""
+        """Disconnect if the `with` block fails, so that no other rank waits for this one."""
         return nullcontext()
 
     def leave(self) -> None:

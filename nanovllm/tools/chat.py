@@ -37,7 +37,7 @@ class Conversation:
         text = ""
         try:
             variables = {"add_generation_prompt": True}
-            prompt = self.llm.engine.inputs.chat_prompt(self.messages, variables)
+            prompt = self.llm.engine.input_processor.chat_prompt(self.messages, variables)
             with contextlib.closing(self.llm.stream(prompt, self.params)) as stream:
                 for new in stream:
                     text += new.text

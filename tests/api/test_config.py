@@ -8,6 +8,7 @@ from checkpoints import random_llm
 from wrong_values import NAN
 
 from nanovllm.api.config import EngineConfig
+from nanovllm.loading.make_engine import engine_config
 
 OPTIONS = [
     ({"max_num_seq": 4}, TypeError, "'max_num_seqs'"),
@@ -74,9 +75,9 @@ def test_options(path: Path, options: dict, error: type[Exception], word: str) -
 
 def test_block_size_is_another_name() -> None:
     for options in ({"block_size": 4}, {"block_size": 4, "kvcache_block_size": 4}):
-        assert EngineConfig.from_options(options) == EngineConfig(kvcache_block_size=4)
+        assert engine_config(options) == EngineConfig(kvcache_block_size=4)
     options = {"kvcache_block_size": 4, "block_size": None}
-    assert EngineConfig.from_options(options).kvcache_block_size == 4
+    assert engine_config(options).kvcache_block_size == 4
     assert options.keys() == {"kvcache_block_size", "block_size"}
 
 

@@ -20,7 +20,7 @@ def test_forms_of_results(embedded: LLM) -> None:
     assert out.outputs[0].text == out["text"] == "c-a-t"
     assert out.outputs[0].token_ids == out["token_ids"]
     assert (
-        out["token_ids"][-1] in embedded.engine.inputs.eos_token_ids
+        out["token_ids"][-1] in embedded.engine.input_processor.eos_token_ids
     )  # vLLM keeps the stop token too
     assert out.finished
     assert (out.outputs[0].index, out.outputs[0].finish_reason) == (0, "stop")

@@ -29,10 +29,10 @@ PROMPT = "What is 12 + 30?\n"
 
 # ---- an error ----
 
-# What runs for each request. _claim_step and run_step run for a step.
+# What runs for each request. turns.py and run_step run for a step.
 FILES = (
     *(f"engine/{name}.py" for name in ("scheduler", "block_manager", "request", "sampling")),
-    *("engine/output_processor.py", "engine/detokenizer.py", "host_tier/blocks.py"),
+    *("engine/output_processor.py", "engine/detokenizer.py", "host_cache/blocks.py"),
     *("features/beam_search.py", "features/loglikelihood.py", "embeddings/pooling.py"),
     *("features/structured.py", "api/outputs.py"),
 )
@@ -44,7 +44,7 @@ def sampled(**fields: Any) -> Callable[[LLM], Request]:
 
 
 def scored(llm: LLM) -> Request:
-    [(prompt, params)] = tokenize_pairs(llm.engine.inputs, PROMPT, "12 + 30 = 42")
+    [(prompt, params)] = tokenize_pairs(llm.engine.input_processor, PROMPT, "12 + 30 = 42")
     return llm.engine.submit(prompt, params)
 
 
@@ -226,7 +226,7 @@ def test_a_signal_at_any_line(path: Path, how: str, every: int) -> None:
                     lambda: signal.raise_signal(signal.SIGALRM),
                 )
             assert is_idle(llm.engine), lines[at]
-            assert not llm.engine._lock._is_owned(), lines[at]
+            assert not llm.engine.lock._is_owned(), lines[at]
             assert signal.getsignal(signal.SIGALRM) is ring, lines[at]
             assert how != "loop" or len(got[0]) in (2, 3), lines[at]
             assert same(action(), want), lines[at]

@@ -24,7 +24,7 @@ def test_stale_hash_after_reuse() -> None:
     seqs = [sequence(p, 2, i) for i, p in enumerate((old, new, again))]
     engine.add(*seqs)
     engine.run()
-    assert engine.blocks.evictions > 0
+    assert engine.block_manager.evictions > 0
     assert seqs[2].num_cached_tokens == 0
     assert all(right(s) for s in seqs)
 
@@ -36,4 +36,4 @@ def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
     engine.add(sequence([7, 8, 9, 7], 1, 2))  # two free blocks, then two evicted: 3 and 2
     engine.run()
     probe = [sequence(p, 1, 9) for p in ([1, 2, 3, 0], [4, 5, 6, 0])]
-    assert [len(engine.blocks.match(p)) for p in probe] == [1, 3]
+    assert [len(engine.block_manager.match(p)) for p in probe] == [1, 3]

@@ -56,7 +56,7 @@ def test_an_abort_costs_one_token(make, asynchronous: bool) -> None:
     outs, known = [], 0
     for step in itertools.count():
         if step == 4:
-            known = engine.outputs.requests[gone].samples[0].seq.num_output
+            known = engine.output_processor.requests[gone].samples[0].seq.num_output
             engine.abort_request(gone)
         if not engine.has_unfinished_requests():
             break

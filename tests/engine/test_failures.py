@@ -34,7 +34,7 @@ def test_an_abandoned_stream_is_collected_while_the_engine_changes(
             self.stream = llm.stream([[5, 6], [7, 8]], GREEDY)
             next(self.stream)
 
-    inner = getattr(llm.engine.outputs, function)
+    inner = getattr(llm.engine.output_processor, function)
 
     def collected(*args):
         gc.collect()
@@ -44,7 +44,7 @@ def test_an_abandoned_stream_is_collected_while_the_engine_changes(
     gc.freeze()  # so that the collector looks at what comes now, not at all that the tests imported
     try:
         Client()
-        setattr(llm.engine.outputs, function, collected)
+        setattr(llm.engine.output_processor, function, collected)
         got = [o["token_ids"] for o in llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)]
     finally:
         gc.unfreeze()
@@ -59,7 +59,7 @@ PENALIZED = dict(repetition_penalty=1.5)
 FAULTS = [
     (RowRules, "__init__", PENALIZED),
     (RowRules, "apply", dict(logits_processors=[lambda output_ids, logits: logits])),
-    (RulesState, "join", PENALIZED),
+    (RulesState, "add_row", PENALIZED),
     (Detokenizer, "add", dict(stop=["never"])),
     (Detokenizer, "flush", dict(stop=["never"])),
     (Detokenizer, "decode", {}),

@@ -70,7 +70,7 @@ def test_ctrl_c_in_a_manual_loop_loses_nothing(path: Path) -> None:
     ):
         for press_at in range(1, 8):
             engine = random_llm(path).engine
-            target = engine.scheduler if owner == "scheduler" else engine.scheduler.blocks
+            target = engine.scheduler if owner == "scheduler" else engine.scheduler.block_manager
             inner, calls = getattr(target, name), 0
 
             def pressed(*args, inner=inner, press_at=press_at):

@@ -16,7 +16,7 @@ from engines import is_idle
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EngineConfig
-from nanovllm.engine import core
+from nanovllm.engine import turns
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.policies import WaitingQueue
@@ -129,7 +129,9 @@ def test_waiting_sequences_are_counted(n: int) -> None:
         if step == 2:
             engine.abort([requests[0], requests[-1]])
         stats = engine.stats()
-        unfinished = sum(request.num_unfinished for request in engine.outputs.requests.values())
+        unfinished = sum(
+            request.num_unfinished for request in engine.output_processor.requests.values()
+        )
         assert stats["running"] + stats["waiting"] == unfinished
     assert engine.stats()["waiting"] == 0
 
@@ -152,7 +154,7 @@ def test_waiting_queue_is_a_sorted_list() -> None:
         assert list(queue) == [entry[-1] for entry in expected]
         assert len(queue) == len(expected)
         assert not expected or queue.first is expected[0][-1]
-        assert len(queue._heap) <= 2 * len(queue) + 1
+        assert len(queue._in_order) + len(queue._heap) <= 2 * len(queue) + 1
 
 
 def test_memory_of_waiting_requests() -> None:
@@ -184,7 +186,7 @@ def test_prompts_share_their_token_ids() -> None:
 def test_texts_are_tokenized_in_batches(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the ids of single calls, and few calls of the tokenizer."""
     texts = [f"What is {i} + {i * 7}? \u00e9\U0001f600 <|im_end|>\n"[: 1 + i] for i in range(2500)]
-    tokenizer, inputs = embedded.get_tokenizer(), embedded.engine.inputs
+    tokenizer, inputs = embedded.get_tokenizer(), embedded.engine.input_processor
     expected = [tokenizer.encode(text) for text in texts]
     params = SamplingParams()
     monkeypatch.setattr(inputs, "encode", None)
@@ -265,7 +267,7 @@ def test_the_lock_is_free_while_many_are_added_and_aborted(
         assert done.wait(60), "the lock is held"
 
     stopped = False
-    monkeypatch.setattr(core.time, "sleep", pause)
+    monkeypatch.setattr(turns.time, "sleep", pause)
     thread = threading.Thread(target=use, daemon=True)
     thread.start()
     call = Progress()
@@ -287,7 +289,7 @@ def test_results_of_step_are_found_by_their_ids() -> None:
         engine = make_engine()
         for i in range(count):
             engine.add_request([i % 999, 1], PARAMS)
-        while engine.outputs.requests:
+        while engine.output_processor.requests:
             engine.run_step()
         found.append(work_of(lambda e=engine: e.add_request([1, 2], PARAMS)))
         with pytest.raises(ValueError, match="request_id '3' is in use"):

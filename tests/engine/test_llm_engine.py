@@ -80,13 +80,13 @@ def test_stats_and_reset(path: Path) -> None:
     stats = llm.stats()
     assert (stats["running"], stats["waiting"]) == (2, 1)
     assert stats["blocks_in_use"] == 3 + 1  # two full blocks in common
-    assert stats["blocks_in_use"] + stats["blocks_cached"] + stats["blocks_free"] == 64
+    assert stats["blocks_in_use"] + stats["blocks_evictable"] + stats["blocks_free"] == 64
     while llm.engine.has_unfinished_requests():
         llm.engine.step()
     stats = llm.stats()
     assert (stats["running"], stats["waiting"], stats["blocks_in_use"]) == (0, 0, 0)
     assert stats["prefix_hit_rate"] == 2 * 32 / (3 * 41)
-    assert stats["blocks_cached"] > 0
+    assert stats["blocks_evictable"] > 0
     llm.reset_prefix_cache()
     assert llm.stats()["blocks_free"] == 64
     assert llm.generate([7] * 40, params, use_tqdm=False)[0].num_cached_tokens == 0
@@ -195,10 +195,10 @@ def test_ids_of_aborted_requests(small_llm: LLM) -> None:
             engine.add_request([5, 6], SamplingParams(max_tokens=4), name)
         engine.abort_request(ids)
         left = {"b", "c"} if not hasattr(ids, "__next__") else {"c"}
-        assert engine.outputs.requests.keys() == left
+        assert engine.output_processor.requests.keys() == left
         for wrong in (5, None, b"c", [5], ["c", 5], [["c"]]):
             with pytest.raises(TypeError, match="must be a string or a list of strings, not"):
                 engine.abort_request(wrong)
-        assert engine.outputs.requests.keys() == left
+        assert engine.output_processor.requests.keys() == left
         engine.abort_request(["b", "c"])
     still_serves(small_llm)

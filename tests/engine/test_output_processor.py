@@ -53,9 +53,9 @@ def test_stops(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
     out = llm.generate([7, 7], params, use_tqdm=False)[0].outputs[0]
     assert (out.token_ids, out.finish_reason, out.stop_reason) == (tokens[: at + 1], "stop", stop)
-    engine, before = llm.engine, llm.engine.inputs.eos_token_ids
+    engine, before = llm.engine, llm.engine.input_processor.eos_token_ids
     both = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=[stop])
-    engine.inputs.eos_token_ids = frozenset({stop, VOCAB - 1})
+    engine.input_processor.eos_token_ids = frozenset({stop, VOCAB - 1})
     try:
         own = SamplingParams(temperature=0, max_tokens=30)
         short, full, given, ignored = llm.generate(
@@ -63,7 +63,7 @@ def test_stops(llm: LLM) -> None:
         )
         *_, last = llm.stream([7, 7], params)
     finally:
-        engine.inputs.eos_token_ids = before
+        engine.input_processor.eos_token_ids = before
     assert (short["token_ids"], short.outputs[0].stop_reason) == (tokens[: at + 1], None)
     assert full["token_ids"] == tokens
     assert given.outputs[0].stop_reason is None
@@ -91,7 +91,7 @@ def test_stop_strings(embedded: LLM) -> None:
     assert len(embedded.chat(chat, late, use_tqdm=False)[0]["token_ids"]) > 20
     never = SamplingParams(temperature=0, max_tokens=99, stop="zebra")
     assert embedded.chat(chat, never, use_tqdm=False)[0]["text"] == whole
-    assert not embedded.engine.outputs.watched
+    assert not embedded.engine.output_processor.watched
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_stop_strings_in_one_token(stop: list[str], text: str, reason: str) -> N
             tokenizer = FakeTokenizer(pieces)
             inputs = InputProcessor(tokenizer, 99, 99, frozenset(), SamplingParams(), 0)
             params = SamplingParams(stop=stop, include_stop_str_in_output=include)
-            task = Sampling(SimpleNamespace(inputs=inputs), params)
+            task = Sampling(SimpleNamespace(input_processor=inputs), params)
             request = Request("0", 0, task, None, RequestMetrics(0.0), False, True)
             seq = task.start(request, [0], 99)
             streamed, found = "", None

@@ -14,7 +14,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.policies import AGING
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.features.host_tier.blocks import TieredBlockManager
+from nanovllm.features.host_cache.blocks import HostCacheBlockManager
 from nanovllm.tools.oracle.oracle import History
 
 
@@ -39,7 +39,7 @@ def test_n_samples_compute_their_prompt_once() -> None:
     engine.add(seq)
     plans = [engine.step(), engine.step()]
     assert [p.num_tokens for p in plans] == [15, 1 + 5]
-    assert len(plans[1].block_moves) == 5
+    assert len(plans[1].block_copies) == 5
     heads = {tuple(s.block_table[:3]) for s in samples}
     assert len(heads) == 1  # shared up to where they part
     assert len({s.block_table[3] for s in samples}) == 6
@@ -203,14 +203,14 @@ def test_an_interrupted_plan_is_reverted(fails_at: int) -> None:
     engine = Engine(blocks=30, size=2, seqs=3, budget=8)
     seqs = [sequence([i, i, 1], 7, i, seed=i) for i in range(4)]
     engine.add(*seqs)
-    take, calls = engine.blocks.append_block, itertools.count(1)
+    take, calls = engine.block_manager.append_block, itertools.count(1)
 
     def failing(seq: Sequence) -> int:
         if next(calls) == fails_at:
             raise KeyboardInterrupt
         return take(seq)
 
-    engine.blocks.append_block = failing
+    engine.block_manager.append_block = failing
     with pytest.raises(KeyboardInterrupt):
         engine.run()
     engine.scheduler.revert_in_flight()
@@ -224,9 +224,9 @@ def test_an_abort_at_the_head_admits_the_next() -> None:
     engine.step()
     large, small = sequence([3] * 6, 1, 1), sequence([4], 1, 2)
     engine.add(large, small)
-    assert not engine.step().joins
+    assert not engine.step().new_rows
     engine.scheduler.abort(large)
-    assert engine.step().joins
+    assert engine.step().new_rows
     engine.run()
     assert right(small)
 
@@ -234,7 +234,7 @@ def test_an_abort_at_the_head_admits_the_next() -> None:
 # Numbers of blocks that admission could leave available, to compare with the scheduler's own.
 RESERVES = {
     "none": lambda s: 0,
-    "1 % of the pool": lambda s: s.blocks.num_blocks // 100,
+    "1 % of the pool": lambda s: s.block_manager.num_blocks // 100,
     "half a block per sequence": lambda s: len(s.running) // 2,
     "two blocks per sequence": lambda s: 2 * len(s.running),
     "four blocks per sequence": lambda s: 4 * len(s.running),
@@ -245,14 +245,14 @@ def half_pool(reserve: str | None = None, host_blocks: int = 0) -> tuple[int, fl
     """Run 256 requests on half of the blocks that they could use, with the scheduler alone.
 
     Returns (steps, the share of the computed tokens that were computed again). `host_blocks` are
-    those of a second tier.
+    those of a host cache.
     """
     rng = random.Random(0)
     lengths = [(rng.randint(100, 1024), rng.randint(100, 1024)) for _ in range(256)]
     num_blocks = sum(-(-(p + o) // 16) for p, o in lengths) // 2
     blocks = BlockManager(num_blocks, 16)
     if host_blocks:
-        blocks = TieredBlockManager(num_blocks, 16, host_blocks)
+        blocks = HostCacheBlockManager(num_blocks, 16, host_blocks)
     scheduler = Scheduler(blocks, 256, 8192)
     if reserve is not None:
         scheduler.reserve = lambda: RESERVES[reserve](scheduler)
@@ -267,7 +267,7 @@ def half_pool(reserve: str | None = None, host_blocks: int = 0) -> tuple[int, fl
 
 
 @pytest.mark.slow
-def test_a_host_tier_spares_what_a_half_pool_computes_again() -> None:
+def test_a_host_cache_spares_what_a_half_pool_computes_again() -> None:
     found = {host: half_pool(host_blocks=host) for host in (0, 1000, 4000, 9000)}
     print("\nhost blocks: steps, computed again")
     for host, (steps, share) in found.items():
@@ -297,7 +297,7 @@ def test_a_fork_that_has_no_room_does_not_cost_its_parent_a_block() -> None:
     engine.step()
     engine.step()
     assert fork.status is Status.WAITING
-    assert engine.blocks.num_available == 1
+    assert engine.block_manager.num_available == 1
     engine.step()  # the parent needs the block that is left, and nothing is shared any more
     assert parent.status is Status.RUNNING
     assert engine.scheduler.preemptions == 0

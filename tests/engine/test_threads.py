@@ -136,15 +136,15 @@ def test_ctrl_c_ends_the_call_of_the_main_thread_only(path: Path, presses: int) 
 def test_interrupted_commit_loses_no_finished_request(path: Path) -> None:
     """A second Ctrl-C may come between the last token of a request and its output."""
     engine = random_llm(path).engine
-    process = engine.outputs.process
+    process = engine.output_processor.process
 
     def interrupted(step, output, updated):
         if any(seq.finish_reason for seq in updated):
-            engine.outputs.process = process
+            engine.output_processor.process = process
             raise KeyboardInterrupt
         return process(step, output, updated)
 
-    engine.outputs.process = interrupted
+    engine.output_processor.process = interrupted
     request = engine.submit([1, 2], GREEDY)
     engine.add_request([1, 2], GREEDY, request_id="by step")
     with pytest.raises(KeyboardInterrupt):
@@ -169,7 +169,7 @@ def test_a_grammar_is_compiled_without_the_lock(
         assert len(call(llm, "generate", [3, 4], GREEDY)[0]) == 8
         finished.set()
 
-    monkeypatch.setattr(llm.engine.inputs.grammars, "compile", compile_slowly)
+    monkeypatch.setattr(llm.engine.input_processor.grammars, "compile", compile_slowly)
     params = SamplingParams(max_tokens=2, structured_outputs=StructuredOutputsParams(regex="a"))
     run_in_threads([lambda: llm.generate([1, 2], params, use_tqdm=False), other])
 
@@ -188,7 +188,7 @@ def test_abort_in_another_thread(path: Path, how: str, end: str) -> None:
         if end == "shutdown":
             llm.shutdown()
         else:
-            llm.engine.abort_request(next(iter(llm.engine.outputs.requests)))
+            llm.engine.abort_request(next(iter(llm.engine.output_processor.requests)))
 
     def check() -> None:
         tokens, reason = call(llm, how, [1, 2], LONG)
@@ -267,7 +267,7 @@ def test_abort_spares_a_later_request_of_the_same_id(path: Path) -> None:
     llm = random_llm(path)
     stream = llm.stream([1, 2], GREEDY)
     next(stream)
-    request_id = next(iter(llm.engine.outputs.requests))
+    request_id = next(iter(llm.engine.output_processor.requests))
     llm.engine.abort_request(request_id)
     llm.engine.add_request([3, 4], GREEDY, request_id=request_id)
     stream.close()

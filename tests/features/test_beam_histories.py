@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiers import TieredHistory
+from host_cache_history import HostCacheHistory
 from xxhash import xxh64_intdigest
 
 from nanovllm.api.outputs import RequestMetrics
@@ -19,7 +19,7 @@ from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import RowResult
 from nanovllm.features.beam_search import BeamSearch, BeamSearchParams
-from nanovllm.plan import StepPlan, Yield
+from nanovllm.plan import ResultKind, StepPlan
 from nanovllm.tools.oracle.mutants import Mutant, apply
 from nanovllm.tools.oracle.oracle import (
     ALPHABET,
@@ -79,7 +79,9 @@ class BeamHistory(History):
         inputs = SimpleNamespace(
             check_head=lambda: None, vocab_size=ALPHABET, eos_token_ids=stops, tokenizer=None
         )
-        task: Any = BeamSearch(SimpleNamespace(inputs=inputs, scheduler=self.scheduler), params)
+        task: Any = BeamSearch(
+            SimpleNamespace(input_processor=inputs, scheduler=self.scheduler), params
+        )
         request = Request("", self.arrivals, task, None, RequestMetrics(0.0), False, False)
         seq = task.start(request, list(prompt), longest)
         self.arrivals += 1
@@ -91,9 +93,9 @@ class BeamHistory(History):
         drawn = iter(self.runner.run(plan))
         tokens, found = [], {}
         for chunk in plan.chunks:
-            if chunk.yields is not None:
+            if chunk.result_kind is not None:
                 token = next(drawn)
-                if chunk.yields is Yield.TOKEN:
+                if chunk.result_kind is ResultKind.TOKEN:
                     tokens.append(token)
                 else:
                     found[chunk.row] = candidates(list(self.runner.context(chunk.row)))
@@ -103,7 +105,7 @@ class BeamHistory(History):
         step = self.scheduler.schedule()
         if step is not None:
             self.pending.append((step, self.run(step.plan)))
-        while len(self.pending) > (self.max_in_flight if step is not None else 0):
+        while len(self.pending) > (self.async_scheduling if step is not None else 0):
             step_, (tokens, found) = self.pending.popleft()
             self.scheduler.commit(step_, tokens)
             for row, likely in found.items():
@@ -163,7 +165,7 @@ ACTIONS = {
 }
 
 
-class TieredBeamHistory(BeamHistory, TieredHistory):
+class TieredBeamHistory(BeamHistory, HostCacheHistory):
     pass
 
 
@@ -192,9 +194,9 @@ def test_random_histories_with_beams() -> None:
     assert ended > 400
 
 
-def test_random_histories_with_beams_and_a_host_tier() -> None:
+def test_random_histories_with_beams_and_a_host_cache() -> None:
     histories = (run_history(seed, make=TieredBeamHistory) for seed in range(150))
-    loaded = sum(history.blocks.loaded_blocks for history in histories)
+    loaded = sum(history.block_manager.loaded_blocks for history in histories)
     assert loaded > 100
 
 
@@ -204,7 +206,7 @@ FAULTS = {
     "a beam preempted in flight stays queued": ("commit", "A.status is Status.WAITING", "False"),
     "the token of a running beam is not counted": (
         "append",
-        "A.num_with_placeholders += 1",
+        "A.num_tokens_with_placeholders += 1",
         "pass",
     ),
 }

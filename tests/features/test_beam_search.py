@@ -231,7 +231,7 @@ def test_beams_follow_a_grammar(embedded: LLM):
             SamplingParams(max_tokens=1, prompt_logprobs=0),
             use_tqdm=False,
         )
-        entries = scored[0].prompt_logprobs[len(embedded.engine.inputs.encode(question)) :]
+        entries = scored[0].prompt_logprobs[len(embedded.engine.input_processor.encode(question)) :]
         total = sum(next(iter(entry.values())).logprob for entry in entries)
         assert beam.cum_logprob == pytest.approx(total, abs=1e-3)
     with pytest.raises(ValueError, match="set ignore_eos to False"):

@@ -300,13 +300,15 @@ def test_prompts_by_name(with_prompts: Path) -> None:
         llm.embed("What is a block?", use_tqdm=False, prompt_name=name)[0]
         for name in (None, "query", "document")
     )
-    assert plain.outputs == document.outputs
+    # The later ones find blocks in the prefix cache, so that other products round other sums.
+    assert plain.outputs.embedding == pytest.approx(document.outputs.embedding, abs=1e-5)
     text = "Instruct: find it\nQuery:What is a block?"
     assert query.prompt_token_ids == tokenizer.encode(text)
-    assert llm.embed({"prompt": text}, use_tqdm=False)[0].outputs == query.outputs
+    [again] = llm.embed({"prompt": text}, use_tqdm=False)
+    assert again.outputs.embedding == pytest.approx(query.outputs.embedding, abs=1e-5)
     with pytest.raises(ValueError, match="no prompt named 'title'; it has 'query', 'document'"):
         llm.embed("x", use_tqdm=False, prompt_name="title")
-    with pytest.raises(ValueError, match=r"prompts\[1\]: prompt_name='query' needs a text"):
+    with pytest.raises(ValueError, match=r"prompts\[1\]: prompt_name='query' is prepended to text"):
         llm.embed(["x", [1]], use_tqdm=False, prompt_name="query")
 
 
@@ -351,7 +353,7 @@ def test_pooling_params(small_llm: LLM, fields: dict, error: type[Exception], wo
 
 SETTINGS = [
     ("modules.json", "{}", "modules.json is not valid: it must hold a list, not dict"),
-    ("modules.json", "[3]", "a module needs a 'type'"),
+    ("modules.json", "[3]", "the module 3 has no 'type'"),
     ("modules.json", "[", "modules.json is not valid JSON"),
     ("config_sentence_transformers.json", "[]", "it must hold an object, not list"),
     ("config_sentence_transformers.json", '{"prompts": []}', "prompts must be an object"),

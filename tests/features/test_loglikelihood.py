@@ -183,7 +183,7 @@ CALLS = [
     (lambda llm: llm.embed([[1]], SamplingParams()), TypeError, "pooling_params must be a Pooling"),
     (lambda llm: llm.embed([[1]], {"dimensions": 3}), TypeError, "pooling_params must be a Pooli"),
     (lambda llm: llm.embed([[1]], [PoolingParams()] * 2), ValueError, "1 prompts but 2 pooling_pa"),
-    (lambda llm: llm.embed([[1]], PoolingParams(), dimensions=3), TypeError, "or pass them alone"),
+    (lambda llm: llm.embed([[1]], PoolingParams(), dimensions=3), TypeError, "not both"),
     (lambda llm: llm.embed([[1]], lora_request=3), ValueError, "lora_request=3 is not supported"),
     (lambda llm: llm.embed([[1]], use_tqmd=False), TypeError, "did you mean 'use_tqdm'"),
     (lambda llm: llm.embed([[1] * 161]), ValueError, "takes 11 KV blocks of 16; the cache has 10"),

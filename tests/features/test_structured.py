@@ -29,7 +29,7 @@ from nanovllm.features import structured as structured_module
 from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
-from nanovllm.plan import Join, LogitRules, RowSampling
+from nanovllm.plan import LogitRules, NewRow, RowSampling
 from nanovllm.runner import model_runner, pending
 
 pytest.importorskip("llguidance")
@@ -127,7 +127,7 @@ def test_every_kind(embedded: LLM, kind: str) -> None:
 
 def random_request(rng: random.Random, llm: LLM) -> tuple[str, SamplingParams]:
     """A kind, and parameters of which some can hide every token that the grammar allows."""
-    kind, V = rng.choice(list(KINDS)), llm.engine.inputs.vocab_size
+    kind, V = rng.choice(list(KINDS)), llm.engine.input_processor.vocab_size
     fields: dict[str, Any] = dict(
         temperature=rng.choice([0, 0.7, 1.5]),
         max_tokens=rng.choice([4, 30, 60]),
@@ -261,7 +261,7 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
         state = RulesState(2, 40, vocab_size, torch.device("cpu"))
         for _ in range(12):
             sampling = RowSampling(0.0, 0, rules=LogitRules(grammar=grammar))
-            row = RowRules(sampling.rules, Join(1, [], sampling, [1, 2]), vocab_size)
+            row = RowRules(sampling.rules, NewRow(1, [], sampling, [1, 2]), vocab_size)
             batch, output = RulesBatch([(1, row)], state), []
             while True:
                 logits = torch.randn(2, vocab_size)
@@ -353,7 +353,7 @@ def test_a_grammar_overrules_a_logits_processor(embedded: LLM) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
-    monkeypatch.setattr(embedded.engine, "max_in_flight", int(asynchronous))
+    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
     three = embedded.get_tokenizer().encode("3")
     for fields, names in (
         (dict(allowed_token_ids=three), "structured_outputs and allowed_token_ids hid"),
@@ -380,10 +380,10 @@ def test_no_token_is_left(embedded: LLM, asynchronous: bool, monkeypatch) -> Non
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
     """By an end token if there is one; if not, as soon as nothing can follow."""
-    monkeypatch.setattr(embedded.engine, "max_in_flight", int(asynchronous))
+    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
     comma = embedded.get_tokenizer().encode(",")[0]
     for fields, end in (
-        (dict(), embedded.engine.inputs.eos_token_ids),
+        (dict(), embedded.engine.input_processor.eos_token_ids),
         (dict(ignore_eos=True, stop_token_ids=[comma]), [comma]),
         (dict(ignore_eos=True), []),
     ):
@@ -415,7 +415,7 @@ def test_an_output_ends_with_its_grammar(embedded: LLM, asynchronous: bool, monk
 
 def test_another_end_before_that_of_the_grammar(embedded: LLM, monkeypatch) -> None:
     """A stop string and the grammar end the same output; the other samples are not affected."""
-    monkeypatch.setattr(embedded.engine, "max_in_flight", 1)
+    monkeypatch.setattr(embedded.engine, "async_scheduling", True)
     params = SamplingParams(
         temperature=0,
         n=2,
@@ -529,7 +529,7 @@ def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.Mo
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     with pytest.raises(ValueError, match="json of structured_outputs for more than 0 seconds"):
         embedded.generate("x", params, use_tqdm=False)
-    for thread in embedded.engine.inputs.grammars.abandoned:
+    for thread in embedded.engine.input_processor.grammars.abandoned:
         thread.join(100)
 
 
@@ -537,7 +537,7 @@ def test_compilations_that_still_run_are_few(
     embedded: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing can stop them. Compiled grammars are used meanwhile, and others when they have ended."""
-    inputs, go_on = embedded.engine.inputs, threading.Event()
+    inputs, go_on = embedded.engine.input_processor, threading.Event()
     compiler = inputs.grammars
     real, calls = structured_module.call_with_limit, 0
 
@@ -586,7 +586,7 @@ def test_a_choice_of_many_strings(embedded: LLM) -> None:
 
 
 def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded.engine.inputs.grammars, "vocabulary", None)
+    monkeypatch.setattr(embedded.engine.input_processor.grammars, "vocabulary", None)
     monkeypatch.setitem(sys.modules, "llguidance.hf", None)
     with pytest.raises(ImportError, match=r"pip install -e '.\[structured\]'"):
         embedded.generate("x", structured("date"), use_tqdm=False)
@@ -596,7 +596,7 @@ def test_without_the_library(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_limit_of_the_library(embedded: LLM, asynchronous: bool, monkeypatch) -> None:
     """It ends its own request, and the call raises its reason."""
-    monkeypatch.setattr(embedded.engine, "max_in_flight", int(asynchronous))
+    monkeypatch.setattr(embedded.engine, "async_scheduling", asynchronous)
     request = embedded.engine.submit("x", structured("words", n=2, temperature=0))
     plain = embedded.engine.submit("What is 12 + 30?\n", SamplingParams(temperature=0))
     mask = Matcher.mask
@@ -637,7 +637,7 @@ def test_the_rules_on_the_host_run_after_the_launch(
         read = start(tensor)
         return lambda: events.append("wait") or read()
 
-    monkeypatch.setattr(embedded.engine, "max_in_flight", 1)
+    monkeypatch.setattr(embedded.engine, "async_scheduling", True)
     monkeypatch.setattr(type(runner.fused_model), "forward", lambda _, *args: noted_forward(*args))
     monkeypatch.setattr(Matcher, "mask", noted_mask)
     monkeypatch.setattr(model_runner, "start_copy", noted_copy)
@@ -658,7 +658,7 @@ def test_the_device_is_never_idle() -> None:
 def test_other_requests_pay_nothing(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """No rules, no vocabulary and no waits for a batch without structured outputs."""
     compiler = GrammarCompiler(embedded.get_tokenizer(), 1056, frozenset({1035}))
-    monkeypatch.setattr(embedded.engine.inputs, "grammars", compiler)
+    monkeypatch.setattr(embedded.engine.input_processor, "grammars", compiler)
     monkeypatch.setattr(RulesBatch, "_apply_on_host", None)
     params = SamplingParams(temperature=0, repetition_penalty=1.1)
     embedded.generate("What is 12 + 30?\n", params, use_tqdm=False)

@@ -145,4 +145,4 @@ def compare(
         want = plain_attention(q[start : start + query].float(), k.float(), v.float())
         torch.testing.assert_close(got[start : start + query], want.to(dtype), **tolerance)
         start += query
-    return batch.attention
+    return batch.attention_metadata

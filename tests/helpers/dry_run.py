@@ -42,11 +42,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / ".ci"))
 import compile_kernels
 import references
 
-import nanovllm.models.int8
+import nanovllm.backends.int8
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.backends.gpu import graphs
 from nanovllm.backends.gpu.kernels import attention, pointwise
-from nanovllm.features.host_tier import pool as host_pool
+from nanovllm.features.host_cache import pool as host_pool
 from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 from nanovllm.loading import memory as runner_memory
 from nanovllm.models import layers, logit_rules, sampler
@@ -587,7 +587,7 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
 
 def int8(directory: str) -> Any:
     """Weights in int8. The CPU takes the product of a GPU, so that the answers are the same."""
-    module = nanovllm.models.int8
+    module = nanovllm.backends.int8
     with patch.object(module, "dynamic", module.weight_only):
         return serve(directory, quantization="int8")
 
@@ -622,7 +622,7 @@ WANTED: dict[tuple[str, str], dict[str, list[float]]] = {}
 HOST_TIER: dict[str, Any] = dict(swap_space=2**-9)
 
 
-def host_tier(directory: str, num_runs: int = 4) -> Any:
+def host_cache(directory: str, num_runs: int = 4) -> Any:
     """A buffer holds one block, so that each is used several times in a step."""
     with (
         patch.object(host_pool, "STAGING_BYTES", 16 << 10),
@@ -886,7 +886,7 @@ def faults(directory: str) -> Any:
             fault = partial(run, host[None], host[None], F=1)
             pairs.append((f"cannot have the grid {grid}", attempt(fault)))
 
-    # Faults of the host tier: a stream that does not wait for an event of the other.
+    # Faults of the host cache: a stream that does not wait for an event of the other.
     for what, of_stream in (("a launch may still", False), ("another stream still", True)):
         wait = Event.wait
 
@@ -895,7 +895,7 @@ def faults(directory: str) -> Any:
                 wait(self)
 
         with patch.object(Event, "wait", ignore):
-            pairs.append((f"{what} ", attempt(partial(host_tier, directory, num_runs=1))))
+            pairs.append((f"{what} ", attempt(partial(host_cache, directory, num_runs=1))))
     # Faults of a whole engine: one that does not wait for its tokens, one that reads in a capture.
     right, logits = generate(), Qwen3.logits
     with patch.object(Event, "synchronize", lambda self: None):
@@ -947,7 +947,7 @@ def structured(directory: str) -> Any:
 SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "qwen3": ("qwen3", partial(serve, num_runs=4)),
     "qwen2": ("qwen2", serve),
-    "host tier": ("qwen3", host_tier),
+    "host cache": ("qwen3", host_cache),
     "fp8": ("scaled", partial(serve, kv_cache_dtype="fp8")),
     "bfloat16": ("qwen3", partial(serve, dtype="bfloat16")),
     "bfloat16 with fp8": ("scaled", partial(serve, dtype="bfloat16", kv_cache_dtype="fp8")),

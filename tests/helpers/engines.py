@@ -25,7 +25,7 @@ def is_idle(engine: LLMEngine) -> bool:
         not engine.has_unfinished_requests()
         and not s.running
         and not s.waiting
-        and s.blocks.num_available == s.blocks.num_blocks
+        and s.block_manager.num_available == s.block_manager.num_blocks
         and len(s._free_rows) == s.max_num_seqs
     )
 

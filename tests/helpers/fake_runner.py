@@ -30,7 +30,7 @@ CONFIG = {
 class FakeRunner:
     """Stands in ModelRunner's place and notes what is done, (what, which step), in order."""
 
-    num_blocks, is_async, device = 40, False, torch.device("cpu")
+    num_blocks, async_scheduling, device = 40, False, torch.device("cpu")
     host_pool: SimpleNamespace | None = None
     backend = Backend(device, torch.float32)
 

@@ -19,9 +19,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @initialize(size=st.integers(1, 4), number=st.integers(1, 12), bits=st.sampled_from([3, 64]))
     def start(self, size: int, number: int, bits: int) -> None:
-        self.blocks = self.manager(number, size)
-        full = self.blocks._hash
-        self.blocks._hash = lambda parent, tokens: full(parent, tokens) & ((1 << bits) - 1)
+        self.block_manager = self.manager(number, size)
+        full = self.block_manager._hash
+        self.block_manager._hash = lambda parent, tokens: full(parent, tokens) & ((1 << bits) - 1)
         self.live: list[Sequence] = []
         self.content: dict[int, list[int | None]] = {i: [None] * size for i in range(number + 1)}
         self.host_content: dict[int, list[int | None]] = {}
@@ -29,15 +29,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, ALPHABET - 1), min_size=1, max_size=12))
     def open(self, tokens: list[int]) -> None:
         seq = plain_sequence(tokens)
-        matched = self.blocks.match(seq)
-        lacking = self.blocks.num_needed(seq, len(tokens)) - len(matched)
-        if lacking + self.blocks.num_evictable(matched) > self.blocks.num_available:
+        matched = self.block_manager.match(seq)
+        lacking = self.block_manager.num_needed(seq, len(tokens)) - len(matched)
+        if lacking + self.block_manager.num_evictable(matched) > self.block_manager.num_available:
             return
-        self.blocks.share(seq, matched)
+        self.block_manager.attach_cached(seq, matched)
         assert seq.num_computed < len(tokens)
         shared = list(seq.block_table)
         for _ in range(lacking):
-            self.blocks.append_block(seq)
+            self.block_manager.append_block(seq)
         self.make_moves()
         held = [t for index in shared for t in self.content[index]]
         assert held == tokens[: seq.num_computed], "a match holds other tokens"
@@ -45,35 +45,38 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.live.append(seq)
 
     def make_moves(self) -> None:
-        self.blocks.take_moves(plan := StepPlan())
+        self.block_manager.fill_copies(plan := StepPlan())
         for source, target in plan.saves:
             self.host_content[target] = list(self.content[source])
-        for source, target in plan.block_moves:
+        for source, target in plan.block_copies:
             self.content[target] = list(self.content[source])
         for source, target in plan.loads:
             self.content[target] = list(self.host_content[source])
 
     def write(self, seq: Sequence, upto: int) -> None:
-        size = self.blocks.block_size
+        size = self.block_manager.block_size
         for position in range(seq.num_computed, upto):
             block = seq.block_table[position // size]
-            assert self.blocks.blocks[block].ref_count == 1
-            assert not self.blocks.blocks[block].identity, "a cached block is written"
+            assert self.block_manager.blocks[block].ref_count == 1
+            assert not self.block_manager.blocks[block].serial, "a cached block is written"
             self.content[block][position % size] = seq.token_ids[position]
         seq.num_computed = upto
-        self.blocks.cache_full_blocks(seq)
+        self.block_manager.cache_full_blocks(seq)
 
     @rule(pick=st.integers(0, 99), token=st.integers(0, ALPHABET - 1))
     def grow(self, pick: int, token: int) -> None:
         if not self.live:
             return
         seq = self.live[pick % len(self.live)]
-        if self.blocks.num_needed(seq, seq.num_computed + 1) > self.blocks.num_available:
+        if (
+            self.block_manager.num_needed(seq, seq.num_computed + 1)
+            > self.block_manager.num_available
+        ):
             return
         if seq.needs_copy_on_write:
-            self.blocks.copy_on_write(seq)
-        for _ in range(self.blocks.num_needed(seq, seq.num_computed + 1)):
-            self.blocks.append_block(seq)
+            self.block_manager.copy_on_write(seq)
+        for _ in range(self.block_manager.num_needed(seq, seq.num_computed + 1)):
+            self.block_manager.append_block(seq)
         self.make_moves()
         seq.token_ids.append(token)
         self.write(seq, seq.num_computed + 1)
@@ -86,23 +89,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return
         keep = at % parent.num_computed
         child = plain_sequence(parent.token_ids[:keep])
-        self.blocks.fork(parent, child, keep)
+        self.block_manager.fork(parent, child, keep)
         self.live.append(child)
 
     @rule(pick=st.integers(0, 99))
     def close(self, pick: int) -> None:
         if self.live:
-            self.blocks.release(self.live.pop(pick % len(self.live)))
+            self.block_manager.release(self.live.pop(pick % len(self.live)))
 
     @rule()
     def reset(self) -> None:
-        self.blocks.reset_prefix_cache()
+        self.block_manager.reset_prefix_cache()
 
     @invariant()
     def all_holds(self) -> None:
         if not hasattr(self, "blocks"):
             return
-        blocks, size = self.blocks, self.blocks.block_size
+        blocks, size = self.block_manager, self.block_manager.block_size
         owners = [0] * len(blocks.blocks)
         for seq in self.live:
             for index in seq.block_table:
@@ -114,7 +117,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert sorted([*blocks.free, *blocks.evictable, *owned]) == list(
             range(1, blocks.num_blocks + 1)
         )
-        assert {b.hash: b.block_id for b in blocks.blocks if b.identity} == blocks.prefix_index
+        assert {b.hash: b.block_id for b in blocks.blocks if b.serial} == blocks.prefix_index
         for index in blocks.prefix_index.values():
             named = memoryview(blocks.blocks[index].token_ids).cast("I").tolist()
             assert self.content[index] == named

@@ -17,8 +17,8 @@ class Engine:
     def __init__(
         self, blocks: int, size: int, seqs: int, budget: int, policy: str = "fcfs"
     ) -> None:
-        self.blocks = BlockManager(blocks, size)
-        self.scheduler = Scheduler(self.blocks, seqs, budget, policy)
+        self.block_manager = BlockManager(blocks, size)
+        self.scheduler = Scheduler(self.block_manager, seqs, budget, policy)
         self.runner = OracleRunner(blocks, size, seqs)
         self.plans: list[StepPlan] = []
         self.finished: list[Sequence] = []
@@ -39,7 +39,7 @@ class Engine:
     def run(self) -> None:
         while self.scheduler.has_work():
             self.step()
-        assert self.blocks.num_available == self.blocks.num_blocks
+        assert self.block_manager.num_available == self.block_manager.num_blocks
 
 
 def right(seq: Sequence) -> bool:

@@ -56,7 +56,7 @@ WRONG = [
     ),
     (
         "prefix",
-        " or block.parent != parent",
+        " or block.parent_serial != parent",
         "",
         "test_equal_hashes_after",
         "but matches [[1, 2], [7, 8]]",

@@ -15,7 +15,7 @@ from nanovllm.lessons import lesson10_puzzles as puzzles
 from nanovllm.lessons import lesson11_paged_attention as paged
 from nanovllm.lessons import lesson12_overlap as overlap
 from nanovllm.lessons import lesson13_int8 as int8
-from nanovllm.lessons import lesson14_host_tier as host_tier
+from nanovllm.lessons import lesson14_host_cache as host_cache
 from nanovllm.lessons import lesson15_tensor_parallel as tensor_parallel
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.attention import PlainAttention
@@ -192,8 +192,8 @@ def test_int8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_host_tier(capsys: pytest.CaptureFixture[str]) -> None:
-    questions = host_tier.run()
+def test_host_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    questions = host_cache.run()
     printed = capsys.readouterr().out
     text = " ".join(printed.split())
     assert "Eviction: no block was free, so the prefix cache lost blocks 2, 1." in text
@@ -202,7 +202,7 @@ def test_host_tier(capsys: pytest.CaptureFixture[str]) -> None:
     large, small, tiered = (
         [int(cell.replace(",", "")) for cell in row] for row in table(printed, "blocks")
     )
-    once = host_tier.CHATS * host_tier.TURNS * host_tier.TURN
+    once = host_cache.CHATS * host_cache.TURNS * host_cache.TURN
     assert large[2:] == [2400, once, 0, 0]
     assert small[3] > 2 * once
     assert tiered[3] == once  # nothing is computed twice

@@ -106,7 +106,7 @@ def test_ladder(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert (static.computed, static.steps) == (once, sum(map(max, batches)))
     assert continuous.computed == once
     assert sum(lengths) / ladder.ROWS <= continuous.steps < static.steps
-    size = embedded.engine.scheduler.blocks.block_size
+    size = embedded.engine.scheduler.block_manager.block_size
     prefix = len(commonprefix([r.prompt for r in requests])) // size * size  # noqa: RUF071
     assert prefix >= 4 * size
     shared, chunks = runs["prefix sharing"], runs[f"a token budget of {ladder.BUDGET}"]

@@ -292,7 +292,7 @@ def test_generation_config(tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text(json.dumps(raw))
         llm = random_llm(tmp_path)
         assert llm.get_default_sampling_params() == want
-        assert llm.engine.inputs.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
+        assert llm.engine.input_processor.eos_token_ids == frozenset(raw.get("eos_token_id", [0]))
     (tmp_path / "generation_config.json").unlink()
     assert random_llm(tmp_path).get_default_sampling_params() == SamplingParams()
 

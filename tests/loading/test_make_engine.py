@@ -22,7 +22,7 @@ def test_an_end_token_that_the_model_does_not_have(
     with caplog.at_level("WARNING", logger="nanovllm"):
         llm = LLM(dtype="float32", device="cpu", tokenizer=str(tmp_path), num_kvcache_blocks=64)
     assert any("end-of-sequence tokens [1043] are outside" in text for text in caplog.messages)
-    assert llm.engine.inputs.eos_token_ids == {1033, 1035}
+    assert llm.engine.input_processor.eos_token_ids == {1033, 1035}
     params = SamplingParams(temperature=0, max_tokens=20, min_tokens=2)
     assert llm.generate("What is 12 + 30?\n", params, use_tqdm=False)[0]["text"] == "12 + 30 = 42"
 

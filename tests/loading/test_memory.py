@@ -29,13 +29,13 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
     """A request without max_tokens ends there; before, it was refused."""
     caplog.set_level(logging.INFO, "nanovllm")
     whole = random_llm(path, num_kvcache_blocks=None)
-    assert whole.engine.inputs.max_model_len == POSITIONS
+    assert whole.engine.input_processor.max_model_len == POSITIONS
     assert "max_model_len" not in caplog.text
     cache = whole.engine.runner.attention.cache
     block_bytes = cache.nbytes // (whole.engine.runner.num_blocks + 1)
     monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * block_bytes)
     llm = random_llm(path, num_kvcache_blocks=None)
-    assert llm.engine.inputs.max_model_len == 6 * 16
+    assert llm.engine.input_processor.max_model_len == 6 * 16
     assert "KV cache of 96 tokens" in caplog.text
     assert f"which limits max_model_len to 96 of the model's {POSITIONS}" in caplog.text
     # What was made before the cache is for 7 blocks, and not for all positions.
@@ -48,7 +48,7 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
     # An option that the user has set is kept.
     for options in ({"max_model_len": 200}, {"num_kvcache_blocks": 6}):
         llm = random_llm(path, **({"num_kvcache_blocks": None} | options))
-        assert llm.engine.inputs.max_model_len == options.get("max_model_len", POSITIONS)
+        assert llm.engine.input_processor.max_model_len == options.get("max_model_len", POSITIONS)
 
 
 def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) -> int:
@@ -127,9 +127,9 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     rules = logit_rules.LogitRules(presence_penalty=1.0)
     state, rows = RulesState(7, 64, size, cpu), []
     for row in range(7):
-        join = logit_rules.Join(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
-        state.join(row, join.prompt, join.output)
-        rows.append((row, logit_rules.RowRules(rules, join, size)))
+        new_row = logit_rules.NewRow(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
+        state.add_row(row, new_row.prompt, new_row.output)
+        rows.append((row, logit_rules.RowRules(rules, new_row, size)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
     batch.length = 31
     batch.apply(torch.zeros(7, size), positions)

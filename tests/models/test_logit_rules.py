@@ -23,7 +23,7 @@ from transformers import (
 from nanovllm import LLM, SamplingParams
 from nanovllm.models import logit_rules
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
-from nanovllm.plan import Join, LogitRules, RowSampling
+from nanovllm.plan import LogitRules, NewRow, RowSampling
 
 PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]
 
@@ -31,10 +31,10 @@ PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]
 def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT) -> torch.Tensor:
     """The logits after the rules of a row that drew `output` one by one."""
     device, position = torch.device("cpu"), torch.tensor([len(PROMPT) + 1])
-    join = Join(1, [], RowSampling(0.0, 0, rules=rules), PROMPT, output[:1])
+    new_row = NewRow(1, [], RowSampling(0.0, 0, rules=rules), PROMPT, output[:1])
     state = RulesState(2, 40, len(logits), device)
-    state.join(join.row, PROMPT, output[:1])
-    batch = RulesBatch([(0, RowRules(rules, join, len(logits)))], state)
+    state.add_row(new_row.row, PROMPT, output[:1])
+    batch = RulesBatch([(0, RowRules(rules, new_row, len(logits)))], state)
     for token in output[1:]:
         batch.length = int(position) + 1
         batch.apply(logits[None], position)
@@ -87,7 +87,7 @@ def test_presence_and_frequency_penalties() -> None:
 
 @pytest.mark.parametrize("at_a_time", [1, 70, logit_rules.TOKENS_AT_A_TIME])
 def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
-    """Rows that join at different times and repeat few tokens, against counts of the whole list."""
+    """Rows that are new at different times and repeat few tokens, against counts of the whole list."""
     monkeypatch.setattr(logit_rules, "TOKENS_AT_A_TIME", at_a_time)
     rng, size, device = random.Random(0), 6, torch.device("cpu")
     state, rows = RulesState(5, 64, size, device), {}
@@ -95,9 +95,9 @@ def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a
     for step in range(60):
         if step % 5 == 0:  # a new sequence, also in the place of an old one
             prompt, output = (rng.choices(range(size), k=n) for n in (rng.randint(1, 3), step % 3))
-            join = Join(rng.randrange(5), [], RowSampling(0.0, 0, rules=rules), prompt, output)
-            rows[join.row] = (RowRules(rules, join, size), [*prompt, *output])
-            state.join(join.row, prompt, output)
+            new_row = NewRow(rng.randrange(5), [], RowSampling(0.0, 0, rules=rules), prompt, output)
+            rows[new_row.row] = (RowRules(rules, new_row, size), [*prompt, *output])
+            state.add_row(new_row.row, prompt, output)
         batch = RulesBatch([(i, row) for i, (row, _) in enumerate(rows.values())], state)
         known = [tokens for _, tokens in rows.values()]
         positions = torch.tensor([len(tokens) for tokens in known])
@@ -131,7 +131,7 @@ def test_no_rule_reaches_another_row(token: int) -> None:
             applied(LogitRules(**fields), torch.zeros(20))
     for prompt, output in (([1, token], []), ([1], [token])):
         with pytest.raises(ValueError, match="exceed a vocabulary of 20"):
-            RulesState(2, 40, 20, torch.device("cpu")).join(0, prompt, output)
+            RulesState(2, 40, 20, torch.device("cpu")).add_row(0, prompt, output)
 
 
 def test_rules_that_name_the_same_token() -> None:
@@ -228,7 +228,7 @@ def test_processors_are_released(
 ) -> None:
     """No row keeps what a processor refers to after the end of its request, whatever ended it."""
     llm = random_llm(path)
-    monkeypatch.setattr(llm.engine, "max_in_flight", int(asynchronous))
+    monkeypatch.setattr(llm.engine, "async_scheduling", asynchronous)
     alive: list[weakref.ref[Large]] = []
     calls = 0
 
@@ -307,6 +307,6 @@ def test_logits_processors_as_in_vllm(embedded: LLM) -> None:
             if processor is three:
                 assert seen[-1] == (out.prompt_token_ids, [seven, seven])
     short = SamplingParams(max_tokens=3, logits_processors=[lambda ids, logits: logits[:5]])
-    with pytest.raises(ValueError, match=r"lambda.*returned \[5\] numbers in place of"):
+    with pytest.raises(ValueError, match=r"lambda.*returned the shape \[5\], not"):
         embedded.generate("hello", short, use_tqdm=False)
     assert embedded.generate("hello", params, use_tqdm=False)[0]["text"] == "777"

@@ -21,7 +21,7 @@ def test_rows_build_what_the_plan_says() -> None:
             batch, sampling = step.forward_batch, step.sampling_batch
             positions = list(self.positions)
             drawn = super().run(plan)
-            work = [(c.row, c.start, c.token_ids, c.yields is not None) for c in plan.chunks]
+            work = [(c.row, c.start, c.token_ids, c.result_kind is not None) for c in plan.chunks]
             for row in plan.decode_rows:
                 work.append((row, positions[row], [self.before[row]], True))
             ids = [t for _, _, tokens, _ in work for t in tokens]

@@ -17,13 +17,13 @@ def talk(
 ) -> tuple[int, list[Any]]:
     """Run `nanovllm chat` on these lines -> exit status, and the messages of each prompt."""
     prompts: list[Any] = []
-    render = llm.engine.inputs.chat_prompt
+    render = llm.engine.input_processor.chat_prompt
 
     def chat_prompt(messages: list[Any], *args: object, **kwargs: object) -> Any:
         prompts.append([m["content"] for m in messages])
         return render(messages, *args, **kwargs)
 
-    monkeypatch.setattr(llm.engine.inputs, "chat_prompt", chat_prompt)
+    monkeypatch.setattr(llm.engine.input_processor, "chat_prompt", chat_prompt)
     monkeypatch.setattr(chat, "LLM", lambda *_, **__: llm)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     return chat.main([*arguments, "--temperature", "0"]), prompts

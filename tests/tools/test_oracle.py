@@ -25,7 +25,7 @@ def test_random_histories(seeds: range) -> None:
     for seed in seeds:
         history = run_history(seed)
         preemptions += history.scheduler.preemptions
-        evictions += history.blocks.evictions
+        evictions += history.block_manager.evictions
     assert preemptions > len(seeds)  # else the pools were too large to prove anything
     assert evictions > len(seeds)
 
@@ -44,8 +44,8 @@ def check_cached_tail(managers: ModuleType = block_manager) -> None:
     blocks.release(parent)
     shared = child.block_table[0]
     blocks.copy_on_write(child)
-    blocks.take_moves(plan := StepPlan())
-    copied = plan.block_moves == [(shared, child.block_table[0])]
+    blocks.fill_copies(plan := StepPlan())
+    copied = plan.block_copies == [(shared, child.block_table[0])]
     found = blocks.match(plain_sequence([1, 2, 3, 4, 5])) == [blocks.blocks[shared]]
     assert copied, "it is written in place"
     assert shared in blocks.evictable

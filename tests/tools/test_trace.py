@@ -20,11 +20,11 @@ from engines import run_in_threads
 from fake_runner import FakeRunner, greedy
 
 from nanovllm import LLM, BeamSearchParams, GenerationError, SamplingParams, Trace
-from nanovllm.api.config import EngineConfig
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.loading.make_engine import engine_config
 from nanovllm.plan import StepOutput
 from nanovllm.tools.trace.show import describe_changes, steps
 from nanovllm.tools.trace.trace import Event, State
@@ -44,7 +44,7 @@ class CheckedTrace(Trace):
     def _add(self, event: Event) -> None:
         super()._add(json.loads(json.dumps(event)))
         engine, state = self._engine, self._state
-        scheduler, blocks = engine.scheduler, engine.scheduler.blocks
+        scheduler, blocks = engine.scheduler, engine.scheduler.block_manager
         numbers, stats = self._numbers, engine.stats()
         assert [numbers[seq] for seq in scheduler.running] == state.running
         assert len(state.waiting) == len(scheduler.waiting)
@@ -87,8 +87,8 @@ def drive(engine: LLMEngine, rng: random.Random) -> None:
             engine.add_request(
                 prompt, greedy(max_tokens=rng.randint(1, 20), n=rng.choice([1, 1, 3]))
             )
-        if rng.random() < 0.1 and engine.outputs.requests:
-            engine.abort_request(rng.choice(list(engine.outputs.requests)))
+        if rng.random() < 0.1 and engine.output_processor.requests:
+            engine.abort_request(rng.choice(list(engine.output_processor.requests)))
         if rng.random() < 0.03:
             engine.reset_prefix_cache()
         engine.step()
@@ -99,7 +99,7 @@ def drive(engine: LLMEngine, rng: random.Random) -> None:
 def test_events_equal_the_engine(llm: LLM) -> None:
     """The traces begin in the middle of a run, perhaps with a step in flight."""
     engine, kinds, evicted = llm.engine, set[str](), list[int]()
-    blocks = engine.scheduler.blocks
+    blocks = engine.scheduler.block_manager
     take = blocks._take_block
 
     def noted() -> int:
@@ -130,7 +130,7 @@ def test_a_plan_comes_before_the_commit_of_the_step_before(llm: LLM) -> None:
     with CheckedTrace(llm) as trace:
         outs = llm.generate(PROMPTS, greedy(max_tokens=4), use_tqdm=False)
     order = [(k, event[k]) for event in trace.events for k in ("plan", "commit") if k in event]  # type: ignore[literal-required]
-    delay = llm.engine.max_in_flight
+    delay = llm.engine.async_scheduling
     assert order[: 3 + delay] == (
         [("plan", 1), ("plan", 2), ("commit", 1), ("plan", 3)]
         if delay
@@ -381,12 +381,12 @@ def test_the_chrome_trace(llm: LLM, tmp_path: Path) -> None:
     trace.save(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X"}
-    for step in range(1, trace.num_steps - llm.engine.max_in_flight):
+    for step in range(1, trace.num_steps - llm.engine.async_scheduling):
         assert slices[f"schedule {step}"][1] <= slices[f"run {step}"][0]
         assert slices[f"run {step}"][1] == slices[f"commit {step}"][0]
         # With async scheduling a step runs while the next one is planned.
         overlap = slices[f"schedule {step + 1}"][0] < slices[f"run {step}"][1]
-        assert overlap == bool(llm.engine.max_in_flight)
+        assert overlap == bool(llm.engine.async_scheduling)
     check_format(events)
     free = [e["args"]["count"] for e in events if e["name"] == "blocks free"]
     assert len(free) == trace.num_steps
@@ -491,7 +491,7 @@ def test_a_failed_run_leaves_a_trace(llm: LLM, error: BaseException, tmp_path: P
             llm.generate(PROMPTS, greedy(max_tokens=9), use_tqdm=False)
         llm.generate(PROMPTS, greedy(max_tokens=3), use_tqdm=False)
     commits = [event["commit"] for event in again.events if "commit" in event]
-    assert commits[-1] == again.num_steps - llm.engine.max_in_flight
+    assert commits[-1] == again.num_steps - llm.engine.async_scheduling
     assert again.num_steps > 7
 
 
@@ -589,18 +589,18 @@ def test_tokens_are_escaped(llm: LLM) -> None:
 class WideRunner:
     """Sixteen sequences of random words, without the oracle, whose cost is quadratic."""
 
-    num_blocks, is_async = 4000, False
+    num_blocks, async_scheduling = 4000, False
 
     def run(self, plan):
         rng = random.Random(plan.num_tokens)
-        count = sum(chunk.yields is not None for chunk in plan.chunks) + len(plan.decode_rows)
+        count = sum(chunk.result_kind is not None for chunk in plan.chunks) + len(plan.decode_rows)
         tokens = [int(100_000 + 5_000 * rng.random() ** 2) for _ in range(count)]
         return lambda: StepOutput(tokens)
 
 
 @pytest.mark.slow
 def test_2000_steps_of_16_sequences_fit_into_1_mb() -> None:
-    config = EngineConfig.from_options({"max_num_seqs": 16, "async_scheduling": True})
+    config = engine_config({"max_num_seqs": 16, "async_scheduling": True})
     inputs = InputProcessor(None, 200_000, 4096, frozenset(), SamplingParams(), 0)
     engine = LLMEngine(config, WideRunner(), inputs)
     for i in range(16):
@@ -813,7 +813,7 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
 
 
 def run_many(number: int, rows: int, num_blocks: int) -> Trace:
-    config = EngineConfig.from_options(
+    config = engine_config(
         {"max_num_seqs": rows, "max_num_batched_tokens": 16 * rows, "kvcache_block_size": 16}
     )
     runner, rng = WideRunner(), random.Random(0)

@@ -173,7 +173,10 @@ def test_tokenizer(embedded: LLM) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     letters = tokenizer.encode(" zyxwvq")
     assert len(letters) == 7  # a word that is no token is letters
-    assert tokenizer.convert_tokens_to_ids("<|im_end|>") in embedded.engine.inputs.eos_token_ids
+    assert (
+        tokenizer.convert_tokens_to_ids("<|im_end|>")
+        in embedded.engine.input_processor.eos_token_ids
+    )
 
 
 @pytest.mark.slow

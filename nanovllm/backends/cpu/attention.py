@@ -139,7 +139,7 @@ class NumbaAttention(PlainAttention):
                 plan.prompts.append((slice(starts[i], starts[i + 1]), torch.from_numpy(padded)))
         if families:
             self._plan_work(plan, seqs, families)
-        batch.attention = plan
+        batch.attention_metadata = plan
 
     def _by_kernel(self, seqs: Sequences, first_decode: int) -> tuple[list[Family], np.ndarray]:
         """Return the families that the kernel computes, and the other chunks [n].
@@ -208,7 +208,7 @@ class NumbaAttention(PlainAttention):
     ) -> Tensor:
         """Change qkv in place and return it as [T, H + 2K, D]: H heads of q, K of k and K of v."""
         follow_torch()  # its number of threads may have changed since the last layer
-        slot_mapping = batch.attention.slot_mapping
+        slot_mapping = batch.attention_metadata.slot_mapping
         weights = (0, 0) if norms is None else [weight.data_ptr() for weight in norms]
         tensors = (qkv.data_ptr(), *weights, *(table.data_ptr() for table in rope))
         cache = (*self.kv_addresses[layer], slot_mapping, *self.shape)
@@ -218,7 +218,7 @@ class NumbaAttention(PlainAttention):
 
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`, rounded and scaled for fp8."""
-        step: AttentionPlan = batch.attention
+        step: AttentionPlan = batch.attention_metadata
         out = qkv.new_empty((len(qkv), self.heads, self.dim))
         if step.prompts:
             q, kv = qkv[:, : self.heads].transpose(0, 1), qkv[:, self.heads :]

@@ -110,7 +110,7 @@ class FusedLayers:
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward, and leave to it large steps and steps with torch's attention."""
-        step, model, config = batch.attention, self.model, self.model.config
+        step, model, config = batch.attention_metadata, self.model, self.model.config
         by_torch = step.prompts or step.chunks or step.prefixes
         if by_torch or len(batch.input_ids) > PACKED_FOR:
             return model.forward(batch, attention)

@@ -1,4 +1,4 @@
-"""Linear layers with weights in int8 on a CPU: `dynamic` of models/int8.py in one kernel.
+"""Linear layers with weights in int8 on a CPU: `dynamic` of backends/int8.py in one kernel.
 
 VNNI, the dot product of AVX-512 for int8, adds to each of 16 numbers in int32 the products of 4
 neighbours. The weights are stored in the order in which the kernel reads them:
@@ -38,7 +38,7 @@ from nanovllm.backends.cpu.parallel import (
     in_parts,
 )
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
-from nanovllm.models.int8 import LARGEST, SMALLEST, Int8Weight
+from nanovllm.backends.int8 import LARGEST, SMALLEST, Int8Weight
 from nanovllm.models.layers import Linear
 
 f32, int32 = np.float32, np.int32

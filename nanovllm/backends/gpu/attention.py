@@ -44,20 +44,22 @@ class TritonAttention(PlainAttention):
         """Compute the arguments that all layers share: of a launch for chunks, one for decodes."""
         decodes, lens, tables = batch.num_decodes, batch.context_lens, batch.block_tables
         chunks, tokens = len(lens) - decodes, len(batch.input_ids) - decodes
-        batch.attention = []  # (tokens, function, its arguments)
+        batch.attention_metadata = []  # (tokens, function, its arguments)
         if chunks:
             tile, starts = self.prefill_tile, batch.query_start_loc[: chunks + 1]
             queries = tile.num_rows // self.group_size
             tiles = attention.query_tiles(batch.query_lens[:chunks], queries)
             chunk_args = (to_device(tiles, lens.device), starts, lens[:chunks], tables, tile)
-            batch.attention.append((slice(0, tokens), attention.attend, chunk_args))
+            batch.attention_metadata.append((slice(0, tokens), attention.attend, chunk_args))
         if decodes:
             tile, lens, tables = self.decode_tile, lens[chunks:], tables[chunks:]
             programs = tile.programs_per_sm * self.gpu.num_sms
             splits = attention.num_splits(decodes, self.num_kv_heads, programs)
             order = lens.argsort(descending=True)  # the longest contexts start first
             decode_args = (order, lens, tables, tile, splits)
-            batch.attention.append((slice(tokens, None), attention.attend_decode, decode_args))
+            batch.attention_metadata.append(
+                (slice(tokens, None), attention.attend_decode, decode_args)
+            )
 
     def norm_rope_store(
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
@@ -74,17 +76,19 @@ class TritonAttention(PlainAttention):
         unused, and one program would have to read its whole context.
         """
         out = torch.empty_like(q)
-        for tokens, attend, args in batch.attention:
+        for tokens, attend, args in batch.attention_metadata:
             attend(q[tokens], *self.layers[layer], *args, out[tokens], *self.scales[layer])
         return out.flatten(1)
 
 
-def check_capability(device: torch.device, least: tuple[int, int], what: str, instead: str) -> None:
-    """Raise ValueError if the device is an NVIDIA GPU with a capability below `least`."""
+def check_capability(
+    device: torch.device, minimum: tuple[int, int], what: str, instead: str
+) -> None:
+    """Raise ValueError if the device is an NVIDIA GPU with a capability below `minimum`."""
     if device.type == "cuda" and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
-        if capability < least:
-            (major, minor), found = least, ".".join(map(str, capability))
+        if capability < minimum:
+            (major, minor), found = minimum, ".".join(map(str, capability))
             raise ValueError(
                 f"{what} compute capability {major}.{minor} or higher, and "
                 f"{torch.cuda.get_device_name(device)} has {found}; {instead}"

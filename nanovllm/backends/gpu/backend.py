@@ -11,8 +11,8 @@ from torch import Tensor
 from nanovllm.backends.gpu.attention import TritonAttention, check_capability
 from nanovllm.backends.gpu.graphs import DecodeGraphs, cuda_capture
 from nanovllm.backends.gpu.kernels import int8, pointwise, sampling
+from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.backend import Backend
-from nanovllm.models.int8 import Int8Weight
 from nanovllm.models.layers import Linear
 
 LEAST_CAPABILITY = (7, 5)  # Turing, the first that .ci/compile_kernels.py compiles for

@@ -1,6 +1,7 @@
-"""Embeddings: their parameters, what a checkpoint says about them, the task, and the result.
+"""Embeddings: the parameters, the settings of a checkpoint, the task, and the result.
 
-An embedding is the hidden state of the prompt's last token, after the final norm. No token is sampled.
+An embedding is the hidden state of the prompt's last token after the final norm. No token is
+sampled.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from nanovllm.api.outputs import RequestMetrics
 from nanovllm.engine.request import Request, rewind_prompt, start_prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.task import Ending, RowResult
-from nanovllm.plan import Yield
+from nanovllm.plan import ResultKind
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 @refuse_unknown_fields("field of PoolingParams")
 @dataclass
 class PoolingParams:
-    """How an embedding is made. None: as the checkpoint says, and without that as in the comments.
+    """Parameters of an embedding. None uses the setting of the checkpoint, or else the default.
 
-    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value; again when a
-    request uses it.
+    Raises TypeError for a wrong type or an unknown field, ValueError for a wrong value. The fields
+    are checked again when a request uses them.
     """
 
-    # How many numbers are kept, the first ones (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147);
-    # without it all.
+    # Keep only the first dimensions (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147). The
+    # default is all.
     dimensions: Positive | None = None
-    normalize: bool | None = None  # divide what is kept by its length (L2); without it True
-    # The name of a prompt of the checkpoint, such as "query", that is put before the text.
+    normalize: bool | None = None  # divide the kept dimensions by their L2 norm; default True
+    # The name of a prompt of the checkpoint, such as "query". It is prepended to the text.
     prompt_name: str | None = None
     use_activation: bool | None = None  # vLLM's name of `normalize`
 
@@ -46,7 +47,7 @@ class PoolingParams:
             self.normalize, self.use_activation = self.use_activation, None
 
     def pool(self, hidden: list[float]) -> list[float]:
-        """hidden state [E] -> embedding. Raises ArithmeticError if the model computed NaN."""
+        """Return the embedding of a hidden state [E]. Raises ArithmeticError if it has NaN."""
         kept = hidden[: self.dimensions]
         length = math.hypot(*kept)
         if not math.isfinite(length):
@@ -56,17 +57,17 @@ class PoolingParams:
 
 @dataclass(frozen=True)
 class PoolingSettings:
-    """What a checkpoint says about its embeddings; features/embeddings/sentence_transformers.py reads it."""
+    """The embedding settings of a checkpoint. sentence_transformers.py reads them."""
 
     size: int = 0  # numbers in a hidden state
-    refused: str = ""  # why there are no embeddings of this checkpoint, if so
+    refused: str = ""  # why the checkpoint has no embeddings; empty if it has
     dimensions: int | None = None
     normalize: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text
-    prompt_name: str | None = None  # of the prompt that is used by default
+    prompt_name: str | None = None  # the default of PoolingParams.prompt_name
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """Return checked parameters without None, except that all dimensions remain None."""
+        """Check the parameters and replace None by the settings. All dimensions remain None."""
         params = replace(params)
         if self.refused:
             raise ValueError(self.refused)
@@ -85,7 +86,7 @@ class PoolingSettings:
         return params
 
     def prefix(self, params: PoolingParams) -> str:
-        """Return what is put before a text."""
+        """Return the text that is prepended to a prompt."""
         return self.prompts.get(params.prompt_name or self.prompt_name or "", "")
 
 
@@ -109,11 +110,11 @@ class EmbeddingRequestOutput:
 class Embedding:
     """The task of a request for an embedding."""
 
-    yields = Yield.HIDDEN_STATE
+    result_kind = ResultKind.HIDDEN_STATE
 
     def __init__(self, engine: LLMEngine, params: PoolingParams) -> None:
-        """Check the parameters, and fill in what the checkpoint says."""
-        self.inputs, settings = engine.inputs, engine.inputs.pooling
+        """Check the parameters, and add the settings of the checkpoint."""
+        self.input_processor, settings = engine.input_processor, engine.input_processor.pooling
         self.params = settings.complete(params)
         self.prefix = settings.prefix(self.params)
 
@@ -123,12 +124,12 @@ class Embedding:
     def check_token_prompt(self) -> None:
         if self.params.prompt_name is not None:
             raise ValueError(
-                f"prompt_name={self.params.prompt_name!r} needs a text to be put before, not token "
-                "ids"
+                f"prompt_name={self.params.prompt_name!r} is prepended to text, and the prompt is "
+                "token ids; pass text, or leave out prompt_name"
             )
 
     def max_length(self, num_tokens: int) -> int:
-        self.inputs.check_length(num_tokens, self.inputs.max_model_len)
+        self.input_processor.check_length(num_tokens, self.input_processor.max_model_len)
         return num_tokens
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
@@ -157,7 +158,7 @@ class Embedding:
         )
 
     def error_output(self, request: Request) -> None:
-        """Return None: there is no part of an embedding."""
+        """Return None: there is no partial embedding."""
 
 
 TASKS = {PoolingParams: Embedding}

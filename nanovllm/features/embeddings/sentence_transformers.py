@@ -1,6 +1,6 @@
 """Reads the pooling settings of a sentence-transformers checkpoint.
 
-What would give other embeddings than this engine's is refused by name, when one is asked for.
+If the engine does not support a setting, a request for an embedding raises an error that names it.
 """
 
 import math
@@ -19,9 +19,9 @@ FIELDS: Fields = {
 
 
 def read_pooling_settings(directory: Path, size: int) -> PoolingSettings:
-    """Return the settings of the checkpoint in `directory`, whose hidden states have `size` numbers.
+    """Return the settings of the checkpoint in `directory`. `size` is its hidden size.
 
-    Without modules.json they are those of PoolingSettings. Raises ValueError for a broken file.
+    Without modules.json the defaults of PoolingSettings apply. Raises ValueError for a broken file.
     """
     path = directory / "config_sentence_transformers.json"
     raw = check_fields(read_json(path), path, FIELDS) if path.is_file() else {}
@@ -36,14 +36,14 @@ def read_pooling_settings(directory: Path, size: int) -> PoolingSettings:
         kinds = {}
         for module in read_json(path, list):
             if not isinstance(module, dict) or not isinstance(module.get("type"), str):
-                raise ValueError(f"{path}: a module needs a 'type', which {module!r:.80} has not")
+                raise ValueError(f"{path}: the module {module!r:.80} has no 'type'")
             kinds[module["type"].rpartition(".")[2]] = directory / str(module.get("path", ""))
         refused, normalize = why_refused(path, kinds), "Normalize" in kinds
     return PoolingSettings(size, refused, raw.get("truncate_dim"), normalize, prompts, name)
 
 
 def why_refused(path: Path, kinds: dict[str, Path]) -> str:
-    """Return why there are no embeddings with these modules, class -> directory, or an empty string."""
+    """Return why these modules (class -> directory) are not supported, or an empty string."""
     others = kinds.keys() - {"Transformer", "Pooling", "Normalize"}
     if others or not {"Transformer", "Pooling"} <= kinds.keys():
         return (
@@ -51,8 +51,8 @@ def why_refused(path: Path, kinds: dict[str, Path]) -> str:
             "Pooling and Normalize. Use sentence-transformers for this checkpoint"
         )
     path = kinds["Pooling"] / "config.json"
-    config = read_json(path) if os.path.isfile(path) else {}  # its name may be too long
-    # The older form of the field is one bool for each mode.
+    config = read_json(path) if os.path.isfile(path) else {}  # a name may be too long for Path
+    # The older format has a bool for each mode.
     old = [name.removeprefix(OLD) for name, on in config.items() if name.startswith(OLD) and on]
     modes = config.get("pooling_mode", old or "mean")
     if modes in ("lasttoken", ["lasttoken"]):

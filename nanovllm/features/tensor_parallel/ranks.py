@@ -1,22 +1,22 @@
-"""Tensor parallelism: every rank, a process with a device, has a part of each layer and of the cache.
+"""Tensor parallelism: each rank, a process with a device, has a part of every layer and the cache.
 
 torchrun starts the script once for each rank. All ranks make the same engine, add the same requests
 and plan the same steps, because the scheduler has no clock and a random number is a function of
-(seed, position). So there is no controller, and no plan is sent. What is divided is as in Megatron-LM
-(Shoeybi et al. 2019, arXiv:1909.08053). N ranks; T tokens, R rows that sample:
+(seed, position). There is therefore no controller, and no plan is sent. The model is divided as in
+Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). For N ranks, T tokens and R rows that sample:
 
-    embedding   V / N rows: each rank looks up the tokens that it has         all-reduce of [T, E]
+    embedding   V / N rows: each rank looks up the tokens in its rows         all-reduce of [T, E]
     layer       q, k, v: the rows of H / N and K / N heads
                 attention of these heads, with their KV cache
                 output: the columns of these heads                            all-reduce of [T, E]
                 gate, up: F / N rows; down: F / N columns                     all-reduce of [T, E]
     head        V / N rows                                                    all-gather of [R, V]
 
-The model of a rank is thus a Qwen3 with fewer heads, a smaller feed-forward and a smaller vocabulary,
-which loads slices of the checkpoint (features/tensor_parallel/shards.py) and whose results are combined here. All ranks
-have the same logits, and sample the same tokens from them.
+The model of a rank is a Qwen3 with fewer heads, a smaller feed-forward and a smaller vocabulary.
+features/tensor_parallel/shards.py selects its slices of the checkpoint, and this file combines the
+results. All ranks have the same logits, and sample the same tokens from them.
 
-Ranks that are about to run different steps would wait for each other or mix their results. Before a
+Ranks that run different steps would wait for each other forever or mix their results. Before each
 step they therefore compare a hash of its plan and of the last tokens.
 """
 
@@ -43,16 +43,16 @@ from nanovllm.models.weights import CheckpointTensor
 from nanovllm.plan import Runner, StepOutput, StepPlan
 from nanovllm.runner.single_rank import SingleRank
 
-# A rank that does nothing for so long ends the others. One that fails or is killed does so at once.
+# If a rank is idle for this long, the others end. If it fails or is killed, they end at once.
 TIMEOUT = timedelta(minutes=5)
-DOWNLOAD_TIMEOUT = timedelta(days=1)  # of the ranks that wait while rank 0 downloads
+DOWNLOAD_TIMEOUT = timedelta(days=1)  # for ranks that wait while rank 0 downloads
 
 
 class Ranks(SingleRank):
-    """The connections of this process to the others: one to agree on, one between the devices."""
+    """The connections of this rank to the others: one between hosts, one between devices."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises RuntimeError if the ranks have different options or one of them is missing."""
+        """Connect. Raises RuntimeError if the ranks have different options or one is missing."""
         self.rank, self.size = config.rank, config.tensor_parallel_size
         if self.rank > 0:
             logger.setLevel(logging.WARNING)
@@ -67,25 +67,25 @@ class Ranks(SingleRank):
             torch.cuda.set_device(index)
         if not dist.is_initialized():
             dist.init_process_group("gloo", timeout=TIMEOUT)
-        # Groups of its own: another engine, or the script, may use the others.
+        # New groups, because another engine or the script may use the existing ones.
         self.host = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self.device = dist.new_group(backend="nccl", timeout=TIMEOUT) if on_gpu else self.host
         self.is_connected = True
         self.agree("options", repr(config))
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add up x [T, E] of all ranks, in place."""
+        """Sum x [T, E] over all ranks, in place."""
         self._call(dist.all_reduce, x, group=self.device)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """x [T, O] of each rank -> [T, O * N], in the order of ranks."""
+        """Concatenate x [T, O] of all ranks to [T, O * N], in the order of ranks."""
         found = [torch.empty_like(x) for _ in range(self.size)]
         self._call(dist.all_gather, found, x, group=self.device)
         return torch.cat(found, dim=-1)
 
     def smallest(self, number: int) -> int:
-        """The smallest number that a rank calls this with."""
+        """Return the smallest `number` of all ranks."""
         found = torch.tensor(number, device="cpu")
         self._call(dist.all_reduce, found, dist.ReduceOp.MIN, group=self.host)
         return int(found)
@@ -102,8 +102,8 @@ class Ranks(SingleRank):
         return AgreeingRunner(runner, self)
 
     def agree(self, what: str, text: str) -> None:
-        """Raise RuntimeError on every rank if they have different texts."""
-        # An address in the representation of an object is another one in each process.
+        """Raise RuntimeError on every rank if `text` differs between ranks."""
+        # The address in the representation of an object differs between processes.
         text = re.sub(r" at 0x[0-9a-f]+", "", text)
         digest = xxhash.xxh64_intdigest((what + text).encode()) >> 1
         found = torch.tensor([digest, -digest], device="cpu")
@@ -117,13 +117,13 @@ class Ranks(SingleRank):
             shown = "; ".join(f"rank {i}: ...{t[start : start + 120]}" for i, t in enumerate(texts))
             raise RuntimeError(
                 f"the ranks have different {what}: {shown}. Every rank must make the same calls "
-                "with the same arguments in the same order, from one thread; aborts too"
+                "with the same arguments in the same order, from one thread, including aborts"
             )
 
     def connect(self, model: Qwen3, vocab_size: int) -> None:
-        """Combine the results of the ranks' models, once their weights are loaded.
+        """Make `model`, whose weights are loaded, combine its results with the other ranks.
 
-        vocab_size: that of the whole model. The head of the last rank may have rows beyond it.
+        vocab_size: size of the whole vocabulary. The head of the last rank may have more rows.
         """
 
         def gather_logits(logits: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ class Ranks(SingleRank):
 
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
-        """Rank 0 leaves the block before the others enter it."""
+        """Run the block on rank 0, and then on the other ranks."""
         patient = dist.new_group(backend="gloo", timeout=DOWNLOAD_TIMEOUT)
         if self.rank > 0:
             self._call(dist.barrier, patient)
@@ -150,7 +150,7 @@ class Ranks(SingleRank):
 
     @contextmanager
     def leave_if_it_fails(self) -> Iterator[None]:
-        """If the block fails, disconnect, so that no other rank waits for this one."""
+        """Disconnect if the block fails, so that no other rank waits for this one."""
         try:
             yield
         except BaseException:
@@ -158,7 +158,7 @@ class Ranks(SingleRank):
             raise
 
     def leave(self) -> None:
-        """Disconnect from the other ranks, if that has not happened. It waits for none of them."""
+        """Disconnect from the other ranks, unless already done. Does not wait for them."""
         if self.is_connected:
             self.is_connected = False
             if dist.is_initialized():  # else the script has destroyed all groups
@@ -171,7 +171,7 @@ class Ranks(SingleRank):
             if self.is_connected:
                 function(*args, **kwargs)
                 return
-        except BaseException as error:  # also of Ctrl-C, after which the others must not wait
+        except BaseException as error:  # also Ctrl-C, after which the others must not wait
             self.leave()
             if not isinstance(error, RuntimeError):
                 raise
@@ -184,15 +184,15 @@ class Ranks(SingleRank):
 
 
 class ShardedTable:
-    """An embedding table, looked up as if it were whole."""
+    """An embedding table whose rows are divided among the ranks."""
 
     def __init__(self, rows: Any, ranks: Ranks) -> None:
-        """rows: those of this rank, a tensor or an Int8Weight [V / N, E]."""
+        """rows: the rows of this rank, a tensor or an Int8Weight [V / N, E]."""
         self.rows, self.ranks, self.dtype = rows, ranks, rows.dtype
         self.start = ranks.rank * rows.shape[0]
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """ids [T] -> [T, E]: the row of each token is on one rank, and 0 on the others."""
+        """Return the rows of ids [T] as [T, E]. One rank has each row, and the others add 0."""
         rows = ids - self.start
         elsewhere = (rows < 0) | (rows >= self.rows.shape[0])
         x: Tensor = self.rows[rows.masked_fill(elsewhere, 0)]
@@ -200,24 +200,24 @@ class ShardedTable:
 
 
 class AgreeingRunner:
-    """A Runner that begins a step when all ranks have planned the same one."""
+    """A Runner that launches a step only if all ranks have planned the same step."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
         self.runner, self.ranks = runner, ranks
         self.num_blocks = runner.num_blocks
-        self.is_async = runner.is_async
-        self.last = ""  # what the last step yielded
+        self.async_scheduling = runner.async_scheduling
+        self.last = ""  # the results of the last step
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        last, self.last = self.last, ""  # if they differ, the next step may be the same again
+        last, self.last = self.last, ""  # after a difference the next steps may agree
         self.ranks.agree("steps", f"{plan} after {last}")
         with self.ranks.leave_if_it_fails():
             wait = self.runner.run(plan)
 
-        def wait_and_note() -> StepOutput:
+        def wait_and_record() -> StepOutput:
             with self.ranks.leave_if_it_fails():
                 output = wait()
             self.last = f"{output.token_ids} {sorted(output.errors)}"
             return output
 
-        return wait_and_note
+        return wait_and_record

@@ -1,7 +1,7 @@
-"""What a rank has of a model that is divided among several; see features/tensor_parallel/ranks.py.
+"""Shards: the part of a model that one rank holds; see features/tensor_parallel/ranks.py.
 
-The model of a rank has the sizes of `config_of_rank`. `tensors_of_rank` says which slices of the
-checkpoint's tensors it holds. Nothing else of a checkpoint is read.
+`config_of_rank` returns the sizes of the model of a rank, and `tensors_of_rank` its slices of the
+tensors in the checkpoint. Nothing else of the checkpoint is read.
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,15 +20,12 @@ BY_COLUMNS = {"o_proj", "down_proj"}
 
 
 def config_of_rank(full_config: ModelConfig, size: int) -> ModelConfig:
-    """The sizes of the model of one of `size` ranks. Raises ValueError if heads cannot be divided.
+    """Return the sizes of one rank's model. Raises ValueError if `size` cannot divide the model.
 
-    If there are fewer KV heads than ranks, several ranks have the same one.
+    If there are fewer KV heads than ranks, several ranks hold the same KV head.
     """
-    heads, kv_heads, inner = (
-        full_config.num_heads,
-        full_config.num_kv_heads,
-        full_config.intermediate_size,
-    )
+    heads, kv_heads = full_config.num_heads, full_config.num_kv_heads
+    inner = full_config.intermediate_size
 
     def divides(size: int) -> bool:
         return not (heads % size or inner % size or (kv_heads % size and size % kv_heads))
@@ -37,8 +34,8 @@ def config_of_rank(full_config: ModelConfig, size: int) -> ModelConfig:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if divides(n))
         raise ValueError(
             f"tensor_parallel_size={size} does not divide this model: it must divide the {heads} "
-            f"query heads and the {inner} feed-forward units, and divide the {kv_heads} KV heads or "
-            f"be a multiple of them; use one of {fitting}"
+            f"query heads and the {inner} feed-forward units, and divide the {kv_heads} KV heads "
+            f"or be a multiple of them; use one of {fitting}"
         )
     return replace(
         full_config,
@@ -52,15 +49,13 @@ def config_of_rank(full_config: ModelConfig, size: int) -> ModelConfig:
 def tensors_of_rank(
     tensors: Iterable[CheckpointTensor], full_config: ModelConfig, rank: int, size: int
 ) -> Iterator[CheckpointTensor]:
-    """The tensors of a rank's model, with the shapes in the checkpoint and the slices of them."""
+    """Yield the tensors of a rank's model with their shapes in the checkpoint and their slices."""
     for tensor in tensors:
         module, kind = tensor.name.split(".")[-2:]
         if module in BY_ROWS:
             rows, index = tensor.shape[0] * size, rank
             if module in ("k_proj", "v_proj"):
-                copies = max(
-                    1, size // full_config.num_kv_heads
-                )  # ranks that have the same KV head
+                copies = max(1, size // full_config.num_kv_heads)  # ranks with the same KV head
                 rows, index = rows // copies, rank // copies
             elif module in ("embed_tokens", "lm_head"):
                 rows = full_config.vocab_size  # the last rank may have fewer
@@ -70,19 +65,19 @@ def tensors_of_rank(
             columns = slice(rank * inputs, (rank + 1) * inputs)
             wanted = (slice(None), columns)
             yield replace(tensor, shape=(outputs, inputs * size), wanted=wanted)
-        elif module in BY_COLUMNS and rank > 0:  # a bias, which only one summand may have
+        elif module in BY_COLUMNS and rank > 0:  # a bias, which only one rank may add
             yield _zeros(tensor)
         else:
             yield tensor
 
 
 def _zeros(tensor: CheckpointTensor) -> CheckpointTensor:
-    """Zeros in place of a tensor."""
+    """Return a tensor with zeros in place of its values."""
     return replace(tensor, store=lambda values: tensor.store(torch.zeros_like(values)))
 
 
 def _some_rows(tensor: CheckpointTensor, rows: int, index: int) -> CheckpointTensor:
-    """The slice `index` of a tensor with `rows` rows. Rows beyond the last one are filled with 0."""
+    """Return slice `index` of a tensor with `rows` rows. Missing rows are filled with 0."""
     num = tensor.shape[0]
     start = min(index * num, rows)
     stop = min(start + num, rows)

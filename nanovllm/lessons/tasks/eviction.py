@@ -5,10 +5,10 @@ sequence owns. One long scan of new prompts then evicts everything, including a 
 half of the requests begin with. Write the rule "least frequently used": evict the block with the
 fewest hits.
 
-A hit is one sequence that takes a cached block for its beginning, in BlockManager.share. Example:
-a block with the system prompt was computed by one request and shared by three others, so it has 3
-hits. Two blocks of a document that one request computed have 0 hits. Both are evicted before it,
-and of the two the one that was used less recently.
+A hit is one sequence that takes a cached block for its beginning, in BlockManager.attach_cached.
+Example: a block with the system prompt was computed by one request and shared by three others, so
+it has 3 hits. Two blocks of a document that one request computed have 0 hits. Both are evicted
+before it, and of the two the one that was used less recently.
 
 What must stay true:
   - choose_victim returns a block of self.evictable, and changes nothing.
@@ -20,7 +20,7 @@ Where it goes. BlockManager.choose_victim in nanovllm/engine/block_manager.py is
 where the victim is chosen. Your class overrides it, and whatever else it needs to count hits.
 
 Hints: self.evictable iterates over block indices, the least recently used first, and min() returns
-the first of equal ones. Block.identity is a new number each time a block is cached, and is never
+the first of equal ones. Block.serial is a new number each time a block is cached, and is never
 used again.
 """
 

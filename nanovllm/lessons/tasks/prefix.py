@@ -9,8 +9,8 @@ two blocks. [5, 6, 7, 8] matches one: at least one token is computed, because it
 
 What must stay true:
   - A hash only says where to look. Different blocks may have the same hash, so compare the token
-    ids and the parent too. Block.parent is the identity of the block before it, and 0 for a first
-    block.
+    ids and the parent too. Block.parent_serial is the serial number of the block before it, and 0
+    for a first block.
   - Only the hashes of `seq` change. Without enable_prefix_caching nothing matches.
 
 Where it goes. BlockManager.match in nanovllm/engine/block_manager.py. The check puts your class in

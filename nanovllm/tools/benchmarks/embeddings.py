@@ -90,7 +90,7 @@ def main() -> None:
     engines: dict[str, Callable[[str], Any]] = {"nanovllm": ours, "sentence-transformers": peer}
     print(*(f"{name}: {value}" for name, value in describe(device).items()), sep="\n")
     for title, prompt in (("texts alone", ""), ("after an instruction", INSTRUCTION)):
-        lengths = [len(llm.engine.inputs.encode(prompt + text)) for text in texts]
+        lengths = [len(llm.engine.input_processor.encode(prompt + text)) for text in texts]
         times: dict[str, list[float]] = {name: [] for name in engines}
         load = cpu_seconds()
         for turn in range(args.repeats + 1):  # the first is not counted

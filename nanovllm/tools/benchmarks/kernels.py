@@ -22,9 +22,9 @@ from nanovllm.backends.gpu.kernels.int8 import linear
 from nanovllm.backends.gpu.kernels.pointwise import add_rms_norm, silu_and_mul
 from nanovllm.backends.gpu.kernels.sampling import sample
 from nanovllm.backends.gpu.kernels.store import norm_rope_store
+from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
-from nanovllm.models.int8 import Int8Weight
 
 Layer: Any = SimpleNamespace  # takes the place of a Linear
 # The sizes of Qwen3-0.6B, and a number of rows.

@@ -20,9 +20,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.api.child import python
 from nanovllm.api.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.garbage import frozen_requests
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
@@ -33,10 +34,11 @@ from nanovllm.tools.benchmarks import machine
 class NoModel:
     """A runner without a model. Every sampled token is 1."""
 
-    num_blocks, is_async = 4096, False
+    num_blocks, async_scheduling = 4096, False
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        num_tokens = sum(chunk.yields is not None for chunk in plan.chunks) + len(plan.decode_rows)
+        num_tokens = sum(chunk.result_kind is not None for chunk in plan.chunks)
+        num_tokens += len(plan.decode_rows)
         return lambda: StepOutput([1] * num_tokens)
 
 
@@ -46,8 +48,8 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
     print(f"{'requests':>9}{'added per s':>13}{'us per step':>13}{'bytes of a waiting one':>24}")
     rng, params = random.Random(0), SamplingParams(max_tokens=8)
     for n in counts:
-        inputs = InputProcessor(None, 10_000, 1024, frozenset(), SamplingParams(), 0)
-        engine = LLMEngine(EngineConfig(max_num_seqs=256), NoModel(), inputs)
+        input_processor = InputProcessor(None, 10_000, 1024, frozenset(), SamplingParams(), 0)
+        engine = LLMEngine(EngineConfig(max_num_seqs=256), NoModel(), input_processor)
         pairs = [(rng.choices(range(10_000), k=20), params) for _ in range(n)]
         requests: list[Request] = []
         tracemalloc.start()
@@ -59,12 +61,15 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
         requests.clear()
         num_steps = 0
         start = time.perf_counter()
-        for _ in engine.add(engine.check(pairs), requests):
-            pass
-        added = time.perf_counter()
-        for _ in engine.run(requests):
-            num_steps += 1
-        step = 1e6 * (time.perf_counter() - added) / num_steps
+        progress = Progress()
+        with frozen_requests() as count:  # as in LLM.generate
+            for _ in engine.add(engine.check(pairs), requests, progress):
+                count(len(requests))
+            added = time.perf_counter()
+            for _ in engine.run(requests):
+                num_steps += 1
+                count(n + progress.num_ended)
+            step = 1e6 * (time.perf_counter() - added) / num_steps
         print(f"{n:9,}{n / (added - start):13,.0f}{step:13.1f}{size:24,.0f}")
 
 

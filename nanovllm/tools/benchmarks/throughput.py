@@ -14,8 +14,9 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from nanovllm.api.config import EMBEDDED, EngineConfig
+from nanovllm.api.config import EMBEDDED
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.loading.make_engine import engine_config
 from nanovllm.loading.memory import available_host_memory
 from nanovllm.loading.select_backend import pick_device, pick_dtype
 from nanovllm.tools.benchmarks import baselines, machine, report, roofline, vllm_peer, workloads
@@ -136,7 +137,7 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
     spec = replace(workloads.WORKLOADS[args.workload], **numbers)
     shape = args.shape or (None if args.model else spec.model)
     model = shape or args.model or EMBEDDED
-    config = EngineConfig.from_options(options)
+    config = engine_config(options)
     device = pick_device(config.device)
     directory = workloads.write_shape(shape, temporary) if shape else find_checkpoint(model)
     sizes = Checkpoint(directory).model_config

@@ -62,7 +62,7 @@ class NanoVLLM(TemplateLM):
             options["device"] = device
         self.llm = LLM(options.pop("pretrained", model), **options)
         self.tokenizer: Any = self.llm.get_tokenizer()
-        self.max_length = self.llm.engine.inputs.max_model_len
+        self.max_length = self.llm.engine.input_processor.max_model_len
         self.max_gen_toks = max_gen_toks
 
     @property

@@ -22,9 +22,9 @@ from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, why_n
 from nanovllm.api.prompts import Prompt, as_list
 from nanovllm.api.sampling_params import ELSEWHERE, SamplingParams
 from nanovllm.api.structured_outputs import StructuredOutputsParams
-from nanovllm.api.vllm_names import check_unused
 from nanovllm.engine.request import Request
 from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
+from nanovllm.features.vllm_names import check_unused
 from nanovllm.llm import LLM
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
@@ -174,7 +174,7 @@ def chat_prompt(llm: LLM, given: Fields) -> Prompt:
     for name, value in variables.items():
         check_scalar(name, value, bool)
     variables["chat_template"] = given.pop("chat_template", None)
-    return llm.engine.inputs.chat_prompt(messages, variables, more)
+    return llm.engine.input_processor.chat_prompt(messages, variables, more)
 
 
 def sampling_params(given: Fields, defaults: SamplingParams, chat: bool) -> SamplingParams:

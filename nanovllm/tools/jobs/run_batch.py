@@ -31,10 +31,11 @@ import xxhash
 from tqdm import tqdm
 
 from nanovllm.api.checks import check_scalar
-from nanovllm.api.config import EMBEDDED, EngineConfig
+from nanovllm.api.config import EMBEDDED
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.request import Request
 from nanovllm.llm import LLM
+from nanovllm.loading.make_engine import engine_config
 from nanovllm.tools.jobs.openai_format import Job, error_body, parse
 
 RESULT = re.compile(rb'\{"id": "batch-([0-9a-f]{16})-(\d{1,18})", ')  # what each line begins with
@@ -249,13 +250,13 @@ def run_batch(
     llm: LLM,
     files: BatchFiles,
     model: str = EMBEDDED,
-    max_in_flight: int = 512,
+    max_concurrency: int = 512,
     use_tqdm: bool = True,
 ) -> int:
     """Compute the lines that are left. Returns how many of their results have an error.
 
     model: the name that lines may give for the model of `llm`; a line may also give none.
-    max_in_flight: largest number of lines in memory.
+    max_concurrency: largest number of lines in memory.
 
     If the engine, the disk or Ctrl-C ends the run, its requests are aborted and the error is
     raised.
@@ -287,7 +288,7 @@ def run_batch(
     with bar, defer_interrupt() as interrupt:
         try:
             while True:
-                while len(in_flight) < max_in_flight and (item := next(left, None)):
+                while len(in_flight) < max_concurrency and (item := next(left, None)):
                     interrupt.check()
                     number, line = item
                     custom_id = custom_id_of(line)
@@ -342,7 +343,7 @@ def make_parser() -> argparse.ArgumentParser:
     served = "the name of the model in the lines, if it is not --model"
     add("--served-model-name", metavar="NAME", help=served)
     in_flight = "largest number of lines in memory (twice max_num_seqs)"
-    add("--max-in-flight", type=positive, metavar="N", help=in_flight)
+    add("--max-concurrency", type=positive, metavar="N", help=in_flight)
     pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
     add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=16")
     return parser
@@ -359,13 +360,15 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("--set model=...: give --model instead")
         if options.get("tensor_parallel_size", 1) != 1:
             raise ValueError("tensor_parallel_size: one process writes the output; use 1")
-        config = EngineConfig.from_options({"model": args.model, **options})
+        config = engine_config({"model": args.model, **options})
         with BatchFiles(args.input_file, args.output_file) as files:
             num_failed = 0
             try:
                 if files.num_done < files.num_requests:
-                    max_in_flight = args.max_in_flight or 2 * config.max_num_seqs
-                    num_failed = run_batch(LLM(args.model, **options), files, model, max_in_flight)
+                    max_concurrency = args.max_concurrency or 2 * config.max_num_seqs
+                    num_failed = run_batch(
+                        LLM(args.model, **options), files, model, max_concurrency
+                    )
             finally:
                 progress = f"; {files.num_done} of {files.num_requests} lines are done: {RESUME}"
             print(f"{files.num_done} results in {args.output_file}, {num_failed} new errors")

@@ -26,15 +26,15 @@ class Mutant(NamedTuple):
 BLOCKS, SCHEDULER = block_manager, scheduler
 
 MUTANTS = {
-    "a reference is not counted": Mutant(BLOCKS, "share", "A.ref_count += 1", "pass"),
-    "a shared block stays evictable": Mutant(BLOCKS, "share", "del A[B]", "pass"),
+    "a reference is not counted": Mutant(BLOCKS, "attach_cached", "A.ref_count += 1", "pass"),
+    "a shared block stays evictable": Mutant(BLOCKS, "attach_cached", "del A[B]", "pass"),
     "a stale hash is kept when a block is reused": Mutant(
         BLOCKS,
         "_evict",
         "self._uncache(A)",
         "self.free.append(self.evictable.popitem(last=False)[0])",
     ),
-    "the parent is not checked": Mutant(BLOCKS, "holds", "A.parent == B and C", "C"),
+    "the parent is not checked": Mutant(BLOCKS, "holds", "A.parent_serial == B and C", "C"),
     "the tokens are not compared": Mutant(BLOCKS, "holds", "A and B.token_ids == C", "A"),
     "a match goes to the very end": Mutant(BLOCKS, "match", "(len(A) - 1) // B", "len(A) // B"),
     "a block is cached before it is full": Mutant(
@@ -55,7 +55,7 @@ MUTANTS = {
     "a block is appended one token early": Mutant(
         SCHEDULER, "schedule", "A.num_computed == B", "A.num_computed + 1 == B"
     ),
-    "a copy is not planned": Mutant(BLOCKS, "copy_on_write", "A._moves.append(B)", "pass"),
+    "a copy is not planned": Mutant(BLOCKS, "copy_on_write", "A._copies.append(B)", "pass"),
     "the copied block is not reported": Mutant(
         SCHEDULER, "_allocate", "new.append((A, B // C, D))", "pass"
     ),

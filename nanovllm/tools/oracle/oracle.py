@@ -128,16 +128,16 @@ class OracleRunner:
         for block, host_block in plan.saves:
             self.host[host_block] = memory[block * size : (block + 1) * size]
             self.host_ages[host_block] = ages[block * size : (block + 1) * size]
-        copied = [memory[a * size : (a + 1) * size] for a, _ in plan.block_moves]
-        copied_ages = [ages[a * size : (a + 1) * size] for a, _ in plan.block_moves]
-        for (_, b), content, old in zip(plan.block_moves, copied, copied_ages, strict=True):
+        copied = [memory[a * size : (a + 1) * size] for a, _ in plan.block_copies]
+        copied_ages = [ages[a * size : (a + 1) * size] for a, _ in plan.block_copies]
+        for (_, b), content, old in zip(plan.block_copies, copied, copied_ages, strict=True):
             memory[b * size : (b + 1) * size] = content
             ages[b * size : (b + 1) * size] = old
         for host_block, block in plan.loads:
             memory[block * size : (block + 1) * size] = self.host[host_block]
             ages[block * size : (block + 1) * size] = self.host_ages[host_block]
 
-        work = [(c.row, c.start, c.token_ids, c.yields is not None) for c in plan.chunks]
+        work = [(c.row, c.start, c.token_ids, c.result_kind is not None) for c in plan.chunks]
         work += [(row, self.positions[row], [self.last[row]], True) for row in plan.decode_rows]
         require(len({row for row, *_ in work}) == len(work), "budget", "a row is twice in a step")
         num_tokens = sum(len(ids) for _, _, ids, _ in work)
@@ -165,9 +165,9 @@ class OracleRunner:
         return drawn
 
     def take_blocks(self, plan: StepPlan) -> None:
-        for join in plan.joins:
-            self.tables[join.row] = dict(enumerate(join.block_table))
-            self.seeds[join.row] = join.sampling.seed
+        for new_row in plan.new_rows:
+            self.tables[new_row.row] = dict(enumerate(new_row.block_table))
+            self.seeds[new_row.row] = new_row.sampling.seed
         for row, index, block in plan.new_blocks:
             self.tables[row][index] = block
 
@@ -216,14 +216,15 @@ class History:
         self.num_blocks = rng.randint(6, 24)
         self.budget = rng.choice((1, 2, 3, 5, 8, 64))
         self.max_num_seqs = rng.choice((1, 2, 3, 6))
-        self.max_in_flight = rng.choice((0, 0, 1))
-        self.blocks = self.make_blocks(managers)
+        self.async_scheduling = rng.choice((False, False, True))
+        self.block_manager = self.make_blocks(managers)
         if bits < 64:
-            full_hash = self.blocks._hash
+            full_hash = self.block_manager._hash
             mask = (1 << bits) - 1
-            self.blocks._hash = lambda parent, tokens: full_hash(parent, tokens) & mask
+            self.block_manager._hash = lambda parent, tokens: full_hash(parent, tokens) & mask
         policy = rng.choice(("fcfs", "sjf"))
-        self.scheduler = schedulers.Scheduler(self.blocks, self.max_num_seqs, self.budget, policy)
+        limits = self.max_num_seqs, self.budget
+        self.scheduler = schedulers.Scheduler(self.block_manager, *limits, policy)
         sizes = (self.num_blocks, self.size, self.max_num_seqs, self.host_blocks)
         self.runner = OracleRunner(*sizes)
         self.pending: deque[tuple[InFlightStep, list[int]]] = deque()
@@ -279,7 +280,7 @@ class History:
         for plan in (step.plan for step in self.scheduler.in_flight):
             for _, host_block in plan.saves:
                 self.runner.host[host_block] = []
-            for _, target in (*plan.block_moves, *plan.loads):
+            for _, target in (*plan.block_copies, *plan.loads):
                 self.spoil(range(target * self.size, (target + 1) * self.size))
             self.runner.take_blocks(plan)
             for c in plan.chunks:
@@ -293,7 +294,7 @@ class History:
             self.runner.memory[slot] = None
 
     def reset(self) -> None:
-        self.blocks.reset_prefix_cache()
+        self.block_manager.reset_prefix_cache()
         self.runner.resets += 1
 
     def step(self) -> None:
@@ -312,7 +313,7 @@ class History:
                 kept = bool(running) and running[0].status is Status.RUNNING
                 require(kept, "oldest", "the oldest sequence was preempted")
             self.pending.append((step, self.runner.run(plan)))
-        while len(self.pending) > (self.max_in_flight if step is not None else 0):
+        while len(self.pending) > (self.async_scheduling if step is not None else 0):
             step_, tokens = self.pending.popleft()
             self.observer.begin()
             updated = self.scheduler.commit(step_, tokens)
@@ -335,14 +336,16 @@ class History:
                 want = want[: len(seq.output_ids)]
             detail = f"request {seq.request_id} has the tokens {seq.output_ids} and not {want}"
             require(seq.output_ids == want, "answers", detail)
-        require(self.blocks.num_available == self.num_blocks, "returned", "blocks are missing")
+        require(
+            self.block_manager.num_available == self.num_blocks, "returned", "blocks are missing"
+        )
         rows = sorted(self.scheduler._free_rows)
         require(rows == list(range(self.max_num_seqs)), "returned", f"the free rows are {rows}")
 
     # ---- what always holds ----
 
     def check(self) -> None:
-        blocks = self.blocks.blocks
+        blocks = self.block_manager.blocks
         running = self.scheduler.running
         require(len({s.row for s in running}) == len(running) <= self.max_num_seqs, "budget")
         owners = [0] * len(blocks)
@@ -357,16 +360,16 @@ class History:
                 f"block {i} is in {owners[i]} block tables, and its reference count is {counts[i]}"
             )
             raise InvariantError("owners", detail)
-        free = self.blocks.free
-        evictable = self.blocks.evictable
+        free = self.block_manager.free
+        evictable = self.block_manager.evictable
         owned = [i for i, n in enumerate(owners) if n]
         every = sorted([*free, *evictable, *owned])
         require(every == list(range(1, self.num_blocks + 1)), "partition")
-        held = {b.block_id for b in blocks if b.identity}
+        held = {b.block_id for b in blocks if b.serial}
         require(held.issuperset(evictable), "partition", "evictable and not cached")
         require(held.isdisjoint(free), "partition", "free and cached")
         cached = {blocks[i].hash: i for i in held}
-        require(cached == self.blocks.prefix_index, "index")
+        require(cached == self.block_manager.prefix_index, "index")
         for index in cached.values():
             self.check_cached(index)
         for seq in self.seqs:
@@ -387,7 +390,7 @@ class History:
 
     def check_cached(self, index: int) -> None:
         """Check that a cached block holds the tokens that the index says."""
-        named = memoryview(self.blocks.blocks[index].token_ids).cast("I").tolist()
+        named = memoryview(self.block_manager.blocks[index].token_ids).cast("I").tolist()
         held = [p and p[0] for p in self.runner.memory[index * self.size : (index + 1) * self.size]]
         if held != named:
             raise InvariantError("cached", f"block {index} holds {held}, the index says {named}")

@@ -41,11 +41,11 @@ class Event(TypedDict, total=False):
     # For a plan only.
     chunks: list[list[int]]  # sequence, first position, number of tokens
     decodes: list[int]  # sequences
-    joins: list[int]
+    new_rows: list[int]
     copies: list[tuple[int, int]]  # blocks (source, target)
     saved: list[tuple[int, int]]  # block, host block
     loaded: list[tuple[int, int]]  # host block, block
-    host: dict[str, int]  # counters of the host tier, if blocks were saved or loaded
+    host: dict[str, int]  # counters of the host cache, if blocks were saved or loaded
     evicted: list[int]
     why: str  # a key of WHY_WAITING
 

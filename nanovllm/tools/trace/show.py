@@ -70,14 +70,14 @@ def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) 
         if start < end:
             mark("X", number, name, start, dur=end - start, args=args)
 
-    is_async = options["async_scheduling"]
+    async_scheduling = options["async_scheduling"]
     state = State()
     now = 0
     launches = [0]  # step -> time of its launch
     track_ends: dict[int, int] = {}  # sequence -> end of the last slice of its track
     waiting_since: dict[int, int] = {}  # sequence -> time since which it waits
     work: dict[int, list[tuple[int, str]]] = {}  # step -> sequences and what it computes for them
-    tracks = ["host", *(["odd steps run", "even steps run"] if is_async else ["steps run"])]
+    tracks = ["host", *(["odd steps run", "even steps run"] if async_scheduling else ["steps run"])]
     add("M", "process_name", 0, args={"name": "engine"})
     mark("M", 0, "process_name", 0, args={"name": "requests"})
     for tid, name in enumerate(tracks, 1):
@@ -106,7 +106,7 @@ def chrome(options: dict[str, Any], events: list[Event], texts: dict[int, str]) 
             step = event["commit"]
             launch = launches[step]
             read, now = event["time"]
-            tid = 3 - step % 2 if is_async else 2
+            tid = 3 - step % 2 if async_scheduling else 2
             add("X", f"run {step}", launch, tid, dur=read - launch, args={})
             args = {"tokens": event["tokens"], "sequences": state.receivers}
             add("X", f"commit {step}", read, dur=now - read, args=args)
@@ -254,7 +254,7 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         if seq.parent >= 0 and "commit" in event:
             yield f"Fork: request {seq.name} continues {names[seq.parent]}."
     admitted: dict[str, list[str]] = {}
-    for i in event.get("joins", ()):
+    for i in event.get("new_rows", ()):
         is_head = state.seqs[i].lost or state.seqs[i].parent >= 0
         rule = "preempted sequences and forks come first" if is_head else policy
         admitted.setdefault(rule, []).append(names[i])
@@ -263,7 +263,7 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     for i, start, count in event.get("chunks", ()):
         seq = state.seqs[i]
         left = len(seq.tokens) - start
-        if i in event.get("joins", ()):
+        if i in event.get("new_rows", ()):
             if seq.parent >= 0 and not seq.lost and left == 1:
                 if start < seq.num_prompt:
                     both = f"{names[i]} shares the prompt's blocks with {names[seq.parent]}"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.plan import StepOutput, Yield
+from nanovllm.plan import ResultKind, StepOutput
 from nanovllm.tools.trace import show
 from nanovllm.tools.trace.events import Event as Event
 from nanovllm.tools.trace.events import State as State
@@ -41,7 +41,7 @@ class Observable(Protocol):
 
     scheduler: Scheduler
     tokenizer: Any
-    max_in_flight: int
+    async_scheduling: bool
     observer: Observer
 
     @property
@@ -61,14 +61,14 @@ class Trace(Observer):
             raise TypeError(f"a Trace records an LLM or its LLMEngine, not {llm!r:.80}")
         self._engine = engine
         self._scheduler = scheduler = engine.scheduler
-        self._blocks = scheduler.blocks
+        self._blocks = scheduler.block_manager
         self.options: dict[str, Any] = {
             "num_blocks": self._blocks.num_blocks,
             "block_size": self._blocks.block_size,
             "max_num_batched_tokens": scheduler.token_budget,
             "max_num_seqs": scheduler.max_num_seqs,
             "policy": str(getattr(scheduler.policy_key, "__name__", "")).replace("_", " "),
-            "async_scheduling": engine.max_in_flight,
+            "async_scheduling": engine.async_scheduling,
         }
         self.events: list[Event] = []
         self.num_steps = 0
@@ -116,10 +116,10 @@ class Trace(Observer):
             numbers = {row: self._numbers[seq] for row, seq in step.seqs.items()}
             decodes = [numbers[row] for row in plan.decode_rows]
             event["chunks"] = [[numbers[c.row], c.start, len(c.token_ids)] for c in plan.chunks]
-            if plan.joins:
-                event["joins"] = [numbers[join.row] for join in plan.joins]
-            if plan.block_moves:
-                event["copies"] = list(plan.block_moves)
+            if plan.new_rows:
+                event["new_rows"] = [numbers[new.row] for new in plan.new_rows]
+            if plan.block_copies:
+                event["copies"] = list(plan.block_copies)
             if plan.saves or plan.loads:
                 event["saved"] = list(plan.saves)
                 event["loaded"] = list(plan.loads)
@@ -220,7 +220,7 @@ class Trace(Observer):
         The number is the index of a sample. The index of a beam changes, so beams are numbered in
         the order in which they appear.
         """
-        if seq.yields is Yield.CANDIDATES:
+        if seq.result_kind is ResultKind.CANDIDATES:
             self._beams[seq.arrival] += 1
             return f"{seq.request_id}.{self._beams[seq.arrival] - 1}"
         return f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id

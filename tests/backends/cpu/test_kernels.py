@@ -283,7 +283,7 @@ def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch)
 
     def keep_even(logits: torch.Tensor, on: torch.Tensor) -> torch.Tensor:
         odd = torch.arange(logits.shape[1]) % 2 == 1
-        return logits.masked_fill(odd & (on > 0)[:, None], sampler.HIDDEN)
+        return logits.masked_fill(odd & (on > 0)[:, None], sampler.MASKED)
 
     monkeypatch.setitem(sampler.FILTER_FUNCTIONS, "even", keep_even)
     batch = sampling(60, torch.tensor([0.5, 0.0]).repeat(30))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 # The scenarios of dry_run.py, in two processes that take about as long.
 PROCESSES = (
-    ("qwen3", "int8", "host tier", "faults", "ranks", "memory"),
+    ("qwen3", "int8", "host cache", "faults", "ranks", "memory"),
     ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "decode"),
 )
 SCENARIOS = [name for names in PROCESSES for name in names]
@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return first | second
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8", "ranks", "host tier"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8", "ranks", "host cache"])
 def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -> None:
     found = runs[family]["found"]
     for run in found:
@@ -47,12 +47,12 @@ def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -
         assert (run["preemptions"] > 0) == (run["options"]["num_kvcache_blocks"] < 99)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "ranks", "host tier"])
+@pytest.mark.parametrize("name", ["qwen3", "ranks", "host cache"])
 def test_the_host_waits_for_tokens_only(runs: dict[str, Any], name: str) -> None:
     """Without rules; with overlap only when no step is left to launch."""
     for run in runs[name]["found"]:
         small = run["options"]["num_kvcache_blocks"] < 99
-        assert (run["loads"] > 0) == (name == "host tier" and small)
+        assert (run["loads"] > 0) == (name == "host cache" and small)
         waits = run["plain waits"]
         assert all(x.startswith("the last event at nanovllm/runner/") for x in waits), waits
         if run["options"]["async_scheduling"]:
@@ -77,7 +77,7 @@ def test_launches_of_a_decode(runs: dict[str, Any]) -> None:
 
 
 def test_what_a_step_with_chunks_sends(runs: dict[str, Any]) -> None:
-    """One copy for what changes in each step, one for the rest, the tiles and the mirror's rows."""
+    """One copy for what changes in each step, one for the rest, the tiles and the rows on the device."""
     found = runs["decode"]["found"]["with a chunk"]
     print(found)
     assert found["copies"] <= 6

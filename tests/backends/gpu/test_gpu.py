@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.features.host_tier import pool as host_pool
+from nanovllm.backends.int8 import Int8Weight, weight_only
+from nanovllm.features.host_cache import pool as host_pool
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
-from nanovllm.models.int8 import Int8Weight, weight_only
 from nanovllm.models.layers import add_rms_norm, silu_and_mul
-from nanovllm.plan import BlockMove
+from nanovllm.plan import BlockCopy
 from nanovllm.tools.training import data
 from nanovllm.tools.training.grade import accuracy
 
@@ -482,17 +482,17 @@ def test_copies_of_the_host_pool(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
     with torch.inference_mode():
         for _ in range(20):
             before, blocks, slots = bits.clone(), torch.randperm(40), torch.randperm(30)[:20]
-            pool.save(cache, [BlockMove(*m) for m in zip(blocks.tolist(), slots.tolist())])  # noqa: B905
+            pool.save(cache, [BlockCopy(*m) for m in zip(blocks.tolist(), slots.tolist())])  # noqa: B905
             bits.fill_(255)
             moves = zip(slots.tolist(), blocks.tolist()[20:])  # noqa: B905
-            pool.load(cache, [BlockMove(*move) for move in moves])
+            pool.load(cache, [BlockCopy(*move) for move in moves])
             assert torch.equal(bits[:, :, blocks[20:]], before[:, :, blocks[:20]])
             assert (bits[:, :, blocks[:20]] == 255).all()
             bits.copy_(before)
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_tokens_with_a_host_tier(tmp_path: Path, eager: bool) -> None:
+def test_tokens_with_a_host_cache(tmp_path: Path, eager: bool) -> None:
     make_checkpoint(tmp_path)
     options = dict(dtype="float32", skip_tokenizer_init=True, max_num_seqs=4, max_model_len=300)
     options |= dict(kvcache_block_size=16, enforce_eager=eager)

@@ -174,13 +174,13 @@ def test_rules_are_forgotten_with_their_request(path: Path) -> None:
     ruled = SamplingParams(repetition_penalty=1.5, **greedy)
     llm.generate([[1, 2], [3, 4]], ruled, use_tqdm=False)
     runner, sampled_again = llm.engine.runner, []
-    sampling_batch = runner.mirror.sampling_batch
+    sampling_batch = runner.device_rows.sampling_batch
 
     def watched(rows: torch.Tensor) -> object:
         sampled_again.append(rows)
         return sampling_batch(rows)
 
-    runner.mirror.sampling_batch = watched
+    runner.device_rows.sampling_batch = watched
     llm.generate([[1, 2]], SamplingParams(**greedy), use_tqdm=False)  # in one of the rows
     # `decode_batch` asks once per decode step; a row with rules would ask once more.
     assert len(sampled_again) == 5

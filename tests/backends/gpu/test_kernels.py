@@ -34,10 +34,10 @@ from triton.runtime.jit import create_function_from_signature  # noqa: E402
 from nanovllm import LLM  # noqa: E402
 from nanovllm.backends.gpu.kernels import attention, int8, launch, pointwise, sampling, store  # noqa: E402
 from nanovllm.backends.gpu.kernels.configs import Tile  # noqa: E402
+from nanovllm.backends.int8 import Int8Weight, weight_only  # noqa: E402
 from nanovllm.models import sampler  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402
-from nanovllm.models.int8 import Int8Weight, weight_only  # noqa: E402
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, silu_and_mul  # noqa: E402
 
 NAN = float("nan")

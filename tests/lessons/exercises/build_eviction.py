@@ -20,7 +20,7 @@ def use(blocks: BlockManager, *heads: int) -> None:
     """Run a sequence with one full block [head, head] for each head, and release its blocks."""
     tokens = [token for head in heads for token in (head, head)] + [0]
     seq = make_samples(tokens, len(tokens) + 1)[0]
-    blocks.share(seq, blocks.match(seq))
+    blocks.attach_cached(seq, blocks.match(seq))
     for _ in range(blocks.num_needed(seq, len(tokens))):
         blocks.append_block(seq)
     seq.num_computed = len(tokens)
@@ -132,5 +132,5 @@ def test_random_histories() -> None:
     evictions = 0
     for seed in range(200):
         history = check_history(seed, managers=SimpleNamespace(BlockManager=Checked))
-        evictions += history.blocks.evictions
+        evictions += history.block_manager.evictions
     assert evictions > 200  # else the pools were too large to prove anything

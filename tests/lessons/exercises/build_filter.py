@@ -19,7 +19,7 @@ from nanovllm.models.sampler import FILTER_FUNCTIONS
 from nanovllm.plan import FILTERS
 
 keep_typical_p = load("filter.py", "keep_typical_p")
-HIDDEN = float("-inf")
+MASKED = float("-inf")
 
 
 def filtered(logits: Tensor, *typical_p: float) -> Tensor:
@@ -35,7 +35,7 @@ def reference(logits: Tensor, p: float) -> Tensor:
 
 
 def kept(logits: Tensor) -> list[int]:
-    return (logits > HIDDEN).nonzero().flatten().tolist()
+    return (logits > MASKED).nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize(("p", "want"), [(0.3, [1, 2]), (0.6, [0, 1, 2]), (0.95, [0, 1, 2, 3])])
@@ -100,7 +100,7 @@ def test_what_is_hidden_stays_hidden() -> None:
     torch.manual_seed(4)
     logits = 3 * torch.randn(4, 60)
     few = logits[:, :20].clone()
-    logits[:, 20:] = HIDDEN
+    logits[:, 20:] = MASKED
     got, want = filtered(logits, 0.2, 0.5, 0.9, 0.99), filtered(few, 0.2, 0.5, 0.9, 0.99)
     for i in range(4):
         expect(
@@ -112,7 +112,7 @@ def test_what_is_hidden_stays_hidden() -> None:
             f"An earlier filter has hidden tokens 20 to 59. Of the others, {kept(want[i])} should "
             f"be kept, as if there were no hidden ones, but {kept(got[i])} are.",
         )
-    only = torch.full((1, 60), HIDDEN)
+    only = torch.full((1, 60), MASKED)
     only[0, 7] = 0.0
     got = filtered(only, 0.5)
     expect(torch.equal(got, only), f"The only token, 7, should be kept, but {kept(got[0])} are.")

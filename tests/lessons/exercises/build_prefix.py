@@ -18,7 +18,7 @@ Matching = load("prefix.py", "Matching")
 def cache(blocks: BlockManager, tokens: list[int]) -> None:
     """Run a sequence of these tokens and release its blocks."""
     seq = make_samples(tokens, len(tokens) + 1)[0]
-    blocks.share(seq, BlockManager.match(blocks, seq))
+    blocks.attach_cached(seq, BlockManager.match(blocks, seq))
     for _ in range(blocks.num_needed(seq, len(tokens))):
         blocks.append_block(seq)
     seq.num_computed = len(tokens)

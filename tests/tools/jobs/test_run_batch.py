@@ -353,7 +353,7 @@ def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
         lines.append(wrong)
     lines.insert(20, line("good", CHAT, **ask("What is 12 + 30?")))
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    assert run(embedded, source, target, max_in_flight=2) == len(WRONG)
+    assert run(embedded, source, target, max_concurrency=2) == len(WRONG)
     read = [json.loads(text) for text in target.read_text().splitlines()]
     by_number = {int(one["id"].rpartition("-")[2]): one for one in read}
     assert sorted(by_number) == list(range(1, len(lines) + 1))
@@ -371,7 +371,7 @@ def test_wrong_lines_stop_nothing(embedded: LLM, tmp_path: Path) -> None:
 
 
 def test_a_request_that_fails_while_it_runs(embedded: LLM, tmp_path: Path) -> None:
-    eos = sorted(embedded.engine.inputs.eos_token_ids)
+    eos = sorted(embedded.engine.input_processor.eos_token_ids)
     hidden = ask("Hi", min_tokens=3, allowed_token_ids=eos)
     lines = [line("hidden", CHAT, **hidden), *few(2)]
     target = tmp_path / "out.jsonl"
@@ -423,7 +423,7 @@ def test_stops_of_a_run(embedded: LLM, tmp_path: Path, monkeypatch: pytest.Monke
 
         monkeypatch.setattr(embedded.engine, "run_step", stop)
         with BatchFiles(source, target) as files, pytest.raises(error):
-            run_batch(embedded, files, max_in_flight=2, use_tqdm=False)
+            run_batch(embedded, files, max_concurrency=2, use_tqdm=False)
         monkeypatch.undo()
         assert not embedded.engine.has_unfinished_requests()
         assert 0 < len(results(target)) < 7
@@ -447,7 +447,7 @@ def until(condition: Callable[[], bool], seconds: float = 120) -> None:
 def test_ctrl_c_and_kill_9(embedded: LLM, tmp_path: Path) -> None:
     lines = [line(f"q{i}", CHAT, **ask(f"Count from {i + 1} to {i + 21}")) for i in range(30)]
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    arguments = ["-i", str(source), "-o", str(target), "--max-in-flight", "2"]
+    arguments = ["-i", str(source), "-o", str(target), "--max-concurrency", "2"]
     for option in ("max_num_seqs=2", "dtype=float32", "device=cpu"):
         arguments += ["--set", option]
     for number, done in ((signal.SIGINT, 2), (signal.SIGKILL, 6)):
@@ -490,7 +490,7 @@ def test_a_line_that_ends_the_process(embedded: LLM, tmp_path: Path) -> None:
     """After the second time it gets a result with an error, and the others are computed."""
     source, target = save(tmp_path / "in.jsonl", few(8)), tmp_path / "out.jsonl"
     record = tmp_path / "out.jsonl.adding"
-    arguments = ["-i", str(source), "-o", str(target), "--max-in-flight", "2"]
+    arguments = ["-i", str(source), "-o", str(target), "--max-concurrency", "2"]
     for option in ("max_num_seqs=2", "dtype=float32", "device=cpu"):
         arguments += ["--set", option]
     codes = []
@@ -610,7 +610,7 @@ def test_a_full_disk(embedded: LLM, tmp_path: Path, room: int) -> None:
     with BatchFiles(source, target) as files:
         files.results = FullDisk(files.results, room)
         with pytest.raises(OSError, match="No space left on device.*out.jsonl"):
-            run_batch(embedded, files, max_in_flight=2, use_tqdm=False)
+            run_batch(embedded, files, max_concurrency=2, use_tqdm=False)
     assert not embedded.engine.has_unfinished_requests()
     assert target.stat().st_size <= room
     assert (len(results(target)) > 0) == (room == 1000)
@@ -652,14 +652,14 @@ def test_lines_in_flight_are_bounded(
 
     def watch() -> None:
         nonlocal most
-        most = max(most, len(embedded.engine.outputs.requests))
-        read.append(files.num_done + len(embedded.engine.outputs.requests))
+        most = max(most, len(embedded.engine.output_processor.requests))
+        read.append(files.num_done + len(embedded.engine.output_processor.requests))
         step()
 
     read: list[int] = []
     monkeypatch.setattr(embedded.engine, "run_step", watch)
     with BatchFiles(source, target) as files:
-        run_batch(embedded, files, max_in_flight=3, use_tqdm=False)
+        run_batch(embedded, files, max_concurrency=3, use_tqdm=False)
         assert len(files.done) == 1 + 21
     assert most == 3
     assert read[0] == 3
@@ -735,7 +735,7 @@ def test_an_input_that_changes_during_a_run_and_is_restored(
         with BatchFiles(source, target) as files:
             message = r"^line \d+ of .*in.jsonl has changed since this run began; restore it$"
             with pytest.raises(ValueError, match=message):
-                run_batch(embedded, files, max_in_flight=4, use_tqdm=False)
+                run_batch(embedded, files, max_concurrency=4, use_tqdm=False)
         assert not engine.has_unfinished_requests()
         first, num_done = len(asked), len(results(target))
         assert 0 < num_done <= first < count
@@ -834,7 +834,7 @@ def test_nothing_left_loads_no_model(
 def test_other_names_and_help(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     job = parse(embedded, CHAT, ask("Hi", model="gpt-9"), "gpt-9")
     assert job.model == "gpt-9"
-    for arguments in (["-i", "a", "-o", "b", "--max-in-flight", "0"], ["-i", "a"]):
+    for arguments in (["-i", "a", "-o", "b", "--max-concurrency", "0"], ["-i", "a"]):
         with pytest.raises(SystemExit):
             main(arguments)
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""Products of few rows with weights in int8: `weight_only` of models/int8.py in one pass over W.
+"""Products of few rows with weights in int8: `weight_only` of backends/int8.py in one pass over W.
 
 A product of few rows takes as long as reading its weights. Here they are read as int8 and converted
 to the dtype of x in registers, which is exact; the scale of an output multiplies its float32 sum.
@@ -107,5 +107,5 @@ def compile_for(module: Linear) -> None:
     """Compile what a Linear needs, with each number of rows, before requests are served."""
     weight = module.weight
     for rows in FLOAT32 if weight.dtype == torch.float32 else HALF:
-        linear(torch.zeros((rows, weight.shape[1]), dtype=weight.dtype, device=weight.values.device),
-               module)
+        x = torch.zeros((rows, weight.shape[1]), dtype=weight.dtype, device=weight.values.device)
+        linear(x, module)

@@ -11,8 +11,8 @@ class FewestHits(BlockManager):
         super().__init__(*args)
         self.hits = [0] * len(self.blocks)
 
-    def share(self, seq: Sequence, matched: list[Block]) -> None:
-        super().share(seq, matched)
+    def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
+        super().attach_cached(seq, matched)
         for block in matched:
             self.hits[block.block_id] += 1
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-HIDDEN = float("-inf")
+MASKED = float("-inf")
 
 
 def keep_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
@@ -15,4 +15,4 @@ def keep_typical_p(logits: Tensor, typical_p: Tensor) -> Tensor:
     before = sorted_probs.cumsum(dim=-1) - sorted_probs
     kept = (before < typical_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)
     last = ordered.gather(1, kept - 1)
-    return logits.masked_fill((distance > last) & (typical_p < 1)[:, None], HIDDEN)
+    return logits.masked_fill((distance > last) & (typical_p < 1)[:, None], MASKED)

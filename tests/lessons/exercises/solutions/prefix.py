@@ -16,8 +16,8 @@ class Matching(BlockManager):
             if number is None:
                 break
             block = self.blocks[number]
-            if block.token_ids != self._token_bytes(seq, i) or block.parent != parent:
+            if block.token_ids != self._token_bytes(seq, i) or block.parent_serial != parent:
                 break
             matched.append(block)
-            parent = block.identity
+            parent = block.serial
         return matched

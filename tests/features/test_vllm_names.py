@@ -14,7 +14,8 @@ import torch
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EngineConfig
-from nanovllm.api.vllm_names import CALL_ARGUMENTS, INSTEAD, VLLM_OPTIONS, CallArguments
+from nanovllm.features.vllm_names import CALL_ARGUMENTS, INSTEAD, VLLM_OPTIONS, CallArguments
+from nanovllm.loading.make_engine import engine_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -132,13 +133,13 @@ def test_options_of_vllm_that_change_nothing(path: Path, caplog: pytest.LogCaptu
     """None and the listed values of each are accepted, with a line for those who debug."""
     with caplog.at_level("DEBUG", logger="nanovllm"):
         for name, (harmless, reason) in VLLM_OPTIONS.items():
-            assert EngineConfig.from_options({name: None}) == EngineConfig()
+            assert engine_config({name: None}) == EngineConfig()
             for value in harmless if reason else (False, 7, "any"):
-                assert EngineConfig.from_options({name: value}) == EngineConfig()
+                assert engine_config({name: value}) == EngineConfig()
                 assert f"{name}={value!r}" in caplog.messages[-1]
             if reason:
                 with pytest.raises(ValueError, match=re.escape(f"{name}='other' is not")):
-                    EngineConfig.from_options({name: "other"})
+                    engine_config({name: "other"})
     assert not VLLM_OPTIONS.keys() & EngineConfig.__dataclass_fields__.keys()
 
 
@@ -146,4 +147,4 @@ def test_options_of_vllm_that_change_nothing(path: Path, caplog: pytest.LogCaptu
 @pytest.mark.parametrize("option", ["rope_scaling", "logits_processors", "hf_overrides"])
 def test_arrays_as_options(option: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{option}=.* is not supported"):
-        EngineConfig.from_options({option: value})
+        engine_config({option: value})

@@ -1,7 +1,7 @@
-"""TieredBlockManager: a BlockManager whose evicted blocks go to a second tier, in host memory.
+"""HostCacheBlockManager: a BlockManager that saves evicted blocks to a cache in host memory.
 
-It owns the index of the host blocks. Like BlockManager it moves no data: `take_moves` puts the
-copies between the tiers into the plan, and features/host_tier/pool.py makes them.
+It owns the index of the host blocks. Like BlockManager it copies no data: `fill_copies` puts the
+copies between device and host into the plan, and features/host_cache/pool.py executes them.
 
     device   owned --release--> evictable --eviction--> other content
                ^                    |
@@ -9,16 +9,15 @@ copies between the tiers into the plan, and features/host_tier/pool.py makes the
                |                    v
     host       +------------- host block --eviction, least recently used--> lost
 
-A preempted sequence releases its blocks, a later one may evict them, and they come back when the
-sequence is matched again: this is the swapping of PagedAttention (arXiv:2309.06180, section 4.5),
-block by block. The same mechanism keeps long conversations and shared prefixes.
+A preempted sequence releases its blocks, and a later one may evict them. They are loaded when the
+preempted sequence is matched again. This is the swapping of PagedAttention (arXiv:2309.06180,
+section 4.5), block by block. The same mechanism keeps long conversations and shared prefixes.
 
-A block has one identity, parent and content in both tiers, so that its children are found in
-either. A block that comes back keeps its copy in host memory, and needs no save when it is evicted
-again.
+A block has one serial number, parent and content in both caches, so that its children are found in
+either. A loaded block keeps its copy in host memory, and needs no save when it is evicted again.
 
-The saves of a plan are made first, then its copies on the device, then its loads, and then the step
-computes. A host block that a move of a plan reads or writes is not reused within this plan.
+The runner executes the saves of a plan first, then the copies on the device, then the loads, and
+then computes. A host block that a plan reads or writes is not reused within this plan.
 """
 
 from collections import OrderedDict
@@ -26,7 +25,7 @@ from collections.abc import Iterable
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import BlockMove, StepPlan
+from nanovllm.plan import BlockCopy, StepPlan
 
 
 class HostBlock(Block):
@@ -35,16 +34,16 @@ class HostBlock(Block):
     __slots__ = ()
 
 
-class TieredBlockManager(BlockManager):
+class HostCacheBlockManager(BlockManager):
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
         super().__init__(num_blocks, block_size)
         self.num_host_blocks = num_host_blocks
         self._empty_host()
         self.saved_blocks = self.loaded_blocks = self.lost_blocks = self.spared_tokens = 0
-        # For the plan that is being made; see take_moves.
-        self._saves: list[BlockMove] = []
-        self._loads: list[BlockMove] = []
-        self._busy: set[int] = set()  # host blocks that its moves read or write
+        # For the plan that is being made; see `fill_copies`.
+        self._saves: list[BlockCopy] = []
+        self._loads: list[BlockCopy] = []
+        self._busy: set[int] = set()  # host blocks that its copies read or write
 
     def revert(self, seqs: Iterable[Sequence]) -> None:
         super().revert(seqs)
@@ -56,7 +55,7 @@ class TieredBlockManager(BlockManager):
         self.host_free = list(range(self.num_host_blocks - 1, -1, -1))  # taken from the end
 
     def stats(self) -> dict[str, int]:
-        """Counters for `LLMEngine.stats`, which docs/api.md explains."""
+        """Return counters for `LLMEngine.stats`; docs/api.md explains them."""
         return {
             "host_blocks": len(self.host_index),
             "host_saves": self.saved_blocks,
@@ -72,9 +71,9 @@ class TieredBlockManager(BlockManager):
         super()._evict(block_id)
 
     def _save(self, block: Block) -> None:
-        """Give a block that is about to be evicted a host block, unless it has one or none is left."""
+        """Save a block that is about to be evicted, unless it is saved or no host block is left."""
         old = self.host_index.get(block.hash)  # its copy, or another block with an equal hash
-        if old is not None and old.identity == block.identity:
+        if old is not None and old.serial == block.serial:
             self.host_index.move_to_end(block.hash)
             return
         if old is None and not self.host_free:
@@ -87,75 +86,75 @@ class TieredBlockManager(BlockManager):
         host_id = self.host_free.pop()
         self.host_index[block.hash] = HostBlock(
             host_id,
-            identity=block.identity,
-            parent=block.parent,
+            serial=block.serial,
+            parent_serial=block.parent_serial,
             hash=block.hash,
             token_ids=block.token_ids,
         )
         self._busy.add(host_id)
-        self._saves.append(BlockMove(block.block_id, host_id))
+        self._saves.append(BlockCopy(block.block_id, host_id))
         self.saved_blocks += 1
 
     def _drop(self, old: HostBlock) -> None:
         del self.host_index[old.hash]
         self.host_free.append(old.block_id)
         block_id = self.prefix_index.get(old.hash)
-        if block_id is None or self.blocks[block_id].identity != old.identity:
+        if block_id is None or self.blocks[block_id].serial != old.serial:
             self.lost_blocks += 1
 
     # ---- from the host to the device ----
 
     def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
-        """As in the base class, or else the host block with this content.
+        """Look up logical block `i` on the device, and then in host memory.
 
-        It takes a block of the device when it is shared, as one without an owner does.
+        A host block has no owner, so `num_evictable` counts the device block that its load takes.
         """
         block, host = self._lookup(seq, i, parent), self.host_index.get(seq.block_hashes[i])
         if block is None and host is not None and host.holds(parent, self._token_bytes(seq, i)):
             return host
         return block
 
-    def share(self, seq: Sequence, matched: list[Block]) -> None:
-        """As in the base class. Host blocks are loaded into blocks of the device."""
+    def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
+        """Set `seq.block_table` to cached blocks. Host blocks are loaded into device blocks."""
         on_host = [i for i, block in enumerate(matched) if isinstance(block, HostBlock)]
-        # A load may remove the last block from the index, which takes its identity.
-        parent = matched[-1].identity if matched else 0
-        # Taking a block can evict one from either tier. None of `matched` is among them, because
-        # those on the device get an owner first, and those in host memory are busy.
-        super().share(seq, [block for block in matched if not isinstance(block, HostBlock)])
+        # A load may remove the last block from the index, which sets its serial to 0.
+        parent = matched[-1].serial if matched else 0
+        # Taking a block can evict a block from either cache, but none of `matched`: its device
+        # blocks get an owner first, and its host blocks are marked as busy.
+        super().attach_cached(seq, [block for block in matched if not isinstance(block, HostBlock)])
         for i in reversed(on_host):  # as in `release`, so that the last is evicted first
             self._busy.add(matched[i].block_id)
             self.host_index.move_to_end(matched[i].hash)
         for i in on_host:
             seq.block_table.insert(i, self._load(matched[i]))
-        seq.num_cached_blocks, seq.parent_block = len(matched), parent
+        seq.num_cached_blocks, seq.parent_serial = len(matched), parent
         seq.num_computed = len(matched) * self.block_size
         if on_host:
             self.spared_tokens += (len(matched) - on_host[0]) * self.block_size
 
     def _load(self, host_block: Block) -> int:
-        """Return a block of the device, with one owner, into which the plan copies `host_block`."""
+        """Return a device block with one owner, into which the plan loads `host_block`."""
         block = self.blocks[self._take_block()]
-        self._cache(block, host_block.parent, host_block.hash, host_block.token_ids)
-        self._loads.append(BlockMove(host_block.block_id, block.block_id))
+        self._cache(block, host_block.parent_serial, host_block.hash, host_block.token_ids)
+        self._loads.append(BlockCopy(host_block.block_id, block.block_id))
         self.loaded_blocks += 1
         return block.block_id
 
-    # ---- both tiers ----
+    # ---- both caches ----
 
     def _cache(self, block: Block, parent: int, key: int, tokens: bytes) -> None:
-        """As in the base class. A block that the host also has keeps the identity that it has there."""
+        """Cache a block. If host memory has a copy, the block gets the copy's serial number."""
         super()._cache(block, parent, key, tokens)
         same = self.host_index.get(key)
         if same is not None and same.holds(parent, tokens):
-            block.identity = same.identity
+            block.serial = same.serial
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block of both tiers from the cache."""
+        """Remove every block from both caches."""
         super().reset_prefix_cache()
         self._empty_host()
 
-    def take_moves(self, plan: StepPlan) -> list[int]:
+    def fill_copies(self, plan: StepPlan) -> list[int]:
         plan.saves, plan.loads = self._saves, self._loads
         self._saves, self._loads, self._busy = [], [], set()
-        return super().take_moves(plan)
+        return super().fill_copies(plan)

@@ -1,4 +1,4 @@
-"""Lesson 14: a second tier in host memory.
+"""Lesson 14: a cache in host memory.
 
 When no block is free, the prefix cache evicts one, and its keys and values are lost (lesson 6).
 With swap_space (GiB) they are saved to host memory first, and loaded when a request needs them
@@ -15,7 +15,7 @@ copy takes less time than computing the block's tokens again.
 """
 
 from nanovllm import LLM, Trace
-from nanovllm.features.host_tier.blocks import TieredBlockManager
+from nanovllm.features.host_cache.blocks import HostCacheBlockManager
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, shape_of
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 from nanovllm.models.config import ModelConfig
@@ -89,9 +89,9 @@ def run() -> list[Question]:
         The engine does not compare the two: with swap_space it loads each block that the host has.
         On a CPU a larger KV cache does the same without copies.""")
     show_source(
-        link(TieredBlockManager._save),
-        link(TieredBlockManager._find),
-        link(TieredBlockManager._load),
+        link(HostCacheBlockManager._save),
+        link(HostCacheBlockManager._find),
+        link(HostCacheBlockManager._load),
     )
     min_bandwidth = small.block_bytes(1, 2) / micros(small)[1] / 1e3
     return [

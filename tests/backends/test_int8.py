@@ -13,15 +13,16 @@ from checkpoints import VOCAB, make_checkpoint, random_llm, weights_of, wrong_by
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.backend import Backend
-from nanovllm.models.int8 import (
+from nanovllm.backends.int8 import (
     Int8Weight,
     dynamic,
     integer_product,
     quantize,
+    quantized,
     weight_only,
 )
+from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.tools.benchmarks import workloads
 from nanovllm.tools.training import data
@@ -241,7 +242,8 @@ def test_sizes_of_known_shapes(tmp_path: Path) -> None:
     sizes = {"qwen3-0.6b": (1.192, 0.598), "qwen3-8b": (16.381, 8.819)}
     for shape, wanted in sizes.items():
         config = Checkpoint(workloads.write_shape(shape, tmp_path)).model_config
-        backends = [Backend(CPU, torch.bfloat16), Backend(CPU, torch.bfloat16).quantized()]
+        plain = Backend(CPU, torch.bfloat16)
+        backends = [plain, quantized(plain)]
         found = [Qwen3.on_meta(config, backend).weight_bytes / 1e9 for backend in backends]
         assert found == pytest.approx(wanted, abs=2e-3)
 

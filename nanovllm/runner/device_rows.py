@@ -1,7 +1,7 @@
-"""Mirror: the rows on a device that works while the host plans, such as a GPU.
+"""DeviceRows: the rows in the memory of a device that works while the host plans, such as a GPU.
 
-Decode steps are built from the mirror alone. Positions advance there, and the last sampled tokens
-are there already, so a steady decode that a CUDA graph replays needs nothing from the host.
+Decode steps are built from these tensors alone. The device advances the positions and already has
+the last sampled tokens, so replaying a CUDA graph for the same rows needs no data from the host.
 """
 
 import numpy as np
@@ -13,8 +13,8 @@ from nanovllm.plan import StepPlan
 from nanovllm.runner.rows import Rows, sampling_batch
 
 
-class Mirror:
-    """The arrays of Rows as tensors. N rows, and row N, which is padding."""
+class DeviceRows:
+    """The arrays of Rows as tensors: N rows, and row N for padding."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows, device = rows, rows.device
@@ -23,15 +23,15 @@ class Mirror:
         self.params = torch.tensor(rows.params, device=device)  # [1 + filters, N + 1] float32
         self.seeds = torch.tensor(rows.seeds, device=device)  # [N + 1] int64
         # [N + 2]: 0, 1, 2, ...
-        self.counting = torch.arange(rows.num_rows + 2, dtype=torch.int32, device=device)
+        self.arange = torch.arange(rows.num_rows + 2, dtype=torch.int32, device=device)
 
     def apply(self, plan: StepPlan) -> None:
-        """Send what `Rows.apply` has changed, but for what `decode_batch` advances itself."""
+        """Send the changes of `Rows.apply`, except the positions that `decode_batch` advances."""
         host, send = self.rows, self.rows.send
-        if plan.joins:
-            joined = [join.row for join in plan.joins]
-            arrays = host.block_tables[joined], host.params[:, joined], host.seeds[joined]
-            rows, tables, params, seeds = send(np.array(joined), *arrays)
+        if plan.new_rows:
+            new = [new_row.row for new_row in plan.new_rows]
+            arrays = host.block_tables[new], host.params[:, new], host.seeds[new]
+            rows, tables, params, seeds = send(np.array(new), *arrays)
             self.block_tables[rows], self.params[:, rows], self.seeds[rows] = tables, params, seeds
         if plan.new_blocks:
             new_rows, index, blocks = send(*np.array(plan.new_blocks).T)
@@ -42,9 +42,9 @@ class Mirror:
             self.positions[rows] = positions
 
     def decode_batch(self, rows: Tensor) -> tuple[ForwardBatch, SamplingBatch]:
-        """Build a decode of `rows` [S], and advance their positions. It can be captured."""
+        """Build a decode step of `rows` [S] and advance their positions. This can be captured."""
         size = rows.shape[0]
-        self.positions[-1:].zero_()  # padding stays in slot 0 of the null block
+        self.positions[-1:].zero_()  # padding stays at slot 0 of the null block
         positions = self.positions[rows]
         context_lens = positions + 1
         self.positions[rows] = context_lens
@@ -52,18 +52,18 @@ class Mirror:
             input_ids=self.rows.last_tokens[rows],
             positions=positions,
             slot_mapping=self.rows.slots(self.block_tables, rows, positions),
-            query_start_loc=self.counting[: size + 1],
+            query_start_loc=self.arange[: size + 1],
             context_lens=context_lens,
             block_tables=self.block_tables[rows],
-            logits_indices=self.counting[:size],
+            logits_indices=self.arange[:size],
             query_lens=np.ones(size, np.int64),
             num_decodes=size,
         )
         return forward, self.sampling_batch(rows)
 
     def sampling_batch(self, rows: Tensor) -> SamplingBatch:
-        """How the rows [R] sample the token at their next position.
+        """Return the sampling parameters of `rows` [R] for their next position.
 
-        It has all filters, because a graph is captured before it is known which are used.
+        All filters are present, because a graph is captured before the used filters are known.
         """
         return sampling_batch(self.params[:, rows], self.seeds[rows], self.positions[rows])

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, cast
 
 from nanovllm.api.checks import similar, unknown_name
+from nanovllm.api.log import logger
 
 # Options of `LLM()` that have another name here, or two names there.
 OTHER_NAMES = {"block_size": "kvcache_block_size", "kv_offloading_size": "swap_space"}
 
-# (ignored values, reason): values that are accepted and ignored, as None is, and why any other
-# value is an error. Without a reason any value is ignored.
+# (ignored values, reason): values that are ignored, in addition to None, and why any other value
+# is an error. Without a reason any value is ignored.
 Unused = tuple[tuple[object, ...], str]
 GENERATES_TEXT = "nanovllm has text, embeddings and log-likelihoods, all from text"
 ONE_DEVICE = "use 1; tensor_parallel_size divides the model among several devices"
@@ -32,7 +33,7 @@ VLLM_OPTIONS: dict[str, Unused] = {
     "generation_config": (("auto",), "pass a SamplingParams to use other values than the file's"),
     "hf_overrides": (({},), EDIT_CONFIG),
     "hf_token": ((), "set the environment variable HF_TOKEN"),
-    "kv_offloading_backend": (("native",), "features/host_tier/blocks.py is the only one"),
+    "kv_offloading_backend": (("native",), "features/host_cache/blocks.py is the only one"),
     "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
     "logprobs_mode": (("raw_logprobs",), "log-probabilities are computed before all rules"),
     "model_impl": (("auto", "vllm"), "all models are in nanovllm/models"),
@@ -70,6 +71,29 @@ NO_EFFECT = (
     "use_tqdm_on_load",
 )
 VLLM_OPTIONS |= dict.fromkeys(NO_EFFECT, ((), ""))
+
+
+def translate(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate options of `LLM()` to their names here, and remove those that change nothing.
+
+    Unknown names are returned as they are. Raises ValueError for a value that would have an effect
+    in vLLM, and for one option that is given under two names with different values.
+    """
+    values = dict(options)
+    for other, name in OTHER_NAMES.items():
+        if (value := values.pop(other, None)) is not None:
+            given = values.setdefault(name, value)
+            if given is not value and given != value:
+                raise ValueError(
+                    f"{other}={value!r} and {name}={given!r} are two names of one option; "
+                    "give one of them"
+                )
+    for name in [name for name in values if name in VLLM_OPTIONS]:
+        value = values.pop(name)
+        check_unused(name, value, *VLLM_OPTIONS[name])
+        logger.debug(f"{name}={value!r} is an option of vLLM and changes nothing here")
+    return values
+
 
 TEXT_ONLY = "nanovllm takes text and has no classification heads; use transformers"
 

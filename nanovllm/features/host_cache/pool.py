@@ -1,20 +1,20 @@
 """HostPool: KV blocks in host memory, and the copies between them and the KV cache.
 
-features/host_tier/blocks.py decides which block is where. A pool executes its decisions: the saves of a plan
-are made before anything else of the step, the loads before the step computes.
+features/host_cache/blocks.py decides which block is where, and a pool makes the copies: the saves
+of a plan before anything else in the step, the loads before the step computes.
 
-On a CPU both are plain copies. On a GPU the pieces of a block are far apart in the cache, [layers, 2,
-blocks, K, B, D], so a copy has two parts, with a staging buffer on the device between them:
+On a CPU both are plain copies. On a GPU the parts of a block are far apart in the cache, [layers,
+2, blocks, K, B, D], so a copy has two parts, with a staging buffer on the device between them:
 
     save    cache ----gather----> staging ----transfer----> pinned host memory
     load    cache <---scatter---- staging <---transfer----- pinned host memory
                    steps' stream            the pool's stream
 
-The order follows from the streams. A block is in staging before a later launch of its step overwrites
-it, while the transfer continues beside the computation. A transfer of a load waits for nothing that
-computes, so that it can begin while the previous step runs; the step itself waits for the event that
-follows the transfer. Transfers are in the order of the plans, so that a load reads what the save
-before it wrote. Each buffer has an event that follows its last use, for which its next use waits.
+The streams define the order. A saved block is gathered before later kernels of the step overwrite
+it, and its transfer overlaps with the computation. The transfer of a load waits for no computation,
+so it can begin while the previous step runs. The step itself waits for an event after the transfer.
+Transfers are in the order of the plans, so a load reads the data of an earlier save. Each buffer
+has an event after its last use, and the next use waits for this event.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torch import Tensor
 
 from nanovllm.api.log import progress_bar
 from nanovllm.models.batch import to_device
-from nanovllm.plan import BlockMove
+from nanovllm.plan import BlockCopy
 
 CHUNK_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two
-STAGING_BYTES = 64 << 20  # of each of the two buffers on a GPU
+STAGING_BYTES = 64 << 20  # of each of the two staging buffers on a GPU
 
 
 def make_pool(num_blocks: int, cache: Tensor) -> HostPool:
@@ -45,18 +45,18 @@ class HostPool:
     """A pool for a device that shares its memory with the host."""
 
     def __init__(self, num_blocks: int, block: Tensor) -> None:
-        """`block` [layers, 2, K, B, D] is one of the cache."""
+        """Allocate `num_blocks` blocks like `block` [layers, 2, K, B, D] of the cache."""
         self.num_blocks = num_blocks
         self.blocks = torch.empty((num_blocks, *block.shape), dtype=block.dtype)
 
-    def save(self, cache: Tensor, moves: list[BlockMove]) -> None:
-        """Copy blocks of the cache to host blocks. The cache may be overwritten by what follows."""
-        for block, host_block in moves:
+    def save(self, cache: Tensor, copies: list[BlockCopy]) -> None:
+        """Copy blocks of the cache to host blocks. Later operations may overwrite the cache."""
+        for block, host_block in copies:
             self.blocks[host_block] = cache[:, :, block]
 
-    def load(self, cache: Tensor, moves: list[BlockMove]) -> None:
-        """Copy host blocks to blocks of the cache. What follows reads them there."""
-        for host_block, block in moves:
+    def load(self, cache: Tensor, copies: list[BlockCopy]) -> None:
+        """Copy host blocks to blocks of the cache. Later operations read them there."""
+        for host_block, block in copies:
             cache[:, :, block] = self.blocks[host_block]
 
 
@@ -64,7 +64,7 @@ class PinnedPool(HostPool):
     """A pool in pinned memory, for a GPU."""
 
     def __init__(self, num_blocks: int, block: Tensor) -> None:
-        # index_select and index_copy_ need not know fp8, because a copy is the same for all dtypes.
+        # fp8 is copied as uint8, so that index_select and index_copy_ need not support it.
         self.dtype = torch.uint8 if block.itemsize == 1 else block.dtype
         self.num_blocks, shape, device = num_blocks, block.shape, block.device
         self.per_chunk = max(1, CHUNK_BYTES // block.nbytes)
@@ -74,7 +74,7 @@ class PinnedPool(HostPool):
             torch.empty((size, *shape), dtype=self.dtype, pin_memory=True)
             for size in progress_bar("Pinning memory", "chunk", sizes)
         ]
-        # Graphs are captured on streams of the other priority, so that none is shared with them.
+        # Graphs are captured on streams of another priority, so that this stream is not shared.
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.ready = torch.cuda.Event()
         staged = max(1, min(STAGING_BYTES // block.nbytes, num_blocks))
@@ -84,10 +84,10 @@ class PinnedPool(HostPool):
         ]
         self.turns = itertools.cycle(self.staging)
 
-    def save(self, cache: Tensor, moves: list[BlockMove]) -> None:
+    def save(self, cache: Tensor, copies: list[BlockCopy]) -> None:
         blocks = cache.view(self.dtype).movedim(2, 0)
         with synchronized_on_error():
-            for sources, targets, buffer, used in self.parts(moves):
+            for sources, targets, buffer, used in self.parts(copies):
                 used.wait()
                 index = to_device(np.array(sources), cache.device)
                 torch.index_select(blocks, 0, index, out=buffer)
@@ -98,10 +98,10 @@ class PinnedPool(HostPool):
                         run.copy_(buffer[where], non_blocking=True)
                     used.record()
 
-    def load(self, cache: Tensor, moves: list[BlockMove]) -> None:
+    def load(self, cache: Tensor, copies: list[BlockCopy]) -> None:
         blocks = cache.view(self.dtype).movedim(2, 0)
         with synchronized_on_error():
-            for sources, targets, buffer, used in self.parts(moves):
+            for sources, targets, buffer, used in self.parts(copies):
                 with torch.cuda.stream(self.stream):
                     used.wait()
                     for where, run in self.runs(sources):
@@ -113,17 +113,17 @@ class PinnedPool(HostPool):
                 used.record()
 
     def parts(
-        self, moves: list[BlockMove]
+        self, copies: list[BlockCopy]
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], Tensor, torch.cuda.Event]]:
-        """Yield sources and targets of as many moves as a buffer holds, it, and its last use."""
-        most = len(self.staging[0][0])
-        for start in range(0, len(moves), most):
-            sources, targets = zip(*moves[start : start + most], strict=True)
+        """Yield sources, targets, a buffer that holds them, and the event of its last use."""
+        size = len(self.staging[0][0])
+        for start in range(0, len(copies), size):
+            sources, targets = zip(*copies[start : start + size], strict=True)
             buffer, used = next(self.turns)
             yield sources, targets, buffer[: len(sources)], used
 
     def runs(self, host_blocks: tuple[int, ...]) -> Iterator[tuple[slice, Tensor]]:
-        """Yield runs of consecutive blocks: where they are in the list, and their memory."""
+        """Yield runs of consecutive blocks: their slice of `host_blocks`, and their memory."""
         size = self.per_chunk
         placed = itertools.groupby(enumerate(host_blocks), lambda x: (x[1] - x[0], x[1] // size))
         for _, group in placed:
@@ -134,7 +134,7 @@ class PinnedPool(HostPool):
 
 @contextmanager
 def synchronized_on_error() -> Iterator[None]:
-    """Wait for the device if a copy is interrupted: its buffer may be in use without an event."""
+    """Wait for the device if a copy is interrupted: a buffer may be in use without an event."""
     try:
         yield
     except BaseException:

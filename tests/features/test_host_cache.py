@@ -1,4 +1,4 @@
-"""The host tier: evicted KV blocks that come back. Bookkeeping, copies, and whole engines."""
+"""The host cache: evicted KV blocks that come back. Bookkeeping, copies, and whole engines."""
 
 import logging
 import sys
@@ -8,23 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
+from host_cache_history import HostCacheHistory
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from machines import MACHINE, BlockManagerMachine
-from tiers import TieredHistory
 
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.api import log
 from nanovllm.api.config import EngineConfig
 from nanovllm.engine.sequence import Sequence
-from nanovllm.features.host_tier import blocks as host_tier
-from nanovllm.features.host_tier import pool as host_pool
-from nanovllm.features.host_tier.blocks import HostBlock, TieredBlockManager
-from nanovllm.features.host_tier.pool import HostPool
+from nanovllm.features.host_cache import blocks as host_cache
+from nanovllm.features.host_cache import pool as host_pool
+from nanovllm.features.host_cache.blocks import HostBlock, HostCacheBlockManager
+from nanovllm.features.host_cache.pool import HostPool
 from nanovllm.loading import memory
+from nanovllm.loading.make_engine import engine_config
 from nanovllm.models.fp8 import FP8
-from nanovllm.plan import BlockMove, StepPlan
+from nanovllm.plan import BlockCopy, StepPlan
 from nanovllm.tools.oracle.mutants import Mutant, apply
 from nanovllm.tools.oracle.oracle import plain_sequence, run_history
 
@@ -39,75 +40,79 @@ GIB = 2**30
 def test_random_histories(seeds: range) -> None:
     saved = loaded = lost = preemptions = 0
     for seed in seeds:
-        history = run_history(seed, make=TieredHistory)
-        saved += history.blocks.saved_blocks
-        loaded += history.blocks.loaded_blocks
-        lost += history.blocks.lost_blocks
+        history = run_history(seed, make=HostCacheHistory)
+        saved += history.block_manager.saved_blocks
+        loaded += history.block_manager.loaded_blocks
+        lost += history.block_manager.lost_blocks
         preemptions += history.scheduler.preemptions
     assert saved > 5 * len(seeds)
     assert min(2 * loaded, lost, preemptions) > len(seeds)
 
 
-def fails(tiers: object) -> bool:
+def fails(block_managers: object) -> bool:
     for seed in range(400):
         try:
-            run_history(seed, make=TieredHistory, tiers=tiers)  # type: ignore[arg-type]
+            run_history(seed, make=HostCacheHistory, block_managers=block_managers)  # type: ignore[arg-type]
         except AssertionError:
             return True
     return False
 
 
-TIER = host_tier
-TIER_MUTANTS = {
+BLOCKS = host_cache
+BLOCKS_MUTANTS = {
     "a host block is found although its parent is gone": Mutant(
-        TIER, "_find", "A.holds(B, C)", "A.token_ids == C"
+        BLOCKS, "_find", "A.holds(B, C)", "A.token_ids == C"
     ),
     "the tokens of a host block are not compared": Mutant(
-        TIER, "_find", "A.holds(B, C)", "A.parent == B"
+        BLOCKS, "_find", "A.holds(B, C)", "A.parent_serial == B"
     ),
-    "a save is not planned": Mutant(TIER, "_save", "self._saves.append(A)", "pass"),
+    "a save is not planned": Mutant(BLOCKS, "_save", "self._saves.append(A)", "pass"),
     "a block is saved after it was overwritten": Mutant(
-        TIER,
-        "take_moves",
+        BLOCKS,
+        "fill_copies",
         "plan.saves, plan.loads = A",
         "plan.saves, plan.loads, self.late = "
         "[*getattr(self, 'late', [])], self._loads, self._saves",
     ),
-    "a load is not planned": Mutant(TIER, "_load", "self._loads.append(A)", "pass"),
-    "a host block that is loaded is saved over": Mutant(TIER, "share", "A._busy.add(B)", "pass"),
-    "two blocks of a step are saved to one": Mutant(TIER, "_save", "A._busy.add(B)", "pass"),
+    "a load is not planned": Mutant(BLOCKS, "_load", "self._loads.append(A)", "pass"),
+    "a host block that is loaded is saved over": Mutant(
+        BLOCKS, "attach_cached", "A._busy.add(B)", "pass"
+    ),
+    "two blocks of a step are saved to one": Mutant(BLOCKS, "_save", "A._busy.add(B)", "pass"),
     "blocks for loads are not counted": Mutant(
-        TIER,
+        BLOCKS,
         "_save",
-        "HostBlock(A, identity=B, parent=C, hash=D, token_ids=E)",
+        "HostBlock(A, serial=B, parent_serial=C, hash=D, token_ids=E)",
         "HostBlock(A, 1, B, C, D, E)",
     ),
-    "a block takes the identity of another": Mutant(
-        TIER, "_cache", "A.holds(B, C)", "A.token_ids == C"
+    "a block takes the serial number of another": Mutant(
+        BLOCKS, "_cache", "A.holds(B, C)", "A.token_ids == C"
     ),
-    "a saved block is not forgotten when it is replaced": Mutant(TIER, "_drop", "del A[B]", "pass"),
+    "a saved block is not forgotten when it is replaced": Mutant(
+        BLOCKS, "_drop", "del A[B]", "pass"
+    ),
     "the parent of what follows is lost": Mutant(
-        TIER,
-        "share",
+        BLOCKS,
+        "attach_cached",
         "A, B = len(C), parent",
-        "A, B = len(C), matched[-1].identity if matched else 0",
+        "A, B = len(C), matched[-1].serial if matched else 0",
     ),
     "an abandoned step's host blocks stay cached": Mutant(
-        TIER, "reset_prefix_cache", "self._empty_host()", "pass"
+        BLOCKS, "reset_prefix_cache", "self._empty_host()", "pass"
     ),
 }
 
 
 @SLOW
-@pytest.mark.parametrize("name", TIER_MUTANTS)
+@pytest.mark.parametrize("name", BLOCKS_MUTANTS)
 def test_mutant_is_caught(name: str) -> None:
-    mutant = apply(TIER_MUTANTS[name])
+    mutant = apply(BLOCKS_MUTANTS[name])
     if not fails(mutant):
         with pytest.raises(AssertionError):
-            check_equal_hashes(mutant.TieredBlockManager)
+            check_equal_hashes(mutant.HostCacheBlockManager)
 
 
-def check_equal_hashes(manager: type[TieredBlockManager]) -> None:
+def check_equal_hashes(manager: type[HostCacheBlockManager]) -> None:
     """A load removes the last matched block from the index, because both have one hash.
 
     What follows is still a child of the block that was matched.
@@ -123,35 +128,37 @@ def check_equal_hashes(manager: type[TieredBlockManager]) -> None:
     blocks.release(other)
     seq, plan = blocks.run(2, 2, 4, 4, 0)
     assert len(plan.loads) == 1
-    parent = blocks.blocks[seq.block_table[1]].identity
+    parent = blocks.blocks[seq.block_table[1]].serial
     blocks.release(seq)
     assert blocks.where(2, 2, 4, 4) == "hd"
     seq, plan = blocks.run(2, 2, 4, 4, 0)
     assert len(plan.loads) == 1
-    assert seq.parent_block == parent > 0
+    assert seq.parent_serial == parent > 0
 
 
 def test_equal_hashes() -> None:
-    check_equal_hashes(TieredBlockManager)
+    check_equal_hashes(HostCacheBlockManager)
 
 
 @SLOW
 def test_a_matched_block_that_a_load_evicts_is_caught() -> None:
     """Blocks of the device must have an owner before the first load takes one."""
 
-    class LoadsFirst(TieredBlockManager):
-        def share(self, seq: Sequence, matched: list) -> None:
+    class LoadsFirst(HostCacheBlockManager):
+        def attach_cached(self, seq: Sequence, matched: list) -> None:
             loaded = [self._load(b) if isinstance(b, HostBlock) else b.block_id for b in matched]
-            super(TieredBlockManager, self).share(seq, [b for b in matched if not hosted(b)])
+            super(HostCacheBlockManager, self).attach_cached(
+                seq, [b for b in matched if not hosted(b)]
+            )
             seq.block_table = loaded
             seq.num_cached_blocks = len(matched)
             seq.num_computed = len(matched) * self.block_size
-            seq.parent_block = matched[-1].identity if matched else 0
+            seq.parent_serial = matched[-1].serial if matched else 0
 
     def hosted(block: object) -> bool:
         return isinstance(block, HostBlock)
 
-    assert fails(SimpleNamespace(TieredBlockManager=LoadsFirst))
+    assert fails(SimpleNamespace(HostCacheBlockManager=LoadsFirst))
 
 
 class TieredMachine(BlockManagerMachine):
@@ -162,7 +169,7 @@ class TieredMachine(BlockManagerMachine):
         host=st.integers(1, 12),
     )
     def start(self, size: int, number: int, bits: int, host: int) -> None:
-        self.manager = lambda num, size: TieredBlockManager(num, size, host)
+        self.manager = lambda num, size: HostCacheBlockManager(num, size, host)
         super().start(size, number, bits)
 
     @invariant()
@@ -170,7 +177,7 @@ class TieredMachine(BlockManagerMachine):
         """What a host block holds is what the index says, and each is in one state."""
         if not hasattr(self, "blocks"):
             return
-        blocks = self.blocks
+        blocks = self.block_manager
         held = [block.block_id for block in blocks.host_index.values()]
         assert sorted([*held, *blocks.host_free]) == list(range(blocks.num_host_blocks))
         for key, block in blocks.host_index.items():
@@ -191,12 +198,12 @@ class Runs:
 
     def run(self, *token_ids: int) -> tuple[Sequence, StepPlan]:
         seq, plan = plain_sequence(list(token_ids)), StepPlan()
-        self.share(seq, self.match(seq))
+        self.attach_cached(seq, self.match(seq))
         while self.num_needed(seq, len(token_ids)):
             self.append_block(seq)
         seq.num_computed = len(token_ids)
         self.cache_full_blocks(seq)
-        self.take_moves(plan)
+        self.fill_copies(plan)
         return seq, plan
 
     def where(self, *token_ids: int) -> str:
@@ -205,7 +212,7 @@ class Runs:
         return "".join("h" if isinstance(b, HostBlock) else "d" for b in matched)
 
 
-class Blocks(Runs, TieredBlockManager):
+class Blocks(Runs, HostCacheBlockManager):
     """The real manager."""
 
 
@@ -299,7 +306,7 @@ def test_what_does_not_fit_is_lost() -> None:
 
 def test_plans_are_reproducible() -> None:
     def plans(seed: int) -> list[StepPlan]:
-        history, made = TieredHistory(seed), []
+        history, made = HostCacheHistory(seed), []
         run = history.runner.run
         history.runner.run = lambda plan: made.append(plan) or run(plan)  # type: ignore[func-returns-value]
         for _ in range(30):
@@ -318,9 +325,9 @@ def test_plans_are_reproducible() -> None:
 def test_copies_of_every_dtype(dtype: torch.dtype) -> None:
     cache = torch.randn(3, 2, 6, 2, 4, 8).to(dtype)
     before, pool = cache.clone(), HostPool(4, cache[:, :, 0])
-    pool.save(cache, [BlockMove(5, 0), BlockMove(2, 3)])
+    pool.save(cache, [BlockCopy(5, 0), BlockCopy(2, 3)])
     cache.view(torch.uint8).fill_(255)  # NaN
-    pool.load(cache, [BlockMove(3, 1), BlockMove(0, 4)])
+    pool.load(cache, [BlockCopy(3, 1), BlockCopy(0, 4)])
     assert torch.equal(cache[:, :, 1].float(), before[:, :, 2].float())
     assert torch.equal(cache[:, :, 4].float(), before[:, :, 5].float())
     assert cache[:, :, [0, 2, 3, 5]].float().isnan().all()
@@ -360,7 +367,7 @@ def test_the_log_level_hides_the_progress_bar(
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tier")
+    path = tmp_path_factory.mktemp("host_cache")
     make_checkpoint(path)
     return path
 
@@ -376,9 +383,9 @@ def test_the_order_of_moves(path: Path, backend: str) -> None:
     cache.normal_()
     before = cache.clone()
     moves = dict(
-        saves=[BlockMove(1, 7)],
-        block_moves=[BlockMove(2, 1), BlockMove(1, 3)],
-        loads=[BlockMove(7, 2)],
+        saves=[BlockCopy(1, 7)],
+        block_copies=[BlockCopy(2, 1), BlockCopy(1, 3)],
+        loads=[BlockCopy(7, 2)],
     )
     runner.run(StepPlan(**moves, **one_token()))()
     assert torch.equal(cache[:, :, 1], before[:, :, 2])
@@ -388,10 +395,10 @@ def test_the_order_of_moves(path: Path, backend: str) -> None:
 
 
 def one_token() -> dict:
-    from nanovllm.plan import Chunk, Join, RowSampling, Yield
+    from nanovllm.plan import Chunk, NewRow, ResultKind, RowSampling
 
-    join = Join(0, [0], RowSampling(0.0, seed=0))
-    return dict(joins=[join], chunks=[Chunk(0, 0, [5], Yield.TOKEN)], num_tokens=1)
+    new_row = NewRow(0, [0], RowSampling(0.0, seed=0))
+    return dict(new_rows=[new_row], chunks=[Chunk(0, 0, [5], ResultKind.TOKEN)], num_tokens=1)
 
 
 # ---- whole engines ----
@@ -461,7 +468,7 @@ def test_fp8_and_the_interpreter_of_triton(path: Path) -> None:
 def test_stats_without_the_tier(path: Path) -> None:
     llm = random_llm(path)
     assert llm.engine.runner.host_pool is None
-    assert type(llm.engine.scheduler.blocks).__name__ == "BlockManager"
+    assert type(llm.engine.scheduler.block_manager).__name__ == "BlockManager"
     assert not [key for key in llm.stats() if "host" in key]
 
 
@@ -475,11 +482,11 @@ def test_a_failed_step_empties_both_tiers(path: Path, monkeypatch: pytest.Monkey
     """What it saved cannot be relied on."""
     llm = small(path)
     wanted = tokens_of(llm, rounds=1)
-    blocks = llm.engine.scheduler.blocks
+    blocks = llm.engine.scheduler.block_manager
     assert blocks.host_index
     pool, calls = llm.engine.runner.host_pool, [0]
 
-    def broken(cache: torch.Tensor, moves: list[BlockMove]) -> None:
+    def broken(cache: torch.Tensor, moves: list[BlockCopy]) -> None:
         calls[0] += 1
         for _, host_block in moves:
             pool.blocks[host_block] = float("nan")
@@ -524,18 +531,18 @@ def test_the_log_says_how_many_blocks(path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_without_the_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, before anything is loaded."""
-    monkeypatch.setitem(sys.modules, "nanovllm.features.host_tier", None)
+    monkeypatch.setitem(sys.modules, "nanovllm.features.host_cache", None)
     for name in ("blocks", "pool"):
-        monkeypatch.delitem(sys.modules, f"nanovllm.features.host_tier.{name}")
+        monkeypatch.delitem(sys.modules, f"nanovllm.features.host_cache.{name}")
     random_llm(path)
     monkeypatch.setattr("nanovllm.loading.make_engine.make_runner", None)
-    with pytest.raises(ValueError, match=r"swap_space needs nanovllm/features/host_tier/\w+\.py"):
+    with pytest.raises(ValueError, match=r"swap_space needs nanovllm/features/host_cache/\w+\.py"):
         small(path)
 
 
 def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert EngineConfig.from_options({"kv_offloading_size": 2.5}).swap_space == 2.5
-    assert EngineConfig.from_options({"kv_offloading_size": None}).swap_space == 0
+    assert engine_config({"kv_offloading_size": 2.5}).swap_space == 2.5
+    assert engine_config({"kv_offloading_size": None}).swap_space == 0
     config = EngineConfig(swap_space=4)
     gpu = memory.Snapshot(torch.device("cuda", 0), 1, 1)
     monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * GIB)
@@ -545,10 +552,10 @@ def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.Room(config, gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
     # Weights and KV cache of a CPU take the same memory.
     cpu = memory.Snapshot(torch.device("cpu"), 5 * GIB, 5 * GIB)
-    with pytest.raises(ValueError, match="beside weights and KV cache"):
+    with pytest.raises(ValueError, match="next to weights and KV cache"):
         _ = memory.Room(config, cpu, GIB, 1000).num_host_blocks
     small_cache = EngineConfig(swap_space=4, num_kvcache_blocks=10**6)
-    with pytest.raises(ValueError, match="beside weights and KV cache"):
+    with pytest.raises(ValueError, match="next to weights and KV cache"):
         _ = memory.Room(small_cache, cpu, GIB // 4, 1000).num_host_blocks
     assert memory.Room(config, cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
 

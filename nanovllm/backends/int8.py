@@ -1,17 +1,17 @@
 """Weights of linear layers in int8, quantized while they are loaded: quantization="int8".
 
-A weight W [O, I] is stored as `values` in int8 with one float32 `scale` for each output, so that
-W is about values * scale. The two products are the references of the kernels in gpu/ and cpu/:
+A weight W [O, I] is approximated by values * scale, with `values` in int8 and one float32 `scale`
+per output. The two products are the references for the kernels in gpu/ and cpu/:
 
-    weight_only   y = x W^T, in the dtype of x. On a GPU: few rows take as long as reading W, and
-                  int8 halves that. Nothing but the weights is rounded.
-    dynamic       y = (q values^T) * token scale * scale, where x is about q * token scale. On a
-                  CPU, whose instructions for int8 multiply twice as many numbers as those for
-                  bfloat16. The product of integers is exact, and each token has a scale of its own,
+    weight_only   y = x W^T in the dtype of x, on a GPU. With few rows, the time is the time to read
+                  W, which int8 halves. Only the weights are rounded.
+    dynamic       y = (q values^T) * token scale * scale, where x is about q * token scale, on a
+                  CPU. Its int8 instructions multiply twice as many numbers as its bfloat16
+                  instructions. The integer product is exact and each token has a separate scale,
                   so the result for a token does not depend on the rest of the batch.
 
-Both roundings are symmetric, "absmax" of each row, as in LLM.int8() (arXiv:2208.07339) without its
-outliers. The head is quantized too. If it is tied, the embeddings are read from its rows.
+Both roundings are symmetric ("absmax" of each row), as in LLM.int8() (arXiv:2208.07339) without
+outliers. The head is quantized too. If the head is tied, embeddings are read from its rows.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 
 LARGEST = 127
-# A row of smaller numbers is quantized as if this were its largest, so that nothing divides by 0.
+# The smallest absolute maximum of a row, so that nothing is divided by 0.
 SMALLEST = 1e-30
-# Rows of a weight that are quantized at a time. Their copies in float32 stay in the CPU's caches.
+# Rows of a weight that are quantized together. Their float32 copies stay in the CPU's caches.
 ROWS = 256
-# Inputs whose product is exact in float32: a sum of 1,024 times 127 * 127 is less than 2^24.
+# Inputs of a product that is exact in float32, because 1,024 * 127 * 127 is less than 2^24.
 EXACT_INPUTS = 1024
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [N, I] -> (values [N, I] int8, scale [N] float32): each row has its own scale.
+    """Quantize each row of x [N, I] -> (values [N, I] int8, scale [N] float32).
 
-    The largest magnitude of a row becomes 127; numbers between two integers are rounded to the
-    nearest, ties to even. A row with NaN or infinity has that as its scale.
+    The largest magnitude of a row becomes 127. Numbers are rounded to the nearest integer, ties to
+    even. The scale of a row with NaN or infinity is NaN or infinity.
     """
     x = x.float()
     largest = x.abs().amax(dim=1).clamp(min=SMALLEST)
@@ -49,7 +49,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(slots=True)
 class Int8Weight:
-    """A weight [O, I], in place of a tensor: it is loaded, split and looked up like one."""
+    """A quantized weight [O, I], which is loaded, split and indexed like a tensor."""
 
     values: Tensor  # [O, I] int8
     scale: Tensor  # [O] float32
@@ -69,7 +69,7 @@ class Int8Weight:
         return self.values.nbytes + self.scale.nbytes
 
     def split(self, sizes: list[int]) -> Sequence[Int8Weight]:
-        """Views of groups of rows, `sizes` outputs each."""
+        """Return views of consecutive rows, `sizes` outputs each."""
         parts = zip(self.values.split(sizes), self.scale.split(sizes), strict=True)
         return [Int8Weight(values, scale, self.dtype) for values, scale in parts]
 
@@ -79,27 +79,27 @@ class Int8Weight:
             self.store(start, *quantize(source[start : start + ROWS].to(self.values.device)))
 
     def store(self, start: int, values: Tensor, scale: Tensor) -> None:
-        """Store quantized rows: values [N, I] int8 and scale [N] float32."""
+        """Store quantized rows from row `start`: values [N, I] int8 and scale [N] float32."""
         rows = slice(start, start + len(values))
         self.values[rows], self.scale[rows] = values, scale
 
     def __getitem__(self, rows: Tensor) -> Tensor:
-        """rows [T] -> the weights [T, I] in the model's dtype: the embeddings of tokens."""
+        """Return the weights [T, I] of rows [T], the embeddings of tokens, in the model's dtype."""
         return (self.values[rows] * self.scale[rows, None]).to(self.dtype)
 
     def dequantized(self) -> Tensor:
-        """[O, I] in the model's dtype, without a copy in float32 on the way."""
+        """Return the weight [O, I] in the model's dtype, without a float32 copy."""
         out = torch.empty_like(self.values, dtype=self.dtype)
         return torch.mul(self.values, self.scale[:, None], out=out)
 
 
 def weight_only(x: Tensor, module: Linear) -> Tensor:
-    """x [T, I] -> [T, O]: a product in the dtype of x with weights that are rounded to it."""
+    """Multiply x [T, I] by the weights, rounded to the dtype of x -> [T, O]."""
     return F.linear(x, module.weight.dequantized(), module.bias)
 
 
 def dynamic(x: Tensor, module: Linear) -> Tensor:
-    """x [T, I] -> [T, O]: a product of int8 with int8. The result is rounded once, from float32."""
+    """Quantize x [T, I] and multiply it by int8 weights -> [T, O], rounded once from float32."""
     weight = module.weight
     values, scale = quantize(x)
     y = integer_product(values, weight.values).float() * scale[:, None] * weight.scale
@@ -107,7 +107,7 @@ def dynamic(x: Tensor, module: Linear) -> Tensor:
 
 
 def integer_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, I] int8, weight [O, I] int8 -> [T, O] int32, exact for less than 2^17 inputs."""
+    """Multiply x [T, I] by weight [O, I], both int8 -> [T, O] int32. Exact below 2^17 inputs."""
     total = x.new_zeros((len(x), len(weight)), dtype=torch.int32)
     inputs = zip(x.split(EXACT_INPUTS, dim=1), weight.split(EXACT_INPUTS, dim=1), strict=True)
     for some_x, some_weights in inputs:
@@ -115,11 +115,18 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     return total
 
 
+def quantized(backend: Backend) -> Backend:
+    """Return a backend for the same device with the weights of linear layers in int8."""
+    if type(backend) is Backend:
+        return Int8Backend(backend.device, backend.dtype)
+    return backend.quantized()
+
+
 class Int8Backend(Backend):
-    """Plain torch with the weights of linear layers in int8."""
+    """The backend in plain torch with the weights of linear layers in int8."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises ValueError if the device has no product of int8 for the dtype."""
+        """Raise ValueError if the device has no int8 product for the dtype."""
         if device.type == "cpu" and dtype is torch.float16:
             raise ValueError(
                 "quantization='int8' on a CPU is for float32 and bfloat16, and dtype is 'float16'; "

@@ -1,45 +1,47 @@
-"""Histories of the oracle with a second tier in host memory."""
+"""Histories of the oracle with a host cache."""
 
 import random
 from array import array
 from types import ModuleType
 
 from nanovllm.engine import scheduler
-from nanovllm.features.host_tier import blocks as host_tier
-from nanovllm.features.host_tier.blocks import TieredBlockManager
+from nanovllm.features.host_cache import blocks as host_cache
+from nanovllm.features.host_cache.blocks import HostCacheBlockManager
 from nanovllm.tools.oracle.oracle import History, require
 
 
-class TieredHistory(History):
+class HostCacheHistory(History):
     """Most of these histories evict blocks that a later request wants."""
 
     repeats = 0.9
 
     def __init__(
-        self, seed: int, schedulers: ModuleType = scheduler, tiers: ModuleType = host_tier
+        self, seed: int, schedulers: ModuleType = scheduler, block_managers: ModuleType = host_cache
     ) -> None:
-        self.tiers = tiers  # may contain a fault
+        self.block_managers = block_managers  # may contain a fault
         super().__init__(seed, schedulers)
 
-    def make_blocks(self, _: ModuleType) -> TieredBlockManager:
+    def make_blocks(self, _: ModuleType) -> HostCacheBlockManager:
         rng: random.Random = self.rng
         self.size, self.num_blocks = rng.choice((1, 1, 2, 3)), rng.randint(3, 8)
         self.host_blocks = rng.choice((2, 4, 8, 30))
-        return self.tiers.TieredBlockManager(self.num_blocks, self.size, self.host_blocks)
+        return self.block_managers.HostCacheBlockManager(
+            self.num_blocks, self.size, self.host_blocks
+        )
 
     def check(self) -> None:
-        """What each tier holds is what its index says, and the same under the same identity."""
+        """What each cache holds is what its index says, and the same under the same serial number."""
         super().check()
-        blocks = self.blocks
+        blocks = self.block_manager
         held = [block.block_id for block in blocks.host_index.values()]
         everything = sorted([*held, *blocks.host_free])
         require(everything == list(range(blocks.num_host_blocks)), "host")
         names = dict[int, tuple[int, bytes]]()
         for block in (*blocks.host_index.values(), *blocks.blocks):
-            if block.identity:
-                name = block.parent, block.token_ids
-                same = names.setdefault(block.identity, name) == name
-                require(same, "host", "an identity has two blocks")
+            if block.serial:
+                name = block.parent_serial, block.token_ids
+                same = names.setdefault(block.serial, name) == name
+                require(same, "host", "a serial number has two blocks")
         for key, block in blocks.host_index.items():
             pairs = self.runner.host[block.block_id]
             tokens = array("I", [pair[0] if pair else 99 for pair in pairs]).tobytes()
