@@ -161,6 +161,16 @@ def test_the_map_names_files_of_this_engine() -> None:
     files = {file for cell in cells for file in re.findall(r"[\w/]+\.py", cell)}
     assert len(files) > 20
     assert not [file for file in files if not (PACKAGE / file).exists()]
+    sources = [ROOT / "bench.py", *PACKAGE.rglob("*.py")]
+    words = set(re.findall(r"\w+", "\n".join(path.read_text() for path in sources)))
+    named = {
+        word
+        for cell in cells
+        for code in re.findall("`([^`]+)`", cell)
+        for word in re.findall(r"\w+", code)
+    }
+    assert len(named) > 80
+    assert not named - words
 
 
 def test_a_page_with_the_figures() -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.logit_rules import logit_rules
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.sequence import EMPTY, Sequence, Status
 from nanovllm.engine.task import Ending, RowResult
-from nanovllm.plan import FILTERS, LogitRules, ResultKind, RowSampling, TokenLogprobs
+from nanovllm.plan import FILTERS, ResultKind, RowSampling, TokenLogprobs
 
 if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.llm_engine import LLMEngine
 
 NO_IDS: frozenset[int] = frozenset()  # shared, because each new one takes 216 bytes
@@ -273,80 +272,6 @@ def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
     if request.prompt_logprobs is None:
         return None
     return [None, *request.prompt_logprobs.values()]
-
-
-def logit_rules(
-    params: SamplingParams, input_processor: InputProcessor, stop_token_ids: frozenset[int]
-) -> LogitRules | None:
-    """Return the rules that the parameters request, or None. May compile a grammar."""
-    bias = params.logit_bias or {}
-    check_ids("logit_bias has", bias, input_processor.vocab_size)
-    check_ids("allowed_token_ids has", params.allowed_token_ids, input_processor.vocab_size)
-    check_ids("stop_token_ids has", params.stop_token_ids, input_processor.vocab_size)
-    if (params.stop or params.bad_words) and input_processor.tokenizer is None:
-        raise ValueError("stop strings and bad words need a tokenizer (skip_tokenizer_init is set)")
-    stops = tuple(sorted(stop_token_ids))
-    grammar: Any = None
-    if params.structured_outputs is not None:
-        grammar = input_processor.compile_grammar(params.structured_outputs, stops)
-    allowed = params.allowed_token_ids
-    rules = LogitRules(
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        repetition_penalty=params.repetition_penalty,
-        logit_bias=tuple(bias.items()),
-        allowed_token_ids=None if allowed is None else tuple(allowed),
-        bad_words=bad_words(params, input_processor),
-        min_tokens=min(params.min_tokens, input_processor.max_model_len),
-        stops=stops if params.min_tokens else (),
-        logprobs=num_logprobs("logprobs", params.logprobs, input_processor),
-        prompt_logprobs=num_logprobs("prompt_logprobs", params.prompt_logprobs, input_processor),
-        logits_processors=tuple(params.logits_processors or ()),
-        grammar=grammar,
-    )
-    return None if rules == LogitRules() else rules
-
-
-def bad_words(
-    params: SamplingParams, input_processor: InputProcessor
-) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each bad word, at the start of a line and after a space."""
-    found = set()
-    for word in params.bad_words or ():
-        for text in (word, " " + word.lstrip()):
-            ids = input_processor.encode(text, add_special_tokens=False)
-            check_ids(
-                f"bad_words has {text!r:.80}, which is encoded with",
-                ids,
-                input_processor.vocab_size,
-            )
-            found.add(tuple(ids))
-    return tuple(sorted(found))
-
-
-def num_logprobs(name: str, value: int | None, input_processor: InputProcessor) -> int | None:
-    """Return how many log-probabilities a field requests. Raises ValueError for too many."""
-    if value is None:
-        return None
-    vocab_size = input_processor.vocab_size
-    limit = vocab_size if input_processor.max_logprobs == -1 else input_processor.max_logprobs
-    if value > vocab_size:
-        raise ValueError(f"{name}={value} is more than the vocabulary of {vocab_size} tokens")
-    if value > limit or (value == -1 and vocab_size > limit):
-        raise ValueError(
-            f"{name}={value} is more than max_logprobs={limit}"
-            + f", because -1 is the whole vocabulary of {vocab_size}" * (value == -1)
-            + "; ask for fewer, or give LLM() a larger max_logprobs (-1: no limit)"
-        )
-    return vocab_size if value == -1 else value
-
-
-def check_ids(what: str, ids: Iterable[int] | None, vocab_size: int) -> None:
-    """Raise ValueError for a token id outside the vocabulary."""
-    if (token := max(ids or (), default=0)) >= vocab_size:
-        raise ValueError(
-            f"{what} token id {token}; the vocabulary of the model ends at {vocab_size - 1}"
-        )
 
 
 def signed64(value: int) -> int:
