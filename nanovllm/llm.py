@@ -211,10 +211,10 @@ class LLM:
         """Queue the prompts, and run steps until their requests have ended."""
         requests: list[Request] = []
         progress = Progress()
-        with self._abort_on_error(requests) as interrupt, frozen_requests() as count:
+        with self._abort_on_error(requests) as interrupt, frozen_requests() as freeze:
             for _ in self.engine.add(prompts, requests, progress):
                 interrupt.check()
-                count(len(requests))
+                freeze(len(requests))
             del prompts  # frees memory for the requests
             start = last_shown = time.monotonic()
             quiet = not use_tqdm or self._config.rank > 0
@@ -223,7 +223,7 @@ class LLM:
                     if progress.error is not None:
                         raise progress.error
                     interrupt.check()
-                    count(len(requests) + progress.num_ended)
+                    freeze(len(requests) + progress.num_ended)
                     if not quiet and time.monotonic() - last_shown > 0.1:
                         last_shown = time.monotonic()
                         show_progress(bar, progress, last_shown - start)

@@ -58,7 +58,7 @@ class SamplingParams:
         arXiv:1909.05858).
     logit_bias: token id -> number added to the logit of the token.
     allowed_token_ids: sample only these tokens.
-    bad_words: words that the output never completes.
+    bad_words: words that must not occur in the output.
     logprobs: report the log-probabilities of the sampled and the k most likely tokens; -1 reports
         all tokens of the vocabulary. max_logprobs of LLM() is the limit.
     prompt_logprobs: the same for each prompt token except the first.
@@ -87,7 +87,7 @@ class SamplingParams:
     ignore_eos: bool = False
     presence_penalty: Annotated[float, -2, 2] = 0.0
     frequency_penalty: Annotated[float, -2, 2] = 0.0
-    # A logit divided by less could be infinite.
+    # Division by less could give infinity.
     repetition_penalty: Annotated[float, 0.01, math.inf] = 1.0
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -101,8 +101,8 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
-        """Return an object with these fields. None stands for the default of a field, as in vLLM,
-        unless None is a value of the field.
+        """Return an object with these fields. As in vLLM, None means the default, unless the field
+        accepts None.
         """
         known = cls.__dataclass_fields__
         required = {name for name, field in known.items() if "None" not in field.type}
@@ -158,7 +158,7 @@ class SamplingParams:
             )
 
     def _as_list(self, name: str) -> list[Any]:
-        """Replace a field by a new list, to which the user may append, and return its items."""
+        """Replace a field by a new list, which users may extend. Return a copy."""
         value = getattr(self, name)
         value = () if value is None else value
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):

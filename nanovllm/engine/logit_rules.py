@@ -47,7 +47,7 @@ def logit_rules(
 def bad_words(
     params: SamplingParams, input_processor: InputProcessor
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each bad word, at the start of a line and after a space."""
+    """Return the token ids of each bad word, without and with a leading space."""
     found = set()
     for word in params.bad_words or ():
         for text in (word, " " + word.lstrip()):

@@ -5,7 +5,7 @@ It owns the requests. The causes that end a sequence, and where they are detecte
     a stop token, or the full length     Scheduler.commit
     a complete grammar                   Scheduler.commit, by the code COMPLETE in place of a token
     no token can be sampled              Scheduler.commit, by the code NO_TOKEN: "error"
-    a stop string, a computed prompt     the task, by the Ending that `receive` returns
+    a stop string, a computed prompt     the task, by the Ending of `receive` (engine/sampling.py)
     an error in its own data             `process`, for all samples of the request: "error"
     the caller                           EngineCore.abort
 """

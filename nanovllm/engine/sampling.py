@@ -27,7 +27,7 @@ class Sampling:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
         input_processor = engine.input_processor
         input_processor.check_head()
-        self.params = replace(params)  # checks the fields again, which may have changed
+        self.params = replace(params)  # checks the fields again: they may have changed
         self.input_processor = input_processor
         self.eos_token_ids = NO_IDS if params.ignore_eos else input_processor.eos_token_ids
         self.stop_token_ids = self.eos_token_ids | frozenset(params.stop_token_ids or ())
@@ -53,7 +53,7 @@ class Sampling:
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
         params = self.params
-        # Requests without a seed get different seeds. The same engine seed repeats a run.
+        # Requests without a seed get different seeds. The same engine seed gives the same run.
         seed = params.seed
         if seed is None:
             seed = (self.input_processor.seed + 1) * 0x9E3779B97F4A7C15 + request.arrival
@@ -119,7 +119,7 @@ class Sampling:
         if params.min_tokens and seq.num_output <= params.min_tokens:
             return None
         # The stop string that is complete first ends the text, as if characters were added one by
-        # one. If one character completes several, the first of them in the list does.
+        # one. If one character completes several, the first in the list is used.
         matches = [
             (begin + len(stop), stop)
             for stop in params.stop or ()
@@ -145,11 +145,12 @@ class Sampling:
     ) -> dict[int, Logprob]:
         """Return the log-probabilities at a position of the prompt or of the output."""
         first = seq.num_prompt if position >= seq.num_prompt else 0
-        before = seq.token_ids[max(first, position - 4) : position]  # UTF-8 has at most 4 bytes
+        before = seq.token_ids[max(first, position - 4) : position]  # UTF-8: at most 4 bytes
         return {token: Logprob(p, rank, self._decode(token, before)) for token, p, rank in entry}
 
     def _decode(self, token: int, before: list[int]) -> str | None:
-        """Return the text of a token. As in vLLM, the last token of a character has all of it."""
+        """Return the text of a token. As in vLLM, the last token of a character is the whole
+        character."""
         if self.tokenizer is None:
             return None
         decode = Detokenizer(self.tokenizer, skip_special_tokens=False).decode

@@ -1,6 +1,7 @@
 """Scheduler: decides which sequences compute which tokens in the next step.
 
-It owns the waiting and running queues, the rows and the steps in flight. It changes sequences and,
+It owns the waiting and running queues, the runner's batch rows and the steps in flight. It changes
+sequences and,
 through its BlockManager, their blocks. It has no clock: the same calls give the same decisions.
 
 As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
@@ -84,7 +85,8 @@ class Scheduler:
         return bool(self.running or self.waiting or self.in_flight)
 
     def add(self, seq: Sequence, at_head: bool = False) -> None:
-        """Queue a sequence; arrival breaks ties. Preempted sequences and forks wait at the head.
+        """Queue a sequence by the policy's key, then by arrival. Preempted sequences and forks wait
+        at the head.
 
         The forks of a new sequence are added when its first token is committed.
         """
@@ -104,14 +106,14 @@ class Scheduler:
         if is_first and parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.block_manager.fork(parent, child, num_computed)
             if self._has_room(child, []):
-                self._take_row(child)
+                self._start_running(child)
             else:
                 self.block_manager.release(child)
 
     # ---- planning ----
 
     def schedule(self) -> InFlightStep | None:
-        """Plan one step. Returns None if nothing can be computed before steps in flight end.
+        """Plan one step. Returns None if no token can be planned now.
 
         `num_computed` and `num_tokens_with_placeholders` of a sequence grow here and not at commit,
         so that the next step can be planned while this one runs. `revert_in_flight` reverts this.
@@ -120,15 +122,15 @@ class Scheduler:
         seqs, preemptions = step.seqs, self.preemptions
         budget, block_size = self.token_budget, self.block_manager.block_size
 
-        # 1. Running sequences, oldest first. Only the most recently admitted is ever preempted, so
-        #    the sequences that are already in this plan stay in it.
+        # 1. Running sequences, oldest first. Only the most recently admitted is preempted, so the
+        #    sequences that are already in this plan stay in it.
         i = 0
         while i < len(self.running) and budget > 0:
             seq = self.running[i]
             i += 1
             if not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
-            elif seq.num_tokens_with_placeholders < seq.max_length:  # else the last is in flight
+            elif seq.num_tokens_with_placeholders < seq.max_length:  # else its last is in flight
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
                         break
@@ -153,7 +155,7 @@ class Scheduler:
         if not plan.num_tokens:
             idle = [seq for seq in self.running if seq.awaits_token]
             if self.waiting and idle and not self.in_flight:
-                # Their next tokens depend on a waiting sequence, which needs their blocks.
+                # Idle sequences depend on a waiting one, which needs their blocks.
                 self._preempt(idle[-1])
                 return self.schedule()
             return None
@@ -164,7 +166,7 @@ class Scheduler:
     def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
         """Plan at most `budget` known tokens of a running sequence. Returns how many."""
         tokens = min(seq.num_tokens_with_placeholders - seq.num_computed, budget)
-        # There are none while its result is in flight or its next token is not chosen yet.
+        # `tokens` is 0 while its result is in flight or its next token is not chosen yet.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
         plan, start, end = step.plan, seq.num_computed, seq.num_computed + tokens
@@ -229,11 +231,11 @@ class Scheduler:
         if not self._has_room(seq, matched):
             return "blocks"
         self.block_manager.attach_cached(seq, matched)
-        self._take_row(seq)
+        self._start_running(seq)
         return ""
 
     def _has_room(self, seq: Sequence, matched: list[Block]) -> bool:
-        """Return whether there are blocks for all tokens of `seq` and the reserve.
+        """Return whether the blocks suffice for all tokens of `seq` and the reserve.
 
         A sequence that runs alone needs no reserve: LLMEngine.check rejects what can never run.
         """
@@ -249,8 +251,8 @@ class Scheduler:
         """
         return len(self.running)
 
-    def _take_row(self, seq: Sequence) -> None:
-        """Assign a row to the first waiting sequence, which has its cached or shared blocks."""
+    def _start_running(self, seq: Sequence) -> None:
+        """Assign a row to a waiting sequence that has its cached or shared blocks."""
         self.waiting.remove(seq)
         if seq.preemptions:
             self.recomputed_tokens -= seq.num_computed  # still cached, so not computed twice
@@ -341,14 +343,14 @@ class Scheduler:
         seq.token_ids.append(token)
         seq.awaits_token = False
         if seq.sampling.rules is not None and seq.sampling.rules.grammar is not None:
-            seq.known_to_runner = False  # a new row sends the tokens, which the grammar needs
+            seq.known_to_runner = False  # the grammar needs its tokens, which a new row sends
         if seq.status is Status.RUNNING:
             seq.num_tokens_with_placeholders += 1
         else:
             self.add(seq, at_head=True)
 
     def revert_in_flight(self, unfinished: Iterable[Sequence] | None = None) -> None:
-        """Revert all steps in flight after a failure at any line.
+        """Revert all steps in flight after an error at any line.
 
         Only known tokens are kept. All rows and blocks are freed, and the `unfinished` sequences,
         by default all that run or wait, return to the waiting queue. Blocks that these steps cached

@@ -75,7 +75,7 @@ class Turns:
     def abort(self, requests: Iterable[Request]) -> None:
         """End the requests that are unfinished. A newer request with the same id is not affected.
 
-        The garbage collector calls this for an abandoned stream, between any two lines. It
+        The garbage collector can call this at any moment, for an abandoned stream. It
         therefore never waits: while another call holds the lock, it only records the requests. They
         then end with the current step or before the next one.
         """

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHED_GRAMMARS = 64
-# Limits on the cost of a compilation, in bytes of text by format. The time grows with their square,
+# # The longest text of each format in bytes, to limit the time of a compilation. The time grows
+# with their square,
 # and with their cube where terminals contain each other.
 MAX_BYTES = {"json_schema": 2**17, "lark": 2**17, "regex": 2**14, "grammar": 2**14}
-# llguidance has a state for each remainder, and computes least common multiples in 32 bits.
+# For multipleOf, llguidance has a state per remainder, and its common multiples have 32 bits.
 MAX_MULTIPLE = 2**16 - 1
 MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*(-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?)')
 ESCAPE = re.compile(r"\\u(00[4-7][0-9a-fA-F])")  # an escaped letter
@@ -35,7 +36,7 @@ STACK, STACK_PER_BYTE = 2**24, 2**12
 MAX_SECONDS = 60  # for cases without another limit, such as 200 patterns in an allOf
 MAX_ABANDONED = 2  # compilations that took longer and cannot be stopped
 MAX_REASON = 300  # characters of an error message
-# Between the parts of JSON. If more is allowed, weak models generate nothing but spaces.
+# The whitespace between JSON tokens. If more is allowed, weak models generate nothing but spaces.
 WHITESPACE = " ?"
 
 
@@ -45,7 +46,7 @@ class Grammar:
 
     start: LLMatcher  # in the initial state; each row has a copy
     library_ends: tuple[int, ...]  # the end tokens of llguidance
-    ends: tuple[int, ...]  # the end tokens of the request; may be empty
+    end_tokens: tuple[int, ...]  # the end tokens of the request; may be empty
 
     def matcher(self) -> Matcher:
         """Return a matcher for the output of a new row."""
@@ -64,11 +65,11 @@ class Matcher:
 
         The mask has one bit for each token, the lowest ids in the lowest bits of the first byte. It
         is None if `output` has ended: with async scheduling one more step runs, and its token is
-        dropped. It is empty if no token may follow. Raises RuntimeError at a limit of llguidance.
+        dropped. It is empty if no token may follow. Raises RuntimeError if llguidance fails.
         """
-        state, ends = self.state, self.grammar.ends
+        state, end_tokens = self.state, self.grammar.end_tokens
         for token in output[self.num_read :]:
-            if token < 0 or token in ends:
+            if token < 0 or token in end_tokens:
                 return None
             state.consume_token(token)
             self.num_read += 1
@@ -78,9 +79,9 @@ class Matcher:
         for token in self.grammar.library_ends:
             mask[token >> 3] &= ~(1 << (token & 7))
         if state.is_accepting():
-            if not ends and state.is_stopped():
+            if not end_tokens and state.is_stopped():
                 return b""
-            for token in ends:
+            for token in end_tokens:
                 mask[token >> 3] |= 1 << (token & 7)
         return bytes(mask)
 
@@ -99,8 +100,8 @@ class GrammarCompiler:
         self.abandoned: list[threading.Thread] = []  # compilations that took too long
         self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
-    def compile(self, params: StructuredOutputsParams, ends: list[int]) -> Grammar:
-        """Return the grammar of a request that ends with one of the tokens `ends`.
+    def compile(self, params: StructuredOutputsParams, end_tokens: list[int]) -> Grammar:
+        """Return the grammar of a request that end_tokens with one of the tokens `end_tokens`.
 
         Raises ImportError without llguidance, ValueError without a tokenizer, and ValueError with
         llguidance's reason if it cannot compile the grammar.
@@ -108,7 +109,7 @@ class GrammarCompiler:
         if self.vocabulary is None:
             self.vocabulary = self._make_vocabulary()
         start = self.compiled(*params.source())
-        return Grammar(start, tuple(self.vocabulary.eos_tokens), tuple(ends))
+        return Grammar(start, tuple(self.vocabulary.eos_tokens), tuple(end_tokens))
 
     def _make_vocabulary(self) -> LLTokenizer:
         tokenizer: Any = self.tokenizer
@@ -125,8 +126,8 @@ class GrammarCompiler:
         ids = set(tokenizer.get_vocab().values())
         if max(ids) >= self.vocab_size and tokenizer.is_fast:
             tokenizer = with_tokens_below(self.vocab_size, tokenizer)
-        ends = sorted(self.eos_token_ids & ids)
-        return from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=ends or None)
+        end_tokens = sorted(self.eos_token_ids & ids)
+        return from_tokenizer(tokenizer, n_vocab=self.vocab_size, eos_token=end_tokens or None)
 
     def _compile(self, field: str, kind: Any, text: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits, grammar_from
@@ -206,7 +207,7 @@ def check_size(field: str, kind: str, text: str) -> None:
     numerators, denominators = [v.numerator for v in values], [v.denominator for v in values]
     common = Fraction(math.lcm(*numerators), math.gcd(*denominators) or 1)
     for value in sorted({*values, common}):
-        # The value without its decimal point, which has at most nine digits after it.
+        # The digits of the value as an integer, with at most nine decimals.
         digits = next(
             (value * 10**n for n in range(10) if 10**n % value.denominator == 0), math.inf
         )

@@ -1,6 +1,6 @@
 """Names of vLLM and nano-vllm that do not exist here, and what to use instead.
 
-The fields of SamplingParams are in sampling_params.py.
+For the fields of SamplingParams see `ELSEWHERE` in api/sampling_params.py.
 """
 
 import inspect

@@ -52,7 +52,7 @@ EASY, HARD = (1, 9, 13, 16, 19, 21, 23), (3, 4, 5, 8, 10, 14, 20, 25)
 class Attempt:
     """A history with a fault, which can be run again and again."""
 
-    modules: dict[str, Any]  # the argument of History that takes the faulty module
+    modules: dict[str, Any]  # the keyword argument of History: the faulty module
     seed: int
     actions: tuple[Action, ...]
 
@@ -130,8 +130,8 @@ def show_blocks(history: History) -> None:
             held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
             cached = memoryview(block.token_ids).cast("I").tolist() if block.serial else ""
             rows.append((block.block_id, block.ref_count, cached, held))
-    say("""The owned or cached blocks at the end: the reference count, the tokens by the prefix
-        index, and the content of each slot, token@position:""")
+    say("""The owned or cached blocks at the end: the reference count, its tokens in the prefix
+    index, and the content of each slot, token@position:""")
     show_table(("block", "ref_count", "cached as", "holds"), rows)
 
 
@@ -155,7 +155,7 @@ def show_failure(mutant: Mutant) -> InvariantError:
 
 
 def run(which: str | None, answers: list[str] | None) -> None:
-    """Run an exercise, or list all without a number. With `answers`, compare or show answers."""
+    """Run an exercise, or list all if `which` is None. With `answers`, compare or show answers."""
     if which is None:
         for theme in THEMES:
             print(f"{theme.name[0].upper()}{theme.name[1:]}:")

@@ -1,4 +1,4 @@
-"""Checkpoint: the files of a model, which is embedded, local, or on the Hugging Face hub.
+"""Checkpoint: the files of the included model, of a directory, or of the Hugging Face hub.
 
 `find_checkpoint` may write to the cache of the hub (HF_HOME).
 """
@@ -54,7 +54,7 @@ def find_checkpoint(
                 f"{path} is not a directory; pip install the package, do not import it from a zip "
                 "file"
             )
-    # Unlike the methods of Path, these return False also if a parent directory is not accessible.
+    # os.path returns False if a parent directory is not accessible; Path can raise an error.
     if os.path.isdir(path):
         check_files(path, patterns)
         return path
@@ -95,7 +95,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         raise ValueError(
             f"the hub has no model {name!r}, or it is private; check the spelling, or set HF_TOKEN"
         ) from None
-    except Exception as error:  # of many types: offline, revision, proxy
+    except Exception as error:  # for example: no network, a wrong revision
         raise ValueError(
             f"{name!r} is not a local directory and could not be fetched from the hub "
             f"({type(error).__name__}: {next(iter(str(error).splitlines()), 'no details')}). "
@@ -182,7 +182,7 @@ class Checkpoint:
         return read_fp8_scales(self.files, num_layers)
 
     def load_weights(self, tensors: Iterable[CheckpointTensor]) -> None:
-        """Store all tensors. Raises ValueError, before any is stored, if the files do not match."""
+        """Load all tensors. Raises ValueError, before any is loaded, if the files do not match."""
         load_weights(tensors, self.files)
 
     @cached_property

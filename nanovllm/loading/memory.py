@@ -125,7 +125,7 @@ class Room:
         _ = self.num_host_blocks
 
     def fitted_length(self, max_model_len: int, num_blocks: int) -> int:
-        """Return max_model_len, limited to the capacity of the blocks unless an option is set."""
+        """Return max_model_len, or what the blocks hold if no option sets either."""
         if self.config.max_model_len is not None or self.requested_blocks is not None:
             return max_model_len
         return min(max_model_len, num_blocks * self.config.kvcache_block_size)
@@ -158,7 +158,7 @@ class Room:
                 "or raise gpu_memory_utilization"
             )
         else:
-            # The other half is for activations and for other processes. The swap space of all ranks
+            # Half is left for activations and for other processes. The swap space of all ranks
             # still counts as free memory, because it is not written yet.
             swap = int(config.swap_space * 2**30) * config.tensor_parallel_size
             size = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
@@ -175,11 +175,11 @@ class Room:
 
 
 def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
-    """Yield the plans that need the most memory, and launch every variant of the kernels.
+    """Yield the plans that need the most memory and together use every kernel variant.
 
     These are a decode of all rows with rules, a decode of one row, and chunks with the most tokens
-    in the most rows, all scored. The decodes come first, because they compute the first positions
-    of their rows, and the chunks may end at the last position.
+    in the most rows, with all tokens scored. The decodes come first: they start at position 0, and
+    after the chunks a row may be full.
     """
     num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     num_rows = min(num_seqs, budget)

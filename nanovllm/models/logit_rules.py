@@ -27,7 +27,7 @@ from nanovllm.models.batch import to_device
 from nanovllm.models.sampler import MASKED
 from nanovllm.plan import LogitRules, NewRow, TokenLogprobs
 
-ALWAYS = 2**62
+NO_END = 2**62
 # Penalties process at most this many known tokens at a time, in 50 MB of memory. 256 rows of 40,960
 # tokens would take 0.5 GB, which the memory profile does not measure because its rows are short.
 TOKENS_AT_A_TIME = 2**20
@@ -41,8 +41,8 @@ class RowRules:
     """
 
     def __init__(self, rules: LogitRules, new_row: NewRow, vocab_size: int) -> None:
-        # Logits processors can refer to large objects. Only the request keeps them alive: RowRules
-        # can exist after the request has ended, until another sequence takes the row.
+        # RowRules can outlive the request, until its row is reused. A weak reference keeps no large
+        # object of a logits processor alive.
         self.owner = weakref.ref(rules)
         self.rules, self.row = replace(rules, logits_processors=()), new_row.row
         self.prompt, self.output = new_row.prompt, list(new_row.output)
@@ -52,15 +52,15 @@ class RowRules:
         # Whether `output` must be complete before the next token is sampled.
         self.needs_output = bool(self.phrases or self.take_prompt or self.matcher)
         self.error: Exception | None = None  # raised when the row samples
-        # (waits for the tokens of a step, index of this row's token), if `output` lacks that token.
+        # (function that returns a step's tokens, this row's index), if `output` lacks that token.
         self.last: tuple[Callable[[], list[int]], int] | None = None
         allowed = rules.allowed_token_ids  # an array, because there can be thousands
         self.allowed = None if allowed is None else np.array(allowed, np.int64)
         # (token, value added to its logit, first position at which nothing is added)
-        self.edits = [(word[0], MASKED, ALWAYS) for word in rules.bad_words if len(word) == 1]
+        self.edits = [(word[0], MASKED, NO_END) for word in rules.bad_words if len(word) == 1]
         first_end = len(new_row.prompt) + rules.min_tokens
         self.edits += [(token, MASKED, first_end) for token in rules.stops]
-        self.edits += [(token, value, ALWAYS) for token, value in rules.logit_bias]
+        self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
         check_ids([token for token, *_ in self.edits], vocab_size)
         check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
 
@@ -86,7 +86,7 @@ class RowRules:
                 )
             logits.copy_(changed)
         if processors and not (logits < float("inf")).all():
-            # The softmax of infinity is NaN: keep only the infinite logits, or none if one is NaN.
+            # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
             infinite = logits.isposinf()
             logits.copy_(torch.where(infinite & ~logits.isnan().any(), 0.0, MASKED))
 
@@ -123,7 +123,7 @@ class RulesState:
     def read(self, rows: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return tokens and counts [P, length] of `rows` [P] before `positions` [P].
 
-        Later entries repeat the first entry, so its penalized logit is only written again.
+        Later entries repeat the first entry, so they only write its logit again.
         """
         known = torch.arange(length, device=rows.device) < positions[:, None]
         tokens, counts = self.tokens[:, :length][rows], self.counts[:, :length][rows]
@@ -132,7 +132,7 @@ class RulesState:
     def append(
         self, rows: Tensor, positions: Tensor, known: tuple[Tensor, Tensor], sampled: Tensor
     ) -> None:
-        """Add `sampled` [P] int32 at `positions` [P], all less than the length of `known`."""
+        """Add `sampled` [P] int32 at `positions` [P], each below the length of `known`."""
         tokens, counts = known
         equal = tokens == sampled[:, None]
         counts = counts + equal
@@ -175,7 +175,7 @@ class RulesBatch:
         penalized = [(i, row) for i, row in rows if row.rules.has_penalties]
         self.penalized = send([i for i, _ in penalized])
         self.penalized_rows = send([row.row for _, row in penalized])
-        # The rows, positions, and (tokens, counts) that `apply` has read, in parts, for `append`.
+        # For `append`: (rows, positions, (tokens, counts)) of each part that `apply` has read.
         self.known: list[tuple[Tensor, Tensor, tuple[Tensor, Tensor]]] = []
         names = "repetition_penalty", "frequency_penalty", "presence_penalty"
         factors = [[[getattr(row.rules, name)] for _, row in penalized] for name in names]
@@ -237,7 +237,7 @@ class RulesBatch:
                 elif mask is not None:
                     self.completed.append(i)
                     logits[i].fill_(MASKED)
-            except Exception as error:  # in a processor or grammar: it ends only its request
+            except Exception as error:  # of a processor or grammar; it ends only this request
                 self.errors[row.row] = error
                 logits[i].fill_(MASKED)
         if self.has_grammar:

@@ -15,7 +15,8 @@ from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.batch import SamplingBatch, to_device
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.plan import Chunk, ResultKind, StepOutput, StepPlan
+from nanovllm.plan import StepOutput, StepPlan
+from nanovllm.runner.chunk_results import add_chunk_results
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
@@ -65,7 +66,7 @@ class ModelRunner:
             if len(step.sampling_rows):
                 last = hidden[step.forward_batch.logits_indices]
                 output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
-            self._yield_of_chunks(plan.chunks, hidden, output)
+            add_chunk_results(self, plan.chunks, hidden, output)
             return output.wait
 
     def _run_decode(self, decode_rows: list[int], device_rows: DeviceRows) -> PendingOutput:
@@ -114,52 +115,3 @@ class ModelRunner:
             packed = self.backend.token_logprobs(raw, tokens, rules.num_logprobs)
             output.logprobs = start_copy(packed)
         return output
-
-    def _yield_of_chunks(self, chunks: list[Chunk], hidden: Tensor, output: PendingOutput) -> None:
-        """Add the hidden states, candidates and prompt log-probabilities of chunks, from [T, E]."""
-        start, wanted, candidates = 0, [], []
-        scored: list[tuple[int, int]] = []  # (index of the token before the target, target)
-        for chunk in chunks:
-            if targets := chunk.logprob_targets:
-                rules = self.rows.rules.get(chunk.row)
-                k = (rules and rules.rules.prompt_logprobs) or 0
-                output.prompts.append((chunk.row, targets, k))
-                scored += enumerate(targets, start + chunk.logprobs_from)
-            start += len(chunk.token_ids)
-            if chunk.result_kind is ResultKind.HIDDEN_STATE:
-                output.hidden_rows.append(chunk.row)
-                wanted.append(start - 1)
-            elif chunk.result_kind is ResultKind.CANDIDATES:
-                output.candidate_rows.append((chunk.row, chunk.num_candidates))
-                candidates.append(start - 1)
-        if scored:
-            max_k = max(k for *_, k in output.prompts)
-            # In parts, because the memory profile does not include the logits of a whole chunk.
-            for part in to_device(np.transpose(scored).copy(), self.device).split(64, dim=1):
-                logits = self.fused_model.logits(hidden[part[0]])
-                packed = self.backend.token_logprobs(logits, part[1], max_k)
-                output.prompt_parts.append(start_copy(packed))
-        if candidates:
-            self._find_candidates(hidden[to_device(np.array(candidates), self.device)], output)
-        if wanted:
-            rows = to_device(np.array(wanted), self.device)
-            output.hidden_states = start_copy(hidden[rows].float())
-
-    def _find_candidates(self, hidden: Tensor, output: PendingOutput) -> None:
-        """Add the most likely tokens of `output.candidate_rows` [C], from hidden states [C, E].
-
-        Tokens that rules mask are not candidates. The other log-probabilities do not change.
-        """
-        k = max(k for _, k in output.candidate_rows)
-        rows = [row for row, _ in output.candidate_rows]
-        logits, rules = self.fused_model.logits(hidden), self.rows.with_rules(rows)
-        if rules is not None and rules.changes_logits:
-            positions = to_device(self.rows.positions[rows], self.device)
-            logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-            values, ids = rules.apply(logprobs, positions).topk(k)
-            packed = torch.cat((values.double(), ids), dim=1)
-            output.errors, rules.errors = output.errors | rules.errors, {}
-        else:
-            none = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-            packed = self.backend.token_logprobs(logits, none, k)[:, 2:]
-        output.candidates = start_copy(packed)

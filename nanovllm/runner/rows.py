@@ -37,7 +37,7 @@ class StepBatch:
     logits_indices: Tensor  # [R] int64
     sampling_rows: Tensor  # [R] int64
     sampling_batch: SamplingBatch
-    num_decodes: int  # the sequences of one token at the end: decode rows, and chunks before them
+    num_decodes: int  # one-token sequences at the end: decodes, and chunks just before them
     forward_batch: ForwardBatch = field(init=False)
     rules: RulesBatch | None = None
 
@@ -71,7 +71,7 @@ class Rows:
             self.params[:, row] = (sampling.temperature, *sampling.filters)
             self.seeds[row] = sampling.seed
             if row in self.rules or sampling.rules is not None:
-                self.rules_batch = None  # first, because a second Ctrl-C can come between the lines
+                self.rules_batch = None  # before `rules`: a second Ctrl-C may come between
                 self.rules.pop(row, None)
             if sampling.rules is not None:
                 self.rules[row] = self._make_rules(new_row, sampling.rules)
@@ -129,9 +129,9 @@ class Rows:
         return step
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Record the tokens that were sampled for `rows` [R], the inputs of their next step.
+        """Record the sampled tokens of `rows` [R], which are the inputs of their next step.
 
-        Returns the tokens with 0 in place of -1, which is an error; see models/sampler.py.
+        Returns the tokens, with 0 in place of -1 (an error; see models/sampler.py.
         """
         self.last_tokens[rows] = tokens = tokens.clamp(min=0)
         return tokens

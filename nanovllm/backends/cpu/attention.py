@@ -1,4 +1,4 @@
-"""Attention on a CPU: kernels of a unit, and torch's attention for prompts unless these are faster.
+"""Attention on a CPU: kernels per instruction set, and torch's for prompts where it is faster.
 
 With one query per sequence a step does little else than read KV. Leading blocks that sequences
 share are therefore read once for all of them: by the unit's kernel, for a group of queries, or by
@@ -37,8 +37,8 @@ flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.def
 
 # A chunk is treated as decodes if at most this many tokens are outside its shared prefix.
 MAX_UNSHARED_TOKENS = 64
-# With more queries per KV head than this, torch's flash attention reads a prefix faster than a unit
-# that does not read prompts: for 960 queries of 512 tokens, 28 layers took 80 ms instead of 240.
+# With more queries per KV head than this, torch's flash attention is faster for a prefix than a
+# unit without `reads_prompts`: for 960 queries of 512 tokens, 28 layers took 80 ms instead of 240.
 FLASH_QUERIES = 128
 # A shared prefix is read in a separate pass if that saves reading at least this many tokens.
 MIN_SAVED_TOKENS = 256
@@ -66,7 +66,7 @@ class Prefix:
     """Blocks that many tokens of the step attend to, read by torch's flash attention."""
 
     tokens: np.ndarray  # [n] int64
-    rows: Tensor  # [2 * K * blocks] int64, of a layer's cache as [rows, B * D]: K, then V
+    rows: Tensor  # [2 * K * blocks] int64, of a layer's cache [rows, B * D]: keys, then values
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class AttentionPlan:
     slot_mapping: np.ndarray  # [T] int64
     work: AttentionWork | None  # the kernel's part
     prefixes: list[Prefix]
-    # Whole prompts: their tokens, and the tokens of their keys, padded with the first one.
+    # Per whole prompt: its tokens, and the tokens of its keys, padded with the first.
     prompts: list[tuple[slice, Tensor]]
     chunks: list[Gathered]  # other chunks, for PlainAttention
 
@@ -144,7 +144,7 @@ class NumbaAttention(PlainAttention):
     def _by_kernel(self, seqs: Sequences, first_decode: int) -> tuple[list[Family], np.ndarray]:
         """Return the families that the kernel computes, and the other chunks [n].
 
-        The kernel computes all decodes, and chunks that are short behind a shared prefix.
+        The kernel computes all decodes, and chunks with few tokens after a shared prefix.
         """
         families: list[Family] = []
         chunks = np.arange(first_decode)
@@ -180,7 +180,7 @@ class NumbaAttention(PlainAttention):
     def _plan_work(self, plan: AttentionPlan, seqs: Sequences, families: list[Family]) -> None:
         """Set the kernel's work, and the prefixes that torch reads for it."""
         max_queries = max(1, self.unit.max_rows // self.group_size)
-        # Steps of few rows are one call (cpu/fused_decode.py) without flash attention.
+        # Steps of few rows run in cpu/fused_decode.py, without flash attention.
         num_rows = sum(int(seqs.query_lens[family.members].sum()) for family in families)
         by_torch = num_rows > PACKED_FOR and not self.unit.reads_prompts
         with_prefix, skipped = [], []  # blocks of a sequence that are read with its prefix
@@ -223,7 +223,7 @@ class NumbaAttention(PlainAttention):
         if step.prompts:
             q, kv = qkv[:, : self.heads].transpose(0, 1), qkv[:, self.heads :]
             for tokens, padded in step.prompts:
-                # Along the first dimension. Along another one, it would copy all of kv first.
+                # Along another dimension, index_select would first copy all of kv.
                 k, v = kv.index_select(0, padded).transpose(0, 1).chunk(2)
                 attended = scaled_dot_product_attention(
                     q[None, :, tokens], k[None], v[None], is_causal=True, enable_gqa=True
@@ -338,10 +338,10 @@ def groups_of_rest(
 
 
 def balanced(sizes: np.ndarray, parts: int) -> np.ndarray:
-    """Return an order of items whose `parts` equal parts have about the same total size.
+    """Return an order in which `parts` equal slices have about the same total size.
 
-    The items are dealt in order of size, back and forth: 0, 1, 1, 0, 0, 1 with two parts. Each part
-    keeps their order, which leaves groups that read the same blocks together.
+    The items are dealt in order of size, back and forth: 0, 1, 1, 0, 0, 1 with two parts. Parts
+    keep the order of the items, so groups that read the same blocks stay together.
     """
     turn = np.empty(len(sizes), np.int64)
     turn[np.argsort(sizes, kind="stable")] = np.arange(len(sizes)) % (2 * parts)

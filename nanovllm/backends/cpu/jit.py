@@ -31,7 +31,7 @@ config: Any = numba.config
 if config.DISABLE_JIT:
     raise ImportError("NUMBA_DISABLE_JIT is set, so Numba compiles nothing; unset it")
 LOCK = threading.RLock()
-# A directory that no process has used for so many seconds is removed.
+# A directory unused for this many seconds is removed.
 MAX_AGE = 7 * 24 * 3600
 # LLVM may reorder sums and fuse products, but NaN and infinity keep their meaning.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
@@ -53,11 +53,11 @@ class Guard:
 
 
 def guard() -> Guard:
-    """Return the context in which kernels run: with LOCK if two threads may not call them at once.
+    """Return the context for calls of kernels. It holds LOCK if concurrent calls are unsafe.
 
-    Numba has such a layer of threads, "workqueue", where it finds neither OpenMP nor TBB.
+    Without OpenMP and TBB, Numba uses "workqueue", which is not safe for several threads.
     """
-    # In a separate thread, because Numba's start sets the number of OpenMP's threads of its thread.
+    # In a separate thread, because starting Numba changes the caller's number of OpenMP threads.
     with ThreadPoolExecutor(1) as pool:
         pool.submit(get_num_threads).result()
     layer = numba.threading_layer()  # type: ignore[attr-defined]
@@ -77,9 +77,10 @@ def digest() -> str:
 
 @contextmanager
 def locked(path: Path, wait: bool = True) -> Iterator[list[int]]:
-    """Hold the lock of a file, for which other processes and threads wait.
+    """Hold a file lock, which excludes other processes and threads.
 
-    Yields the descriptors with which a child process holds it until it ends. Without `wait` it
+    Yields descriptors. A child process that inherits them holds the lock until it ends. Without
+    `wait` it
     raises BlockingIOError if another holds the lock.
     """
     try:
@@ -109,7 +110,7 @@ class KernelCache(FunctionCache):
 
 
 def make_directory() -> Path | None:
-    """Make the directory where Numba would keep the code of a function of this file.
+    """Make a directory for this version of the kernels in Numba's cache directory.
 
     Remove old ones. Return None if Numba finds no place that can be written.
     """

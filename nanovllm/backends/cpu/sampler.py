@@ -135,7 +135,7 @@ def _search_cumsum(weights, target):
 
 @compiled()
 def _smallest_kept(values, weights, target):
-    """Return the largest of values [n] for which it and all larger ones weigh `target` or more.
+    """Return the largest value v of values [n] so that all values >= v weigh `target` or more.
 
     This is a quickselect, which reorders both arrays: larger values move to the front.
     """
@@ -182,8 +182,8 @@ def _sum_from(weights, bound):
 def _smallest_kept_of_many(weights, target):
     """Compute `_smallest_kept` of the weights themselves by a search over the bits of floats.
 
-    It is for many weights. Positive floats have the order of their bits. Three candidates are
-    summed in one pass.
+    It is for many weights. Positive floats have the order of their bits. One pass sums the weights
+    above three bounds.
     """
     low, step = 0, 1 << 28
     while step > 0:
@@ -240,7 +240,7 @@ def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, 
             smallest = _smallest_kept_of_many(weights, top_p * total)
         else:
             smallest = _smallest_kept(weights.copy(), weights.copy(), top_p * total)
-    # The weight of the most likely token is 1. It stays, even if rounding says otherwise.
+    # The weight of the most likely token is 1. It is always kept, whatever the rounding.
     smallest = min(max(smallest, min_p), f32(1))
     # The chunk in which the cumulative sum exceeds the target, or the last with a weight.
     target, total = u * _sum_from(weights, smallest), 0.0

@@ -3,8 +3,8 @@
 A parallel region ends when its slowest thread does. If a thread waits for a core that another
 process occupies, all others wait for it and spin: with one busy process on two cores, two threads
 are up to thirty times slower than one. Linux counts for each thread how long it was ready to run
-and waited for a core. This needs no knowledge of other processes: a process with a low priority
-takes a core that is free, but the threads of a step do not wait for it.
+and waited for a core. A process with a low priority is therefore ignored: it uses a core that is
+free, but no thread waits for it.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Seconds between two looks at what the cores did. Linux counts in units of 10 ms. Steps that are
-# further apart have a pause between them.
+# Seconds between two measurements. Linux counts in units of 10 ms. A longer time between two steps
+# is a pause.
 INTERVAL = 0.1
 # While there is a limit, one more thread is tried for TRIAL seconds: first after RETRY seconds,
 # then each time after twice as long, at most LONGEST.
@@ -28,7 +28,7 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
 class Look(NamedTuple):
-    """Clocks, in seconds. All but the first add up what several cores or threads did."""
+    """Clock readings in seconds. All but `time` are sums over cores or threads."""
 
     time: float
     idle: float  # of the cores
@@ -40,14 +40,14 @@ class Look(NamedTuple):
 
 
 class ThreadLimit:
-    """Limits torch's threads, which the CPU's kernels follow, while a step runs.
+    """Limits the threads of torch and of the kernels while a step runs.
 
     OMP_NUM_THREADS, and a number that was set by torch.set_num_threads, are not changed.
     """
 
     def __init__(self) -> None:
         self.cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        # For this thread alone. torch.set_num_threads also sets it for threads that start later.
+        # Affects this thread only; torch.set_num_threads also affects threads that start later.
         library = ctypes.CDLL(None) if Path("/proc/stat").is_file() else None
         self.set_num_threads: Any = getattr(library, "omp_set_num_threads", None)
         self.chosen = "OMP_NUM_THREADS" in os.environ or self.set_num_threads is None
@@ -81,8 +81,8 @@ class ThreadLimit:
             self.running, self.ended = False, time.monotonic()
 
     def resume(self) -> None:
-        """Choose the number of threads after a pause, which says nothing about what runs now."""
-        # A container with few of the machine's cores does not know what runs on them.
+        """Choose the number of threads after a pause, when old measurements do not apply."""
+        # A container with only some of the machine's cores cannot tell what runs on them.
         others = ready_threads() - 1 if len(self.cores) == os.cpu_count() else None
         if others is not None and self.max_threads + others <= len(self.cores):
             self.limit = self.max_threads
@@ -103,8 +103,8 @@ class ThreadLimit:
         self.set_num_threads(self.limit)
 
     def judge(self, past: Look) -> None:
-        """Set the limit by what happened since the last look."""
-        # With one of n threads fewer, the work takes n / (n - 1) times as long, but none waits.
+        """Set the limit from the measurements since the last one."""
+        # With n - 1 threads, the work takes n / (n - 1) times as long, but none waits.
         if self.limit > 1 and past.waited * self.limit > past.time:
             self.limit = max(1, self.limit - max(1, round(past.waited / past.time)))
             self.retry = time.monotonic() + self.patience
@@ -114,13 +114,13 @@ class ThreadLimit:
             self.limit = max(self.limit, min(self.max_threads, free))
 
     def try_threads(self, number: int) -> None:
-        """Set the limit by parallel work, which is short and costs little if threads wait.
+        """Set the limit by a short parallel run, which costs little if threads wait.
 
         A process with a low priority keeps a core busy, but leaves it to a thread that needs it.
         """
         self.limit = number
         self.set_num_threads(number)
-        work = torch.zeros(number << 15)  # elements enough for each thread
+        work = torch.zeros(number << 15)  # enough elements for each thread
         # In the first half, Linux finds a core for each thread.
         for _ in range(2):
             start = self.look()

@@ -41,7 +41,7 @@ _streams_lock = threading.Lock()
 def unused_stream() -> torch.cuda.Stream:
     """Return a stream of the current device on which no living engine captures.
 
-    It is taken as long as it is referenced.
+    It stays reserved while it is referenced.
     """
     with _streams_lock:
         for _ in range(NUM_STREAMS):
@@ -116,7 +116,7 @@ class DecodeGraphs:
         """Decode rows. Returns hidden states [S, E], tokens [S], valid until the next replay."""
         num = len(decode_rows)
         if decode_rows != self.decode_rows:
-            self.decode_rows = None  # sending may fail, or be interrupted when it has changed them
+            self.decode_rows = None  # the copy may fail, also after it has changed them
             self.size = next(size for size in sorted(self.replays) if size >= num)
             padded = decode_rows + [self.padding_row] * (self.size - num)
             self.rows[: self.size] = to_device(np.array(padded), self.rows.device)

@@ -62,13 +62,13 @@ def many(counts: tuple[int, ...] = (1000, 1_000_000)) -> None:
         num_steps = 0
         start = time.perf_counter()
         progress = Progress()
-        with frozen_requests() as count:  # as in LLM.generate
+        with frozen_requests() as freeze:  # as in LLM.generate
             for _ in engine.add(engine.check(pairs), requests, progress):
-                count(len(requests))
+                freeze(len(requests))
             added = time.perf_counter()
             for _ in engine.run(requests):
                 num_steps += 1
-                count(n + progress.num_ended)
+                freeze(n + progress.num_ended)
             step = 1e6 * (time.perf_counter() - added) / num_steps
         print(f"{n:9,}{n / (added - start):13,.0f}{step:13.1f}{size:24,.0f}")
 

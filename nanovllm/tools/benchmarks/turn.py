@@ -1,6 +1,7 @@
 """Runs an engine in a separate process, and one run of a workload in each turn.
 
-Other work of a process affects a figure: memory that another engine keeps, threads that spin, code
+Other work in a process affects measurements: memory that another engine keeps, threads that spin,
+code
 that is compiled in the first run. `Process` therefore starts a process for each engine. The process
 loads the engine, runs the workload once, and then once for each turn. It reads JSON from stdin, a
 line for the job and a line for each turn, and writes a line for each to the file that argv[1]
@@ -45,7 +46,8 @@ COMMAND = python("from nanovllm.tools.benchmarks.turn import main; main()")
 
 
 class Process:
-    """A loaded engine that has run its workload once. `loaded` has the times of both."""
+    """A loaded engine that has run its workload once. `loaded` has the times of the load and of the
+    first run."""
 
     def __init__(
         self, command: list[str], job: Result, variables: Mapping[str, str] | None = None

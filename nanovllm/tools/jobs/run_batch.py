@@ -6,7 +6,8 @@ written as soon as it is known. The order of the output therefore differs from t
   {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
   {"id": ..., "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
 
-The result of a wrong line is an error. If the run is stopped at any point, even with kill -9, run
+The result of an invalid line is an error. If the run is stopped at any point, even with kill -9,
+run
 the same command again to resume it. docs/jobs.md says more.
 """
 
@@ -45,15 +46,16 @@ RESUME = "start the same command again to resume"
 
 
 class BatchFiles:
-    """The input and the output of a run. Each line of the input has a hash and may be done.
+    """The input and the output of a run. Each line of the input has a hash and a flag: whether it
+    is done.
 
     Each result begins with its id: the fingerprint of the input file and the number of a line. The
-    constructor reads from the ids which lines are done. A result is appended with one call of the
-    operating system, after which kill -9 cannot undo it. During the call, a kill or a full disk can
+    constructor reads from the ids which lines are done. A result is appended with one system call,
+    which kill -9 cannot undo. During the call, a kill or a full disk can
     leave a last line without a newline. This line is cut off and computed again.
 
-    The record, a file next to the output, says which line is being added to the engine, and for
-    which lines the process has ended meanwhile, and how often. Without such lines it is removed.
+    The record, a file next to the output, names the line that is being added and counts how often
+    the process ended while it added each line. It is removed if there are no counts.
 
     Raises OSError if a file cannot be opened. Raises ValueError in four cases: a custom_id occurs
     twice, the output has results of another input, the input has changed, or another process writes
@@ -157,7 +159,7 @@ class BatchFiles:
         self.done[number] = 1
 
     def _read_record(self) -> None:
-        """Count the end of the process that left the record, if it was adding a line."""
+        """Increase the count of a line if the last process ended while it added that line."""
         match = RECORD.match(self.record.read())
         if match and match[2].decode() == self.fingerprint:
             pairs = [pair.split(b":") for pair in match[3].split()]
@@ -172,7 +174,7 @@ class BatchFiles:
 
     @contextlib.contextmanager
     def adding(self, number: int) -> Iterator[None]:
-        """Record that a line is added. Raises RuntimeError if that has ended the process twice."""
+        """Record that a line is added. Raises RuntimeError after two crashes on it."""
         if self.ends.get(number, 0) >= MAX_ENDS:
             raise RuntimeError(
                 f"the process ended {MAX_ENDS} times while this line was added: it crashed, or was "
@@ -225,7 +227,7 @@ def hash_of(custom_id: str) -> int:
 
 
 def custom_id_of(line: bytes) -> str | None:
-    """Return the custom_id of a line. None if it has none, for which `parse_line` raises."""
+    """Return the custom_id of a line. None if it is missing; `parse_line` then raises an error."""
     try:
         custom_id = json.loads(line)["custom_id"]
     except (KeyError, RecursionError, TypeError, ValueError):
@@ -294,7 +296,7 @@ def run_batch(
                     custom_id = custom_id_of(line)
                     try:
                         with files.adding(number):
-                            with interrupt:  # Ctrl-C, the second time, ends a chat template
+                            with interrupt:  # a second Ctrl-C interrupts a chat template
                                 job = parse_line(llm, line, model)
                             in_flight[number] = custom_id, job, job.submit(llm)
                     except Exception as error:

@@ -1,4 +1,4 @@
-"""A model whose answers reveal one wrong slot, and random histories of the control plane on it.
+"""A model whose output changes if one slot is wrong, and random histories of the scheduler.
 
 `OracleRunner` takes the runner's place. Its "KV" is the pair (token, position) that is written to
 each slot. Its next token is a hash of all pairs that a row reads through its block table. It also
@@ -23,7 +23,7 @@ from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 
-ALPHABET = 3  # small, so that the blocks of different sequences meet
+ALPHABET = 3  # small, so that sequences often have equal blocks
 
 INVARIANTS = {
     "answers": "Every request ends with the tokens that the model's definition gives.",
@@ -33,15 +33,15 @@ INVARIANTS = {
     "owners": "The reference count of a block is the number of block tables that contain it.",
     "partition": "Each block is in exactly one of three states: owned, evictable, free.",
     "index": "The prefix index names the cached blocks and no others.",
-    "cached": "A cached block holds the tokens that the prefix index says.",
+    "cached": "A cached block holds the tokens in the prefix index.",
     "fresh": "A cached block depends on nothing that was computed before the last reset.",
-    "budget": "A step computes at most the token budget, of at most max_num_seqs sequences, each "
-    "once.",
+    "budget": "A step has at most as many tokens as the budget, of at most max_num_seqs sequences, "
+    "each once.",
     "oldest": "The oldest sequence is never preempted, and a step that preempts admits nothing.",
     "progress": "All requests end after a bounded number of steps, whatever happened before.",
     "returned": "When all requests have ended, all blocks are available and all rows are free.",
     "no error": "The scheduler and the block manager raise no exception.",
-    "host": "Each host block is in the host index once or free, and holds the tokens that it says.",
+    "host": "Each host block is free, or in the host index once with the tokens that it holds.",
 }
 
 
@@ -389,7 +389,7 @@ class History:
             raise InvariantError("context", detail)
 
     def check_cached(self, index: int) -> None:
-        """Check that a cached block holds the tokens that the index says."""
+        """Check that a cached block holds the tokens in the index."""
         named = memoryview(self.block_manager.blocks[index].token_ids).cast("I").tolist()
         held = [p and p[0] for p in self.runner.memory[index * self.size : (index + 1) * self.size]]
         if held != named:

@@ -75,7 +75,7 @@ class Trace(Observer):
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
-        self._beams = Counter[int]()  # arrival of a beam search -> its sequences so far
+        self._beams = Counter[int]()  # arrival of a beam search -> number of its sequences
         self._in_flight: deque[int] = deque()  # steps; 0 for one that was planned before the trace
         self._start = self._begun = 0.0
 
@@ -226,7 +226,7 @@ class Trace(Observer):
         return f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id
 
     def _parent(self, seq: Sequence) -> int:
-        """Return the number of the sequence that it is forked from, or -1."""
+        """Return the number of the sequence that `seq` was forked from, or -1."""
         return -1 if seq.parent is None else self._numbers.get(seq.parent, -1)
 
     def _add(self, event: Event) -> None:

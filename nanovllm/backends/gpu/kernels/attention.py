@@ -34,8 +34,8 @@ The splits of a context in flash decoding, and their merge:
 
 The cache of a layer is [blocks, K, block size, D], so the keys of a head and block are contiguous.
 Slots that were never written may hold anything, including NaN; they are never loaded. A cache in
-fp8 (models/fp8.py) is converted after the load, to float16 if q is bfloat16. Its scales are numbers
-of the launch, on which Triton does not specialize: K's scale is part of `scale`, and V's scale
+fp8 (models/fp8.py) is converted after the load, to float16 if q is bfloat16. Its scales are launch
+arguments that Triton does not specialize on: K's scale is part of `scale`, and V's scale
 multiplies the result.
 """
 
@@ -71,14 +71,14 @@ def _attend_tile(
     D_PAD: tl.constexpr = q.shape[1]
     dim = tl.arange(0, D_PAD)
     position = start + tl.arange(0, TILE)
-    # The compiler sees where a mask is always true, and leaves it out.
+    # The compiler removes a mask that is always true.
     in_head, in_range = (dim < D) | (D == D_PAD), (position < end) | (not MASKED)
     # Offsets are 64-bit, because caches of more than 2^31 elements are common.
     offset = blocks.to(tl.int64) * (K * BLOCK * D) + (position % BLOCK) * D
     k_ptrs = k_cache + offset[None, :] + dim[:, None]  # [D, TILE]
     k = tl.load(k_ptrs, mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)
     if v_cache.dtype.element_ty == tl.float8e4nv:
-        # Pairs of neighbours in D, so that shared memory is read by 16 bits and not by 8.
+        # Load pairs along D: shared memory is then read 16 bits at a time, not 8.
         pair = tl.arange(0, D_PAD // 2)
         in_head = (pair < D // 2) | (D == D_PAD)
         v_ptrs = v_cache.to(tl.pointer_type(tl.uint16)) + (offset // 2)[:, None] + pair[None, :]
@@ -114,7 +114,7 @@ def _attend_range(
     (the softmax times V [M, D], log2 of the sum of 2^score [M]).
     """
     if (k_cache.dtype.element_ty == tl.float8e4nv) & (q.dtype == tl.bfloat16):
-        q = q.to(tl.float16)  # to which the GPU converts fp8 in one instruction
+        q = q.to(tl.float16)  # the GPU converts fp8 to it in one instruction
     k_cache += kv_head * (BLOCK * D)
     v_cache += kv_head * (BLOCK * D)
     acc = tl.zeros(q.shape, tl.float32)

@@ -1,0 +1,69 @@
+"""Results of chunks other than tokens: hidden states, beam candidates, prompt log-probabilities."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.models.batch import to_device
+from nanovllm.plan import Chunk, ResultKind
+from nanovllm.runner.pending import PendingOutput, start_copy
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
+
+def add_chunk_results(
+    runner: ModelRunner, chunks: list[Chunk], hidden: Tensor, output: PendingOutput
+) -> None:
+    """Add the hidden states, candidates and prompt log-probabilities of chunks, from [T, E]."""
+    start, wanted, candidates = 0, [], []
+    scored: list[tuple[int, int]] = []  # (index of the token before the target, target)
+    for chunk in chunks:
+        if targets := chunk.logprob_targets:
+            rules = runner.rows.rules.get(chunk.row)
+            k = (rules and rules.rules.prompt_logprobs) or 0
+            output.prompts.append((chunk.row, targets, k))
+            scored += enumerate(targets, start + chunk.logprobs_from)
+        start += len(chunk.token_ids)
+        if chunk.result_kind is ResultKind.HIDDEN_STATE:
+            output.hidden_rows.append(chunk.row)
+            wanted.append(start - 1)
+        elif chunk.result_kind is ResultKind.CANDIDATES:
+            output.candidate_rows.append((chunk.row, chunk.num_candidates))
+            candidates.append(start - 1)
+    if scored:
+        max_k = max(k for *_, k in output.prompts)
+        # In parts, because the memory profile does not include the logits of a whole chunk.
+        for part in to_device(np.transpose(scored).copy(), runner.device).split(64, dim=1):
+            logits = runner.fused_model.logits(hidden[part[0]])
+            packed = runner.backend.token_logprobs(logits, part[1], max_k)
+            output.prompt_parts.append(start_copy(packed))
+    if candidates:
+        find_candidates(runner, hidden[to_device(np.array(candidates), runner.device)], output)
+    if wanted:
+        rows = to_device(np.array(wanted), runner.device)
+        output.hidden_states = start_copy(hidden[rows].float())
+
+
+def find_candidates(runner: ModelRunner, hidden: Tensor, output: PendingOutput) -> None:
+    """Add the most likely tokens of `output.candidate_rows` [C], from hidden states [C, E].
+
+    Tokens that rules mask are not candidates. The other log-probabilities do not change.
+    """
+    k = max(k for _, k in output.candidate_rows)
+    rows = [row for row, _ in output.candidate_rows]
+    logits, rules = runner.fused_model.logits(hidden), runner.rows.with_rules(rows)
+    if rules is not None and rules.changes_logits:
+        positions = to_device(runner.rows.positions[rows], runner.device)
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        values, ids = rules.apply(logprobs, positions).topk(k)
+        packed = torch.cat((values.double(), ids), dim=1)
+        output.errors, rules.errors = output.errors | rules.errors, {}
+    else:
+        none = torch.zeros(len(rows), dtype=torch.int64, device=runner.device)
+        packed = runner.backend.token_logprobs(logits, none, k)[:, 2:]
+    output.candidates = start_copy(packed)
