@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Unpack
 
 from tqdm import tqdm
 
@@ -26,7 +26,6 @@ from nanovllm.loading.optional import find_optional, load_optional
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-    from typing_extensions import Unpack
 
     from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 # Arguments of apply_chat_template that `render` sets itself.
 RESERVED = {"self", "conversation", "conversations", "messages", "tokenize"}
-# # Limits of a template that comes with a request. The longest contexts have a tenth of these
+# Limits of a template that comes with a request. The longest contexts have a tenth of these
 # characters.
 MAX_SECONDS, MAX_CHARACTERS = 10, 2**26
 

@@ -43,7 +43,7 @@ def call_with_limit(function: Callable[[], T], seconds: float, stack: int = 0) -
             finally:
                 threading.stack_size(before)
         return result.result(seconds)
-    except futures.TimeoutError:  # another class than TimeoutError in Python 3.10
+    except TimeoutError:
         raise TimeoutError(thread) from None
     finally:
         with ending:

@@ -42,7 +42,7 @@ class EngineCore:
 
         If another thread is running a step, this only waits for its end. If a step fails, the
         running sequences return to the waiting queue and the error is raised. The engine remains
-        usable. Ctrl-C is raised when the step is complete, a second Ctrl-C immediately.
+        usable. Ctrl-C is raised when the step is complete. A second Ctrl-C interrupts the runner.
         """
         with self._turns.claim(on_error=self._revert) as turn:
             if turn is None:
@@ -74,7 +74,8 @@ class EngineCore:
         it, this is `step` itself. If nothing was launched, these are all steps in flight.
         """
         in_flight = self.scheduler.in_flight
-        while len(in_flight) > (step is not None and self.async_scheduling):
+        num_left = 1 if step is not None and self.async_scheduling else 0
+        while len(in_flight) > num_left:  # the caller commits each, which removes it
             yield in_flight[0]
 
     def _commit(self, step: InFlightStep, output: StepOutput) -> None:

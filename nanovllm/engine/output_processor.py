@@ -7,6 +7,7 @@ It owns the requests. The causes that end a sequence, and where they are detecte
     no token can be sampled              Scheduler.commit, by the code NO_TOKEN: "error"
     a stop string, a computed prompt     the task, by the Ending of `receive` (engine/sampling.py)
     an error in its own data             `process`, for all samples of the request: "error"
+    a beam that is not continued         BeamSearch
     the caller                           EngineCore.abort
 """
 

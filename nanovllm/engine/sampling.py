@@ -11,7 +11,7 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.logit_rules import logit_rules
 from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.sequence import EMPTY, Sequence, Status
-from nanovllm.engine.task import Ending, RowResult
+from nanovllm.engine.task import Ending, RowResult, Task
 from nanovllm.plan import FILTERS, ResultKind, RowSampling, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 NO_IDS: frozenset[int] = frozenset()  # shared, because each new one takes 216 bytes
 
 
-class Sampling:
+class Sampling(Task):
+    params: SamplingParams
     result_kind = ResultKind.TOKEN
 
     def __init__(self, engine: LLMEngine, params: SamplingParams) -> None:
@@ -41,12 +42,6 @@ class Sampling:
         self.fork_rules = self.rules and replace(self.rules, prompt_logprobs=None)
 
     # ---- from a prompt to sequences ----
-
-    def text_prompt(self, text: str) -> str:
-        return text
-
-    def check_token_prompt(self) -> None:
-        """Accept every prompt of token ids."""
 
     def max_length(self, num_tokens: int) -> int:
         return num_tokens + self.input_processor.room_for_output(num_tokens, self.params.max_tokens)

@@ -1,8 +1,8 @@
 """Scheduler: decides which sequences compute which tokens in the next step.
 
 It owns the waiting and running queues, the runner's batch rows and the steps in flight. It changes
-sequences and,
-through its BlockManager, their blocks. It has no clock: the same calls give the same decisions.
+sequences and, through its BlockManager, their blocks. It has no clock: the same calls give the same
+decisions.
 
 As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
 uncomputed tokens as the token budget allows: first for running sequences, oldest first, then for

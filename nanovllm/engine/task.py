@@ -12,9 +12,10 @@ holds its lock. An error in a method ends only the request that is passed to it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import ResultKind, TokenLogprobs
@@ -42,39 +43,46 @@ class Ending(NamedTuple):
     stop_reason: int | str | None = None
 
 
-class Task(Protocol):
+class Task(ABC):
     params: Any
     result_kind: ResultKind  # what a row yields when its known tokens are computed
 
     def text_prompt(self, text: str) -> str:
         """Return the text to encode for a prompt that is given as text."""
+        return text
 
-    def check_token_prompt(self) -> None:
+    def check_token_prompt(self) -> None:  # noqa: B027
         """Raise ValueError if a prompt cannot be token ids."""
 
+    @abstractmethod
     def max_length(self, num_tokens: int) -> int:
         """Return the maximum length of a sequence with a prompt of `num_tokens`.
 
         Raises ValueError if the request can never run.
         """
 
+    @abstractmethod
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
         """Make the samples of a request. Returns the sequence that computes the prompt."""
 
+    @abstractmethod
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
         """Process the result of a step for one sequence. Returns why it ends, if it does."""
 
+    @abstractmethod
     def rewind(self, request: Request) -> list[Sequence]:
         """Undo the partial changes of a failed step. Returns the sequences to queue.
 
         Results that were committed and not received are removed, so that they are computed again.
         """
 
+    @abstractmethod
     def output(self, request: Request) -> Any:
         """Return the output of a request whose samples have ended."""
 
     def error_output(self, request: Request) -> Any:
         """Return the output of a request for which `output` raised an error, or None."""
+        return None
 
 
 TaskFactory: TypeAlias = "Callable[[LLMEngine, Any], Task]"  # checks the parameters

@@ -75,9 +75,9 @@ class Turns:
     def abort(self, requests: Iterable[Request]) -> None:
         """End the requests that are unfinished. A newer request with the same id is not affected.
 
-        The garbage collector can call this at any moment, for an abandoned stream. It
-        therefore never waits: while another call holds the lock, it only records the requests. They
-        then end with the current step or before the next one.
+        The garbage collector can call this at any moment, for an abandoned stream. It therefore
+        never waits: while another call holds the lock, it only records the requests. They then end
+        with the current step or before the next one.
         """
         self._to_abort.extend(requests)
         self.run_pending_aborts()

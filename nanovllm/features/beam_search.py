@@ -21,7 +21,7 @@ from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import Request, Sample, start_prompt
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, RowResult
+from nanovllm.engine.task import Ending, RowResult, Task
 from nanovllm.plan import LogitRules, ResultKind
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Beams:
     finished: list[tuple[float, BeamSearchSequence]] = field(default_factory=list)
 
 
-class BeamSearch:
+class BeamSearch(Task):
     """The task of a beam search."""
 
     result_kind = ResultKind.CANDIDATES
@@ -116,12 +116,6 @@ class BeamSearch:
             )
         # An end token is at most beam_width candidates, so at least beam_width others remain.
         self.num_candidates = max(2, 1 + len(self.stops)) * params.beam_width
-
-    def text_prompt(self, text: str) -> str:
-        return text
-
-    def check_token_prompt(self) -> None:
-        """Accept every prompt of token ids."""
 
     def max_length(self, num_tokens: int) -> int:
         return num_tokens + self.input_processor.room_for_output(num_tokens, self.params.max_tokens)
@@ -251,9 +245,6 @@ class BeamSearch:
             for result in results:
                 result.text = detokenizer.decode(result.tokens)
         return BeamSearchOutput(results)
-
-    def error_output(self, request: Request) -> None:
-        """Return None: the error is raised."""
 
 
 TASKS = {BeamSearchParams: BeamSearch}

@@ -11,7 +11,7 @@ from nanovllm.api.checks import located
 from nanovllm.api.prompts import Prompt, as_list, split_prompt
 from nanovllm.engine.request import Request, rewind_prompt, start_prompt
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, RowResult
+from nanovllm.engine.task import Ending, RowResult, Task
 from nanovllm.plan import ResultKind
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def tokenize_pair(
     return ids, new
 
 
-class Scoring:
+class Scoring(Task):
     """The task of a request that scores the last tokens of its prompt."""
 
     result_kind = ResultKind.NOTHING
@@ -104,12 +104,6 @@ class Scoring:
     def __init__(self, engine: LLMEngine, params: ScoringParams) -> None:
         engine.input_processor.check_head()
         self.input_processor, self.params = engine.input_processor, params
-
-    def text_prompt(self, text: str) -> str:
-        return text
-
-    def check_token_prompt(self) -> None:
-        """Accept every prompt of token ids."""
 
     def max_length(self, num_tokens: int) -> int:
         # The last token is scored but not computed.
@@ -147,9 +141,6 @@ class Scoring:
             num_cached_tokens=seq.num_cached_tokens,
             request_id=request.request_id,
         )
-
-    def error_output(self, request: Request) -> None:
-        """Return None: there is no partial log-likelihood."""
 
 
 TASKS = {ScoringParams: Scoring}

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 CACHED_GRAMMARS = 64
-# # The longest text of each format in bytes, to limit the time of a compilation. The time grows
-# with their square,
-# and with their cube where terminals contain each other.
+# The longest text of each format in bytes, to limit the time of a compilation. The time grows with
+# their square, and with their cube where terminals contain each other.
 MAX_BYTES = {"json_schema": 2**17, "lark": 2**17, "regex": 2**14, "grammar": 2**14}
 # For multipleOf, llguidance has a state per remainder, and its common multiples have 32 bits.
 MAX_MULTIPLE = 2**16 - 1
@@ -101,7 +100,7 @@ class GrammarCompiler:
         self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)
 
     def compile(self, params: StructuredOutputsParams, end_tokens: list[int]) -> Grammar:
-        """Return the grammar of a request that end_tokens with one of the tokens `end_tokens`.
+        """Return the grammar of a request that ends with one of `end_tokens`.
 
         Raises ImportError without llguidance, ValueError without a tokenizer, and ValueError with
         llguidance's reason if it cannot compile the grammar.

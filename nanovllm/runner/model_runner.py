@@ -66,7 +66,8 @@ class ModelRunner:
             if len(step.sampling_rows):
                 last = hidden[step.forward_batch.logits_indices]
                 output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
-            add_chunk_results(self, plan.chunks, hidden, output)
+            logits, logprobs = self.fused_model.logits, self.backend.token_logprobs
+            add_chunk_results(output, plan.chunks, hidden, self.rows, logits, logprobs)
             return output.wait
 
     def _run_decode(self, decode_rows: list[int], device_rows: DeviceRows) -> PendingOutput:
@@ -108,9 +109,9 @@ class ModelRunner:
             output.errors, rules.errors = rules.errors, {}
             output.completed, rules.completed = rules.completed, []
         if rules.reported:
-            at = rules.reported_index
-            if len(at) < len(tokens):
-                raw, tokens = raw[at], tokens[at]
+            index = rules.reported_index
+            if len(index) < len(tokens):
+                raw, tokens = raw[index], tokens[index]
             output.reported = rules.reported
             packed = self.backend.token_logprobs(raw, tokens, rules.num_logprobs)
             output.logprobs = start_copy(packed)

@@ -104,7 +104,7 @@ class Rows:
             spans = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
             positions = np.concatenate((*spans, positions[num_chunks:]))
             token_rows = np.repeat(rows, step.query_lens)
-        known, at, slots, lens, tables, sampled_at = self.send(
+        known, sent_positions, slots, lens, tables, sampling_positions = self.send(
             np.array([token for c in chunks for token in c.token_ids], np.int64),
             positions,
             self.slots(self.block_tables, token_rows, positions),
@@ -115,7 +115,7 @@ class Rows:
         last = self.last_tokens[step.sampling_rows[len(step.sampling_rows) - len(decode_rows) :]]
         step.forward_batch = ForwardBatch(
             input_ids=torch.cat((known, last)) if chunks else last,
-            positions=at,
+            positions=sent_positions,
             slot_mapping=slots,
             query_start_loc=step.query_start_loc,
             context_lens=lens,
@@ -125,13 +125,13 @@ class Rows:
             num_decodes=step.num_decodes,
         )
         step.rules = self.with_rules(rows[step.samples].tolist()) if self.rules else None
-        step.sampling_batch.positions = sampled_at
+        step.sampling_batch.positions = sampling_positions
         return step
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Record the sampled tokens of `rows` [R], which are the inputs of their next step.
 
-        Returns the tokens, with 0 in place of -1 (an error; see models/sampler.py.
+        Returns the tokens, with 0 in place of -1, which means an error (models/sampler.py).
         """
         self.last_tokens[rows] = tokens = tokens.clamp(min=0)
         return tokens

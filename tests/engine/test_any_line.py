@@ -105,9 +105,15 @@ def serve(llm: LLM, kind: str) -> tuple[list[Request], list[Exception]]:
 def small(asynchronous: bool) -> LLM:
     """The embedded model, with so few blocks that sequences are preempted."""
     return LLM(
-        dtype="float32", device="cpu", async_scheduling=asynchronous, attention_backend="sdpa",
-        num_kvcache_blocks=14, kvcache_block_size=4, max_model_len=40, swap_space=0.01,
-    )  # fmt: skip
+        dtype="float32",
+        device="cpu",
+        async_scheduling=asynchronous,
+        attention_backend="sdpa",
+        num_kvcache_blocks=14,
+        kvcache_block_size=4,
+        max_model_len=40,
+        swap_space=0.01,
+    )
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -675,4 +675,4 @@ def test_requests_share_a_compiled_grammar(embedded: LLM) -> None:
     assert grammars[0].start is not grammars[70].start  # the oldest was dropped
     again = compiler.compile(StructuredOutputsParams(regex="a{69}"), [1033])
     assert again.start is grammars[69].start
-    assert again.ends == (1033,)
+    assert again.end_tokens == (1033,)

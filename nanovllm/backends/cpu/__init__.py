@@ -22,6 +22,6 @@ attention.py         NumbaAttention: who computes which tokens of a step. Needs 
 backend.py           Joins all of it into a Backend.
 
 threads.py and openmp.py stand alone. They limit the threads of a step to free cores, and refuse to
-start where OpenMP would hang. The first five files suffice to read any other kernel. Only a Unit
-depends on the processor. All others run where Numba does.
+start where OpenMP would hang. The first five files suffice to read any other kernel. Only a Unit,
+int8.py and linear.py depend on the processor. All others run where Numba does.
 """

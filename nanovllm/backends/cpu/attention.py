@@ -180,7 +180,7 @@ class NumbaAttention(PlainAttention):
     def _plan_work(self, plan: AttentionPlan, seqs: Sequences, families: list[Family]) -> None:
         """Set the kernel's work, and the prefixes that torch reads for it."""
         max_queries = max(1, self.unit.max_rows // self.group_size)
-        # Steps of few rows run in cpu/fused_decode.py, without flash attention.
+        # Steps of few rows run in backends/cpu/fused_decode.py, without flash attention.
         num_rows = sum(int(seqs.query_lens[family.members].sum()) for family in families)
         by_torch = num_rows > PACKED_FOR and not self.unit.reads_prompts
         with_prefix, skipped = [], []  # blocks of a sequence that are read with its prefix

@@ -31,7 +31,7 @@ from nanovllm.backends.cpu.units.unit import Unit, units
 def kernels_in_parts(
     dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype
 ) -> dict[Kernel, Types]:
-    """Return the kernels that cpu/parallel.py calls, with the types of their arguments.
+    """Return the kernels that backends/cpu/parallel.py calls, with the types of their arguments.
 
     The types are as in the signatures of the kernels: int64 is an address or a size.
     """

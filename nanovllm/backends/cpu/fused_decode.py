@@ -3,7 +3,7 @@
 Between two calls from Python only one thread works and the memory is idle. A product with few rows
 takes as long as reading its weights, and units with AMX or AVX512-BF16 read them faster than oneDNN
 does. With AMX and 16 sequences at Qwen3-0.6B's shape a step took 88 ms layer by layer and 72 ms in
-one call. All is in bfloat16. The rules and shapes are in cpu/pointwise.py.
+one call. All is in bfloat16. The rules and shapes are in backends/cpu/pointwise.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Code(NamedTuple):
-    """The addresses of the kernels of a layer; see cpu/parallel.py."""
+    """The addresses of the kernels of a layer; see backends/cpu/parallel.py."""
 
     norm: int  # pointwise.add_rms_norm_rows
     store: int  # pointwise.norm_rope_store_rows

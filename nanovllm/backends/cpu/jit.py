@@ -80,8 +80,7 @@ def locked(path: Path, wait: bool = True) -> Iterator[list[int]]:
     """Hold a file lock, which excludes other processes and threads.
 
     Yields descriptors. A child process that inherits them holds the lock until it ends. Without
-    `wait` it
-    raises BlockingIOError if another holds the lock.
+    `wait`, raises BlockingIOError if another holds the lock.
     """
     try:
         import fcntl

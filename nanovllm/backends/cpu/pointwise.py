@@ -10,7 +10,7 @@ The rules for all kernels of a CPU:
   tensors, because making a Numba array from a tensor takes longer than many kernels run.
 - Arithmetic is in float32. Results are rounded where PyTorch rounds, except in the rotary
   embedding, where PyTorch also rounds each product.
-- The items of a kernel (cpu/parallel.py) are rows unless its docstring says otherwise.
+- The items of a kernel (backends/cpu/parallel.py) are rows unless its docstring says otherwise.
 
 Shapes: T tokens, P groups of M queries, H = K * G query heads that share K KV heads in groups of G,
 D head size, B slots per block, E hidden size, F intermediate size, R rows of logits, V vocabulary.

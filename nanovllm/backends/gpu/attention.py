@@ -1,4 +1,4 @@
-"""Paged attention on a GPU with the Triton kernels in gpu/kernels/."""
+"""Paged attention on a GPU with the Triton kernels in backends/gpu/kernels/."""
 
 import torch
 from torch import Tensor

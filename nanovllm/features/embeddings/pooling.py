@@ -15,7 +15,7 @@ from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
 from nanovllm.api.outputs import RequestMetrics
 from nanovllm.engine.request import Request, rewind_prompt, start_prompt
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, RowResult
+from nanovllm.engine.task import Ending, RowResult, Task
 from nanovllm.plan import ResultKind
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class EmbeddingRequestOutput:
     metrics: RequestMetrics = field(compare=False)
 
 
-class Embedding:
+class Embedding(Task):
     """The task of a request for an embedding."""
 
     result_kind = ResultKind.HIDDEN_STATE
@@ -156,9 +156,6 @@ class Embedding:
             seq.num_cached_tokens,
             request.metrics,
         )
-
-    def error_output(self, request: Request) -> None:
-        """Return None: there is no partial embedding."""
 
 
 TASKS = {PoolingParams: Embedding}

@@ -1,11 +1,10 @@
 """Runs an engine in a separate process, and one run of a workload in each turn.
 
 Other work in a process affects measurements: memory that another engine keeps, threads that spin,
-code
-that is compiled in the first run. `Process` therefore starts a process for each engine. The process
-loads the engine, runs the workload once, and then once for each turn. It reads JSON from stdin, a
-line for the job and a line for each turn, and writes a line for each to the file that argv[1]
-names. For vLLM the process runs vllm_peer.py, in an environment without nanovllm.
+code that is compiled in the first run. `Process` therefore starts a process for each engine. The
+process loads the engine, runs the workload once, and then once for each turn. It reads JSON from
+stdin, a line for the job and a line for each turn, and writes a line for each to the file that
+argv[1] names. For vLLM the process runs vllm_peer.py, in an environment without nanovllm.
 
 The engine has no hooks for measurements; only `run_engine` and `profile_run` use its internals.
 """

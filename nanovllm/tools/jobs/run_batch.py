@@ -7,8 +7,7 @@ written as soon as it is known. The order of the output therefore differs from t
   {"id": ..., "custom_id": "a", "response": {"status_code": 200, "body": {...}, ...}, "error": null}
 
 The result of an invalid line is an error. If the run is stopped at any point, even with kill -9,
-run
-the same command again to resume it. docs/jobs.md says more.
+run the same command again to resume it. docs/jobs.md says more.
 """
 
 from __future__ import annotations
@@ -46,13 +45,12 @@ RESUME = "start the same command again to resume"
 
 
 class BatchFiles:
-    """The input and the output of a run. Each line of the input has a hash and a flag: whether it
-    is done.
+    """The input and the output of a run. Each line of the input has a hash, and is done or not.
 
     Each result begins with its id: the fingerprint of the input file and the number of a line. The
     constructor reads from the ids which lines are done. A result is appended with one system call,
-    which kill -9 cannot undo. During the call, a kill or a full disk can
-    leave a last line without a newline. This line is cut off and computed again.
+    which kill -9 cannot undo. During the call, a kill or a full disk can leave a last line without
+    a newline. This line is cut off and computed again.
 
     The record, a file next to the output, names the line that is being added and counts how often
     the process ended while it added each line. It is removed if there are no counts.

@@ -4,7 +4,7 @@
 each slot. Its next token is a hash of all pairs that a row reads through its block table. It also
 records how many resets of the prefix cache came before the oldest KV that a slot depends on.
 `answer` computes the same tokens without an engine. A history is a scheduler with random actions.
-`INVARIANTS` must hold after each action. No torch.
+`INVARIANTS` must hold after each action. It needs no torch.
 """
 
 import random

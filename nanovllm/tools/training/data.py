@@ -19,7 +19,6 @@ from nanovllm.tools.training.topics import OFF_TOPIC, SELF, SMALL_TALK, TOPICS
 MAX_NUMBER = 99
 MAX_COUNT = 64  # longest run of `count`: three tokens a number stay under max_new_tokens
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The unit of any processor: attention of decode rows and of short chunks.
 
 Queries that read the same blocks are computed in groups. The rules and shapes are in
-cpu/pointwise.py.
+backends/cpu/pointwise.py.
 """
 
 from typing import NamedTuple
