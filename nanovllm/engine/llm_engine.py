@@ -205,11 +205,15 @@ class LLMEngine(EngineCore):
     def step(self) -> list[Output]:
         """Run one step. Returns the requests that have finished since the last call."""
         self.run_step()
-        with self.lock:
-            try:
-                return list(self.output_processor.finished.values())
-            finally:  # after the list is made: a signal handler may raise between two lines
-                self.output_processor.finished = {}
+        processor, finished = self.output_processor, dict[str, Output]()
+        try:
+            with self.lock:
+                finished, processor.finished = processor.finished, {}
+            return list(finished.values())
+        except BaseException:  # a signal handler can raise between any two lines
+            with self.lock:
+                processor.finished = finished | processor.finished
+            raise
 
     # ---- the state of the engine ----
 
