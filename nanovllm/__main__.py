@@ -2,6 +2,7 @@
 
 nanovllm chat                              a conversation with the embedded model
 nanovllm chat --model Qwen/Qwen3-0.6B      a conversation with another model
+nanovllm convert model.gguf model/         converts a GGUF file to a checkpoint
 nanovllm run-batch -i in.jsonl -o out.jsonl
                                            runs a file of requests in OpenAI's batch format
 nanovllm lessons                           lists the lessons and exercises
@@ -15,6 +16,7 @@ import sys
 
 COMMANDS = {
     "chat": "nanovllm.tools.chat",
+    "convert": "nanovllm.tools.convert",
     "lessons": "nanovllm.lessons.command",
     "lm-eval": "nanovllm.tools.jobs.lm_eval",
     "run-batch": "nanovllm.tools.jobs.run_batch",

@@ -6,8 +6,9 @@ import math
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Annotated, TypeAlias, get_args
+from typing import Annotated, Any, TypeAlias, get_args
 
 from nanovllm.api.checks import Positive, Seed, check_scalars, refuse_unknown_fields
 
@@ -35,6 +36,9 @@ class EngineConfig:
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only
     seed: Seed = 0  # for requests without a seed, and for load_format="dummy"
+
+    # Fields of config.json with other values, such as rope_scaling for a longer context.
+    hf_overrides: Mapping[str, Any] | None = None
 
     # ---- the capacity ----
 
@@ -76,6 +80,8 @@ class EngineConfig:
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         check_scalars(self)
+        if not isinstance(self.hf_overrides, Mapping | None):
+            raise TypeError(f"hf_overrides must be a dict, not {self.hf_overrides!r:.80}")
         if self.gpu_memory_utilization == 0:
             raise ValueError("gpu_memory_utilization must be more than 0, not 0")
         if not re.fullmatch(r"auto|cpu|cuda(:(\d|[1-9]\d))?", self.device):

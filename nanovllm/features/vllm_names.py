@@ -18,7 +18,7 @@ OTHER_NAMES = {"block_size": "kvcache_block_size", "kv_offloading_size": "swap_s
 Unused = tuple[tuple[object, ...], str]
 GENERATES_TEXT = "nanovllm has text, embeddings and log-likelihoods, all from text"
 ONE_DEVICE = "use 1; tensor_parallel_size divides the model among several devices"
-EDIT_CONFIG = "edit config.json in a copy of the checkpoint"
+OVERRIDE = "set it by hf_overrides"
 ADAPTER = "merge the adapter into the checkpoint"
 VLLM_OPTIONS: dict[str, Unused] = {
     "code_revision": ((), "nanovllm never runs the code of a checkpoint"),
@@ -31,7 +31,6 @@ VLLM_OPTIONS: dict[str, Unused] = {
     "enable_prompt_embeds": ((False,), GENERATES_TEXT),
     "enable_sleep_mode": ((False,), "`del llm` frees the memory"),
     "generation_config": (("auto",), "pass a SamplingParams to use other values than the file's"),
-    "hf_overrides": (({},), EDIT_CONFIG),
     "hf_token": ((), "set the environment variable HF_TOKEN"),
     "kv_offloading_backend": (("native",), "features/host_cache/blocks.py is the only one"),
     "logits_processors": (([], ()), "set logits_processors of SamplingParams"),
@@ -40,8 +39,8 @@ VLLM_OPTIONS: dict[str, Unused] = {
     "num_gpu_blocks_override": ((), "use num_kvcache_blocks"),
     "override_generation_config": (({},), "pass a SamplingParams"),
     "pipeline_parallel_size": ((1,), ONE_DEVICE),
-    "rope_scaling": (({},), EDIT_CONFIG),
-    "rope_theta": ((), EDIT_CONFIG),
+    "rope_scaling": (({},), OVERRIDE),
+    "rope_theta": ((), OVERRIDE),
     "runner": (("auto", "generate", "pooling"), GENERATES_TEXT),
     "speculative_config": (({},), "there is no speculative decoding yet"),
     "task": (("auto", "generate", "embed"), GENERATES_TEXT),

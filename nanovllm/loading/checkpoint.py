@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,14 @@ from safetensors import safe_open
 from nanovllm.api.checks import scalar_fields
 from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
-from nanovllm.models.config import ModelConfig, check_field, check_fields, read_json, unreadable
+from nanovllm.models.config import (
+    ModelConfig,
+    check_field,
+    check_fields,
+    override,
+    read_json,
+    unreadable,
+)
 from nanovllm.models.fp8 import Scales, read_fp8_scales
 from nanovllm.models.weights import HEAD, CheckpointTensor, load_weights
 from nanovllm.plan import FILTERS
@@ -110,9 +117,18 @@ class Checkpoint:
     A Checkpoint is a context manager that closes the weight files.
     """
 
-    def __init__(self, directory: Path, has_weights: bool = True) -> None:
-        """`has_weights` is false if no weights are read, as with load_format="dummy"."""
+    def __init__(
+        self,
+        directory: Path,
+        has_weights: bool = True,
+        overrides: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`has_weights` is false if no weights are read, as with load_format="dummy".
+
+        `overrides` replace fields of config.json.
+        """
         self.directory, self.has_weights = directory, has_weights
+        self.overrides = overrides or {}
         self.config_path = directory / "config.json"
         self._open_files = ExitStack()
 
@@ -131,8 +147,7 @@ class Checkpoint:
             raise ValueError(
                 f"{self.directory} has no config.json; it is not a model in Hugging Face layout"
             )
-        raw: dict[str, Any] = read_json(self.config_path)
-        return raw
+        return override(read_json(self.config_path), self.overrides, self.config_path)
 
     @cached_property
     def model_config(self) -> ModelConfig:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.api.checks import KINDS, check_scalar
+from nanovllm.api.checks import KINDS, check_scalar, unknown_name
 from nanovllm.api.config import DTYPES
+from nanovllm.models.rope import RopeConfig
 
 SIZE = (1, 2**31 - 1)
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
@@ -19,21 +22,31 @@ Fields = dict[str, tuple[type, tuple[Any, ...]]]
 FIELDS: Fields = {
     "architectures": (list, ()),
     "attention_bias": (bool, ()),
+    "attention_factor": (float, (0, math.inf)),
+    "beta_fast": (float, (0, math.inf)),
+    "beta_slow": (float, (0, math.inf)),
     "do_sample": (bool, ()),
     "dtype": (str, STORED),
     "factor": (float, (1, math.inf)),
     "head_dim": (int, SIZE),
     "hidden_act": (str, ("silu",)),
     "hidden_size": (int, SIZE),
+    "high_freq_factor": (float, (0, math.inf)),
     "intermediate_size": (int, SIZE),
     "layer_types": (list, ()),
+    "low_freq_factor": (float, (0, math.inf)),
     "max_new_tokens": (int, (1, math.inf)),
     "max_position_embeddings": (int, (1, 10_000_000)),
     "max_window_layers": (int, (0, math.inf)),
     "min_new_tokens": (int, (0, math.inf)),
+    "mlp_bias": (bool, ()),
+    "mscale": (float, (0, math.inf)),
+    "mscale_all_dim": (float, (0, math.inf)),
     "num_attention_heads": (int, SIZE),
     "num_hidden_layers": (int, (1, 10_000)),
     "num_key_value_heads": (int, SIZE),
+    "original_max_position_embeddings": (int, (1, 10_000_000)),
+    "partial_rotary_factor": (float, (0, 1)),
     "quantization_config": (dict, ()),
     "rms_norm_eps": (float, (0, 1)),
     "rope_parameters": (dict, ()),
@@ -43,6 +56,7 @@ FIELDS: Fields = {
     "sliding_window": (int, SIZE),
     "tie_word_embeddings": (bool, ()),
     "torch_dtype": (str, STORED),
+    "truncate": (bool, ()),
     "type": (str, ()),
     "use_sliding_window": (bool, ()),
     "vocab_size": (int, SIZE),
@@ -62,8 +76,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
-    rope_factor: float  # positions are divided by it; 1 unless rope_type is "linear"
+    rope: RopeConfig
     max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool  # whether the query, key and value projections have a bias
@@ -78,6 +91,7 @@ class ModelConfig:
 
         Raises ValueError for missing or unsupported fields.
         """
+        fields = raw.keys()  # also those that are null
         raw = check_fields(raw, path)
         architectures = raw.get("architectures") or []
         known = [name for name in ARCHITECTURES if name in architectures]
@@ -102,11 +116,15 @@ class ModelConfig:
                 "supported; use a bfloat16 checkpoint, and quantization='int8' to quantize its "
                 "weights during loading"
             )
-        theta, factor = _rope(raw, path)
+        rope = _rope(raw, path)
+        if raw.get("mlp_bias"):
+            raise ValueError(f"{path}: mlp_bias is not supported")
+        is_null = "sliding_window" in fields and "sliding_window" not in raw
+        window = _sliding_window(raw, known[0], is_null)
         dtype = (raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
         heads, hidden = need("num_attention_heads"), need("hidden_size")
         head_dim = raw.get("head_dim") or traits.get("head_dim") or hidden // heads
-        kv_heads = raw.get("num_key_value_heads") or heads
+        kv_heads = raw.get("num_key_value_heads") or traits.get("num_kv_heads") or heads
         if heads % kv_heads:
             raise ValueError(f"{path}: {heads} query heads do not divide into {kv_heads} KV heads")
         if head_dim % 2 or not head_dim:
@@ -123,14 +141,13 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_factor=factor,
-            max_position_embeddings=need("max_position_embeddings"),
+            rope=rope,
+            max_position_embeddings=max(need("max_position_embeddings"), rope.extended_length),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(traits.get("attention_bias", raw.get("attention_bias", False))),
-            output_bias=bool(traits["qk_norm"] and raw.get("attention_bias")),
+            output_bias=bool("attention_bias" not in traits and raw.get("attention_bias")),
             qk_norm=bool(traits["qk_norm"]),
-            sliding_window=_sliding_window(raw),
+            sliding_window=window,
             dtype=dtype if dtype in DTYPES else None,
         )
 
@@ -140,36 +157,71 @@ class ModelConfig:
 
 
 # Properties that follow from the architecture's name and may be absent from config.json.
+# Where attention_bias is not given here, config.json's is for all four projections of attention.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 128},
     "Qwen2ForCausalLM": {"qk_norm": False, "attention_bias": True},
+    "LlamaForCausalLM": {"qk_norm": False},
+    "MistralForCausalLM": {"qk_norm": False, "attention_bias": False, "num_kv_heads": 8},
 }
 # The same architectures without a head, unless the head is tied.
 ARCHITECTURES |= {n.replace("ForCausalLM", "Model"): t for n, t in ARCHITECTURES.items()}
 
 
-def _rope(raw: dict[str, Any], path: Path) -> tuple[float, float]:
-    """Return (theta, factor), from rope_parameters (new) or rope_theta and rope_scaling (old)."""
+def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
+    """Return the rope fields, from rope_parameters (new) or rope_theta and rope_scaling (old).
+
+    Raises ValueError for a type or a field that would change the result and is not supported.
+    """
     new, old = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if new and old and new != old:
         raise ValueError(f"{path} has both rope_parameters and rope_scaling; keep one of them")
     params = check_fields(new or old, path)
-    kind = params.get("rope_type", params.get("type", "default"))
-    theta = float(params.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    if kind == "default":
-        return theta, 1.0
-    if kind == "linear":
-        if "factor" not in params:
-            raise ValueError(f"{path}: linear rope scaling needs a factor of 1 or more")
-        return theta, float(params["factor"])
-    raise ValueError(
-        f"{path}: rope scaling {kind!r} is not supported, only 'default' and 'linear'; remove it "
-        "from config.json to run the model at its original length"
-    )
+    kind = params.pop("type", "default")
+    params = {"rope_type": kind, "rope_theta": raw.get("rope_theta", 10_000.0)} | params
+    for name in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if name in raw:
+            params[name] = raw[name]
+    if params.pop("partial_rotary_factor", 1) != 1:
+        raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
+    if (kind := params["rope_type"]) not in NEEDED_BY_ROPE:
+        raise ValueError(
+            f"{path}: rope type {kind!r} is not supported, only {', '.join(NEEDED_BY_ROPE)}; "
+            "remove it from config.json to run the model at its original length"
+        )
+    params.pop("finetuned", None)  # in checkpoints with yarn; it changes nothing
+    if kind in ("llama3", "yarn"):
+        length = raw.get("max_position_embeddings", 1)
+        params.setdefault("original_max_position_embeddings", length)
+    for name in NEEDED_BY_ROPE[kind]:
+        if name not in params:
+            raise ValueError(f"{path}: rope type {kind!r} needs {name!r}")
+    known = [field.name for field in dataclasses.fields(RopeConfig)]
+    if unknown := params.keys() - set(known):
+        raise ValueError(f"{path}: the rope field {min(unknown)!r} is not supported")
+    rope = RopeConfig(**params)
+    if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        raise ValueError(f"{path}: high_freq_factor must be more than low_freq_factor")
+    if kind == "yarn" and min(rope.rope_theta - 1, rope.beta_fast, rope.beta_slow) <= 0:
+        raise ValueError(
+            f"{path}: yarn needs a rope_theta above 1 and a beta_fast and beta_slow above 0"
+        )
+    return rope
 
 
-def _sliding_window(raw: dict[str, Any]) -> int | None:
+# The supported types, and the fields that they need.
+NEEDED_BY_ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+def _sliding_window(raw: dict[str, Any], architecture: str, is_null: bool) -> int | None:
     """Return the window in tokens, if any. The defaults are the same as in transformers."""
+    if architecture.startswith("Mistral"):
+        return None if is_null else raw.get("sliding_window", 4096)
     if not raw.get("use_sliding_window"):
         return None
     layers = raw.get("layer_types")
@@ -178,6 +230,28 @@ def _sliding_window(raw: dict[str, Any]) -> int | None:
     else:
         slides = "sliding_attention" in layers
     return raw.get("sliding_window", 4096) if slides else None
+
+
+def override(raw: dict[str, Any], overrides: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields of config.json with `overrides`, which vLLM calls hf_overrides.
+
+    New rope fields replace the old ones except rope_theta. Raises ValueError for a field that is
+    neither in the file nor used here.
+    """
+    known = raw.keys() | FIELDS.keys()
+    for name in overrides:
+        if name not in known:
+            raise ValueError(f"hf_overrides: {unknown_name('field of config.json', name, known)}")
+    fields = {**raw, **overrides}
+    for given, other in (("rope_parameters", "rope_scaling"), ("rope_scaling", "rope_parameters")):
+        if given in overrides:
+            old = raw.get("rope_parameters") or {}
+            theta = {"rope_theta": old["rope_theta"]} if "rope_theta" in old else {}
+            check_field(path, given, overrides[given] or {}, dict, ())
+            fields[given], fields[other] = theta | dict(overrides[given] or {}), None
+    if "rope_theta" in overrides and fields.get("rope_parameters"):
+        fields["rope_parameters"] = fields["rope_parameters"] | {"rope_theta": fields["rope_theta"]}
+    return fields
 
 
 def check_fields(raw: dict[str, Any], path: Path, fields: Fields = FIELDS) -> dict[str, Any]:

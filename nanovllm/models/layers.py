@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from nanovllm.models.rope import RopeConfig
 from nanovllm.models.weights import CheckpointTensor
 
 if TYPE_CHECKING:
@@ -77,16 +78,14 @@ class RotaryEmbedding:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of the two halves of a head.
 
     It owns the tables `cos` and `sin` [max_len, D], with rows (cos, cos) and (-sin, sin), in the
-    dtype and on the device of `like`. `factor` divides all positions (linear interpolation, Chen et
-    al. 2023, arXiv:2306.15595).
+    dtype and on the device of `like`. models/rope.py computes the frequencies of a RopeConfig.
     """
 
-    def __init__(self, dim: int, max_len: int, theta: float, factor: float, like: Tensor) -> None:
+    def __init__(self, dim: int, max_len: int, rope: RopeConfig, like: Tensor) -> None:
         # Computed on the CPU in float32 and then moved, so that all devices have the same numbers.
-        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
-        frequencies = 1.0 / (theta**exponents) / factor
+        frequencies, scale = rope.frequencies(dim)
         angles = torch.outer(torch.arange(max_len, device="cpu").float(), frequencies)
-        cos, sin = angles.cos(), angles.sin()  # [P, D / 2]
+        cos, sin = angles.cos() * scale, angles.sin() * scale  # [P, D / 2]
         table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)))
         self.cos, self.sin = table.to(like)
 

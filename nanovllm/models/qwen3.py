@@ -1,9 +1,9 @@
-"""Qwen3 and Qwen2 (dense): the whole transformer, top to bottom.
+"""Qwen3, Qwen2, Llama and Mistral (dense): the whole transformer, top to bottom.
 
 The model owns its weights. It changes only the KV cache, through attention. ModelConfig describes
-how the two families differ: Qwen3 normalizes queries and keys per head, and Qwen2 has biases on the
-q, k and v projections. The config of a Qwen3 model can enable biases on these and on the output
-projection.
+how the families differ: Qwen3 normalizes queries and keys per head, and Qwen2 has biases on the q,
+k and v projections. The config of a Qwen3 or Llama model can enable biases on these and on the
+output projection.
 
 The classes are plain objects, not torch modules: nothing is trained or hooked here, and on a CPU,
 module calls took 4 of the 70 ms of a decode step (Qwen3-0.6B's shape, two sequences).
@@ -113,7 +113,7 @@ class DecoderLayer:
 
 
 class Qwen3:
-    """A Qwen3 or Qwen2 model. Its weights are uninitialized until they are loaded."""
+    """A model of one of these families. Its weights are uninitialized until they are loaded."""
 
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
@@ -124,9 +124,7 @@ class Qwen3:
         )
         self.layers = [DecoderLayer(config, i, backend) for i in range(config.num_layers)]
         self.norm = backend.empty(hidden)
-        self.rotary = RotaryEmbedding(
-            config.head_dim, max_model_len, config.rope_theta, config.rope_factor, self.norm
-        )
+        self.rotary = RotaryEmbedding(config.head_dim, max_model_len, config.rope, self.norm)
 
     @classmethod
     def on_meta(cls, config: ModelConfig, backend: Backend | None = None) -> Qwen3:

@@ -25,6 +25,7 @@ from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_
 from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.rope import RopeConfig
 from nanovllm.models.weights import random_weights
 from nanovllm.tools.jobs import run_batch
 
@@ -59,7 +60,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_checkpoint(path / "qwen3")  # 4 query heads, 2 KV heads, 199 tokens
     make_checkpoint(path / "qwen2", family="qwen2", tie=True)
     # As many KV heads as 4 ranks, and biases of all attention layers.
-    make_checkpoint(path / "biased", kv_heads=4, group=1, attention_bias=True)
+    make_checkpoint(path / "biased", "llama", kv_heads=4, group=1, attention_bias=True)
     return {name: str(path / name) for name in ("qwen3", "qwen2", "biased")}
 
 
@@ -342,8 +343,7 @@ def config(heads: int, kv_heads: int, inner: int, **fields: Any) -> ModelConfig:
         num_layers=2,
         head_dim=128,
         rms_norm_eps=1e-6,
-        rope_theta=1e6,
-        rope_factor=1.0,
+        rope=RopeConfig(1e6),
         sliding_window=None,
         max_position_embeddings=64,
         tie_word_embeddings=False,

@@ -11,6 +11,7 @@ from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales, to_fp8
+from nanovllm.models.rope import RopeConfig
 
 NAN = float("nan")
 
@@ -26,8 +27,7 @@ def config(heads: int, kv_heads: int, dim: int) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=dim,
         rms_norm_eps=0.0,
-        rope_theta=1.0,
-        rope_factor=1.0,
+        rope=RopeConfig(),
         max_position_embeddings=1,
         tie_word_embeddings=True,
         attention_bias=False,

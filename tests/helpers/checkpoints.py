@@ -11,6 +11,7 @@ from nanovllm.tools.training import data
 from nanovllm.tools.training.grade import wrong_answers
 
 VOCAB = 199
+FAMILIES = {"qwen3": "Qwen3", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
 
 
 def make_config(
@@ -22,10 +23,10 @@ def make_config(
     **config: object,
 ) -> Any:
     # Tests that make no checkpoint do not wait for it.
-    from transformers import Qwen2Config, Qwen3Config
+    import transformers
 
     settings = dict(
-        architectures=["Qwen3ForCausalLM" if family == "qwen3" else "Qwen2ForCausalLM"],
+        architectures=[f"{FAMILIES[family]}ForCausalLM"],
         vocab_size=VOCAB,
         hidden_size=64 if family == "qwen3" else head_dim * kv_heads * group,
         intermediate_size=96,
@@ -39,7 +40,10 @@ def make_config(
     )
     if family == "qwen3":
         settings["head_dim"] = head_dim
-    return (Qwen3Config if family == "qwen3" else Qwen2Config)(**(settings | config))
+    if family == "mistral":
+        settings["sliding_window"] = None
+    config_class = getattr(transformers, f"{FAMILIES[family]}Config")
+    return config_class(**(settings | config))
 
 
 def make_checkpoint(
@@ -50,10 +54,10 @@ def make_checkpoint(
     The weights are large enough for decisive logits. Every norm weight and bias is random: fresh
     ones are 1 and 0, which would hide a dropped term.
     """
-    from transformers import Qwen2ForCausalLM, Qwen3ForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    model_class = Qwen3ForCausalLM if family == "qwen3" else Qwen2ForCausalLM
+    model_class = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")
     model = model_class(make_config(family, *shape, **config)).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -11,8 +11,9 @@ from wrong_values import GENERATION, WRONG
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.config import FIELDS, ModelConfig
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONFIGS = [
-    ({"architectures": ["LlamaForCausalLM"]}, "Qwen3ForCausalLM, Qwen2ForCausalLM"),
+    ({"architectures": ["GemmaForCausalLM"]}, "Qwen3ForCausalLM, Qwen2ForCausalLM, Llama"),
     ({"architectures": None}, "Qwen3ForCausalLM"),
     ({"vocab_size": None}, "no 'vocab_size'"),
     ({"hidden_act": "gelu"}, "gelu"),
@@ -30,7 +31,19 @@ CONFIGS = [
     ),
     ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
     ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "both"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "yarn"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs 'factor'"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "above 1"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "short_factor": [1]}}, "short_factor"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "needs 'low_freq_factor'"),
+    ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1}}, "more than low_freq_factor"),
+    (
+        {"rope_parameters": {"mrope_section": [16, 24, 24]}},
+        "rope field 'mrope_section' is not",
+    ),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "'longrope' is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ({"mlp_bias": True}, "mlp_bias is not supported"),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 64}, "sliding window of 64"),
     ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     ({"intermediate_size": 100}, "misshapen: .*gate_proj"),
     ({"num_hidden_layers": 3}, "missing: .*layers.2"),
@@ -67,7 +80,7 @@ def test_numbers_of_a_file_become_those_of_their_fields(path: Path, tmp_path: Pa
     for name, kind in typing.get_type_hints(ModelConfig).items():
         value = getattr(found, name)
         assert value is None or kind not in (int, float, bool) or type(value) is kind, name
-    assert (found.rms_norm_eps, found.rope_theta, found.rope_factor) == (1, 10_000, 2)
+    assert (found.rms_norm_eps, found.rope.rope_theta, found.rope.factor) == (1, 10_000, 2)
     fields = {"do_sample": True, "temperature": 1, "top_k": 20.0, "top_p": 1, "max_new_tokens": 9.0}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5.0]} | fields))
     eos, sampling = Checkpoint(tmp_path).generation_defaults()

@@ -184,7 +184,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_engines(tmp_path: Path, family: str, case: str) -> None:
     """Prompts, prefix hits, forks and chunks; the same steps as the engine in float32."""
     make_checkpoint(tmp_path, family)

@@ -81,6 +81,9 @@ SHAPES = [
     ("qwen2", 64, 1, 4, False, 16),
     ("qwen2", 128, 1, 1, False, 16),
     ("qwen2", 32, 1, 8, True, 256),
+    ("llama", 64, 1, 3, True, 16),
+    ("llama", 32, 2, 2, False, 1),
+    ("mistral", 32, 2, 2, False, 16),
 ]
 
 
@@ -94,7 +97,7 @@ def test_shapes(
     check(llm, model, prompt(1, seed=1))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama"])
 def small(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
     path = tmp_path_factory.mktemp(request.param)
     return path, make_checkpoint(path, request.param)
@@ -174,16 +177,26 @@ def test_preemption(small) -> None:
         check_greedy(model, ids, out["token_ids"])
 
 
-def test_qwen3_with_biases(tmp_path: Path) -> None:
-    """attention_bias: in Qwen3 it is a bias of all four projections."""
-    model = make_checkpoint(tmp_path, attention_bias=True)
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_biases_of_attention(tmp_path: Path, family: str) -> None:
+    """attention_bias: in Qwen3 and Llama it is a bias of all four projections."""
+    model = make_checkpoint(tmp_path, family, attention_bias=True)
     assert model.model.layers[0].self_attn.o_proj.bias is not None
     check(random_llm(tmp_path), model, prompt(20))
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 ROPES = [
     {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}},
+    {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}},
 ]
 
 

@@ -354,7 +354,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(NO_PRODUCTS, reason="neither AMX nor AVX512-BF16 on this processor")
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("tie", [False, True])
 def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
     """Both compute every batch of a run: decodes of 1 to 70 sequences, a shared prefix, chunks."""

@@ -1,0 +1,91 @@
+"""The frequencies of rotary position embedding for each rope type.
+
+A type changes the frequencies so that a model works at more positions than it was trained at:
+
+    default   theta ** (-2 i / D)  (Su et al. 2021, arXiv:2104.09864)
+    linear    all divided by `factor`  (Chen et al. 2023, arXiv:2306.15595)
+    llama3    only low frequencies are divided, with a smooth transition  (Llama 3.1)
+    yarn      the same by a ramp over the pairs, and larger logits  (Peng et al. 2023,
+              arXiv:2309.00071)
+
+The results equal those of `ROPE_INIT_FUNCTIONS` in transformers, the reference of the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The fields of `rope_parameters` in config.json, with the names and defaults there."""
+
+    rope_theta: float = 10_000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0  # positions that the model was trained at
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None  # None: derived from `factor` and the mscales
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    @property
+    def extended_length(self) -> int:
+        """The positions that yarn extends the model to; 0 for other types."""
+        is_yarn = self.rope_type == "yarn"
+        return int(self.factor * self.original_max_position_embeddings) if is_yarn else 0
+
+    def frequencies(self, dim: int) -> tuple[Tensor, float]:
+        """Return the frequencies [D / 2] in float32 on the CPU, and a factor for cos and sin."""
+        exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
+        powers = self.rope_theta**exponents
+        frequencies = 1.0 / powers
+        if self.rope_type == "linear":
+            return frequencies / self.factor, 1.0
+        if self.rope_type == "llama3":
+            return self._llama3(frequencies), 1.0
+        if self.rope_type == "yarn":
+            return self._yarn(powers, dim), self._attention_factor()
+        return frequencies, 1.0
+
+    def _llama3(self, frequencies: Tensor) -> Tensor:
+        """Divide frequencies with few rotations within the original length by `factor`."""
+        rotations = self.original_max_position_embeddings / (2 * math.pi / frequencies)
+        low, high = self.low_freq_factor, self.high_freq_factor
+        share = ((rotations - low) / (high - low)).clamp(0, 1)  # of the unchanged frequency
+        return (1 - share) * frequencies / self.factor + share * frequencies
+
+    def _yarn(self, powers: Tensor, dim: int) -> Tensor:
+        """Divide frequencies by `factor`, along a ramp between two numbers of rotations."""
+
+        def pair_with(rotations: float) -> float:
+            length = self.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return dim * math.log(length) / (2 * math.log(self.rope_theta))
+
+        low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        high += 0.001 if low == high else 0
+        ramp = (torch.arange(dim // 2, device="cpu").float() - low) / (high - low)
+        unchanged = 1 - ramp.clamp(0, 1)
+        return 1.0 / (self.factor * powers) * (1 - unchanged) + 1.0 / powers * unchanged
+
+    def _attention_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def scale(mscale: float) -> float:
+            return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
