@@ -122,7 +122,7 @@ class BlockManager:
         return matched
 
     def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
-        """Look up logical block `i` for `match`. The host cache also searches host memory."""
+        """Look up logical block `i` for `match`. HostCacheBlockManager overrides it."""
         return self._lookup(seq, i, parent)
 
     def _lookup(self, seq: Sequence, i: int, parent: int) -> Block | None:
@@ -192,12 +192,12 @@ class BlockManager:
     # ---- ownership ----
 
     def num_needed(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many blocks `seq` lacks for its first `num_tokens`, with a copy-on-write."""
+        """Return how many more blocks `seq` needs for `num_tokens`, copy-on-write included."""
         blocks = -(-num_tokens // self.block_size)
         return blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
 
     def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
-        """Set `seq.block_table` to cached blocks. The same step may compute their KV."""
+        """Set `seq.block_table` to cached blocks. Their KV may come from this step."""
         for block in matched:
             if block.ref_count == 0:
                 del self.evictable[block.block_id]
@@ -247,7 +247,7 @@ class BlockManager:
         return copy
 
     def num_evictable(self, matched: list[Block]) -> int:
-        """Return how many of `matched` have no owner: they are available until they are shared."""
+        """Return how many of `matched` have no owner and so still count as available."""
         return sum(block.ref_count == 0 for block in matched)
 
     def append_block(self, seq: Sequence) -> int:
@@ -260,7 +260,7 @@ class BlockManager:
         return next(iter(self.evictable))
 
     def stats(self) -> dict[str, int]:
-        """Return more counters for `LLMEngine.stats`. The host cache has some."""
+        """Return more counters for `LLMEngine.stats`. Subclasses add some."""
         return {}
 
     def _take_block(self) -> int:

@@ -130,7 +130,7 @@ class LLMEngine(EngineCore):
         progress: Progress | None = None,
         stream: bool = False,
     ) -> Iterator[None]:
-        """Queue prompts, and append to `requests`. Yields after each batch, without the lock."""
+        """Queue `prompts` and fill `requests`. Yields after each batch, without the lock."""
         for start in range(0, len(prompts), BATCH_SIZE):
             if start:
                 time.sleep(HANDOVER)
@@ -195,7 +195,7 @@ class LLMEngine(EngineCore):
 
     def run(self, requests: list[Request]) -> Iterator[None]:
         """Run steps until the requests have ended. Yields after every step, also the last one."""
-        num_ended = 0  # how many of the first requests have ended; later ones are not checked
+        num_ended = 0  # all requests before this index have ended
         while num_ended < len(requests):
             self.run_step()
             while num_ended < len(requests) and requests[num_ended].ended:
@@ -203,7 +203,7 @@ class LLMEngine(EngineCore):
             yield
 
     def step(self) -> list[Output]:
-        """Run one step. Returns the requests that have finished since the last call."""
+        """Run one step. Returns the outputs of requests that finished since the last call."""
         self.run_step()
         processor, finished = self.output_processor, dict[str, Output]()
         try:

@@ -19,7 +19,7 @@ GREEDY = RowSampling(temperature=0, seed=0)
 
 @dataclass(slots=True)
 class Sample:
-    """One sequence of a request, with its data in addition to the tokens."""
+    """One sequence of a request, and its data other than the tokens."""
 
     seq: Sequence
     detokenizer: Detokenizer | None = None  # for stop strings and streams
@@ -68,18 +68,18 @@ class Request:
     task: Task
     prompt: str | None
     metrics: RequestMetrics
-    returned_by_step: bool  # whether `step` returns its output; else the caller has this object
+    returned_by_step: bool  # whether `step` returns its output; else the caller reads it here
     stream: bool  # whether `Sampling.read_stream` reads it while it runs; it then has no output
     progress: Progress | None = None  # the counters of its call
     samples: list[Sample] = field(default_factory=list)
-    # Whether its task receives every token: streams, stop strings, log-probabilities.
+    # Whether its task receives every token (for streams, stop strings, logprobs).
     is_watched: bool = False
     state: Any = None  # the data of its task
-    # By position, in ascending order: a preempted prompt is computed again from its first token.
+    # Position -> entry, ascending. Recomputation after a preemption overwrites entries.
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     ended: bool = False
     output: Any = None  # made by its task when it ends
-    error: Exception | None = None  # the error in its own data that ended it
+    error: Exception | None = None  # the error that ended only this request
 
     @property
     def params(self) -> Any:
@@ -97,7 +97,7 @@ class Request:
 
 
 def start_prompt(request: Request, token_ids: list[int], max_length: int) -> Sequence:
-    """Make the only sample of a request that samples no tokens. Returns its sequence."""
+    """Make the one `Sample` of a request without sampling. Returns its sequence."""
     seq = Sequence(
         request_id=request.request_id,
         arrival=request.arrival,
@@ -114,7 +114,7 @@ def start_prompt(request: Request, token_ids: list[int], max_length: int) -> Seq
 
 
 def rewind_prompt(request: Request) -> list[Sequence]:
-    """Prepare a request that samples no tokens to compute its prompt again."""
+    """Prepare a request without sampling to compute its prompt again."""
     seqs = [sample.seq for sample in request.samples]
     for seq in seqs:
         seq.awaits_token = False

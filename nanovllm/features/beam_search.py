@@ -1,4 +1,4 @@
-"""Beam search: searches for the `beam_width` most likely outputs, with the names of vLLM.
+"""Beam search: finds the `beam_width` most likely outputs. Names are the same as in vLLM.
 
 Every beam is a sequence of the engine. Its row yields the most likely next tokens instead of one
 sampled token (`ResultKind.CANDIDATES`). When all beams of a prompt have their candidates,
@@ -114,7 +114,7 @@ class BeamSearch(Task):
             self.rules = LogitRules(
                 grammar=input_processor.compile_grammar(params.structured_outputs, stops)
             )
-        # An end token is at most beam_width candidates, so at least beam_width others remain.
+        # Each end token occurs at most once per beam, so beam_width other candidates remain.
         self.num_candidates = max(2, 1 + len(self.stops)) * params.beam_width
 
     def max_length(self, num_tokens: int) -> int:
@@ -175,7 +175,7 @@ class BeamSearch(Task):
         del beams.finished[self.params.beam_width :]
 
     def _is_final(self, beams: Beams, score: float, length: int) -> bool:
-        """Return whether the best beam, with `score`, is not expected to beat a finished one.
+        """Return whether `score`, of the best beam, is too low to beat any finished beam.
 
         As in transformers, its expected score is normalized by its current length.
         """
@@ -185,7 +185,7 @@ class BeamSearch(Task):
     def _continue(
         self, request: Request, beams: Beams, chosen: list[tuple[float, Sequence, int]]
     ) -> None:
-        """Append tokens to beams. The first choice of a beam continues it, and others fork it."""
+        """Append tokens to beams. A beam's first token continues it; further tokens fork it."""
         kept = {beam for _, beam, _ in chosen}
         for beam in beams.scores:  # not a set, whose order differs between processes
             if beam not in kept:

@@ -66,7 +66,10 @@ def find_checkpoint(
         check_files(path, patterns)
         return path
     if os.path.exists(path):
-        raise ValueError(f"{name} is a file; give the directory that contains config.json")
+        remedy = "give the directory that contains config.json"
+        if name.endswith(".gguf"):
+            remedy = f"convert it: nanovllm convert {name} {name.removesuffix('.gguf')}"
+        raise ValueError(f"{name} is a file; {remedy}")
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise ValueError(
             f"there is no directory {name!r}; give a local directory, a hub id like "

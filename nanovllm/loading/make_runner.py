@@ -138,13 +138,13 @@ def make_cache(
         return attention
 
     def profile(plan: StepPlan) -> None:
-        if runner.device_rows is not None:  # rules use host positions, decodes do not
+        if runner.device_rows is not None:  # for the rules; decodes do not read these
             runner.rows.positions[:-1] = max_model_len - 2
         runner.attention = make_attention(1)  # everything is written to the null block
         runner.attention.copy_blocks([(0, 0)])
         runner.run(plan)
 
-    if room.num_host_blocks:  # GPU buffers come first: the KV cache takes the rest
+    if room.num_host_blocks:  # staging buffers first: the KV cache takes the rest
         pools = load_optional("features.host_cache.pool", "swap_space")
         with memory.explain_out_of_memory(
             f"swap_space={room.config.swap_space} takes more host memory than there is; lower it"
@@ -160,7 +160,7 @@ def make_cache(
 
 
 def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank) -> None:
-    """Reduce the calls of a decode: fuse its layers on a CPU, or capture it on a GPU."""
+    """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
     backend, model = runner.backend, runner.model
     if ranks.size == 1:  # fused layers have no all-reduce
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model

@@ -43,8 +43,8 @@ class Attention(Protocol):
     ) -> Tensor:
         """Normalize and rotate q and k, and store k and v, in one kernel.
 
-        `qkv` [T, (H + 2K) D] may be overwritten. Returns the input of this class's `attend`:
-        q [T, H, D], or qkv with q first.
+        `qkv` [T, (H + 2K) D] may be overwritten. Returns the `q` to pass to `attend`: q [T, H, D],
+        or qkv with q first.
         """
 
 

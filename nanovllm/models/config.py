@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -184,38 +183,10 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
             params[name] = raw[name]
     if params.pop("partial_rotary_factor", 1) != 1:
         raise ValueError(f"{path}: partial_rotary_factor is not supported; only 1 is")
-    if (kind := params["rope_type"]) not in NEEDED_BY_ROPE:
-        raise ValueError(
-            f"{path}: rope type {kind!r} is not supported, only {', '.join(NEEDED_BY_ROPE)}; "
-            "remove it from config.json to run the model at its original length"
-        )
-    params.pop("finetuned", None)  # in checkpoints with yarn; it changes nothing
-    if kind in ("llama3", "yarn"):
+    if params["rope_type"] in ("llama3", "yarn"):
         length = raw.get("max_position_embeddings", 1)
         params.setdefault("original_max_position_embeddings", length)
-    for name in NEEDED_BY_ROPE[kind]:
-        if name not in params:
-            raise ValueError(f"{path}: rope type {kind!r} needs {name!r}")
-    known = [field.name for field in dataclasses.fields(RopeConfig)]
-    if unknown := params.keys() - set(known):
-        raise ValueError(f"{path}: the rope field {min(unknown)!r} is not supported")
-    rope = RopeConfig(**params)
-    if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
-        raise ValueError(f"{path}: high_freq_factor must be more than low_freq_factor")
-    if kind == "yarn" and min(rope.rope_theta - 1, rope.beta_fast, rope.beta_slow) <= 0:
-        raise ValueError(
-            f"{path}: yarn needs a rope_theta above 1 and a beta_fast and beta_slow above 0"
-        )
-    return rope
-
-
-# The supported types, and the fields that they need.
-NEEDED_BY_ROPE = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-}
+    return RopeConfig.from_params(params, path)
 
 
 def _sliding_window(raw: dict[str, Any], architecture: str, is_null: bool) -> int | None:

@@ -1,28 +1,38 @@
 """The frequencies of rotary position embedding for each rope type.
 
-A type changes the frequencies so that a model works at more positions than it was trained at:
+All types but the first make a model work at more positions than it was trained at:
 
     default   theta ** (-2 i / D)  (Su et al. 2021, arXiv:2104.09864)
     linear    all divided by `factor`  (Chen et al. 2023, arXiv:2306.15595)
     llama3    only low frequencies are divided, with a smooth transition  (Llama 3.1)
-    yarn      the same by a ramp over the pairs, and larger logits  (Peng et al. 2023,
+    yarn      as llama3, but a linear ramp over i; larger logits  (Peng et al. 2023,
               arXiv:2309.00071)
 
-The results equal those of `ROPE_INIT_FUNCTIONS` in transformers, the reference of the tests.
+The results equal `ROPE_INIT_FUNCTIONS` of transformers, which is the reference of the tests.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+# The supported types, and the fields that they need.
+NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The fields of `rope_parameters` in config.json, with the names and defaults there."""
+    """The fields of `rope_parameters` in config.json, with the same names."""
 
     rope_theta: float = 10_000.0
     rope_type: str = "default"
@@ -37,9 +47,36 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     truncate: bool = True
 
+    @classmethod
+    def from_params(cls, params: dict[str, Any], path: Path) -> RopeConfig:
+        """Return the config for `params`, the checked fields of the config.json at `path`.
+
+        Raises ValueError for a type or a field that is not supported.
+        """
+        kind = params["rope_type"]
+        if kind not in NEEDED:
+            raise ValueError(
+                f"{path}: rope type {kind!r} is not supported, only {', '.join(NEEDED)}; remove "
+                "it from config.json to run the model at its original length"
+            )
+        for name in NEEDED[kind]:
+            if name not in params:
+                raise ValueError(f"{path}: rope type {kind!r} needs {name!r}")
+        known = {field.name for field in fields(cls)}
+        if unknown := params.keys() - known - {"finetuned"}:  # `finetuned` has no effect
+            raise ValueError(f"{path}: the rope field {min(unknown)!r} is not supported")
+        rope = cls(**{name: value for name, value in params.items() if name in known})
+        if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+            raise ValueError(f"{path}: high_freq_factor must be more than low_freq_factor")
+        if kind == "yarn" and min(rope.rope_theta - 1, rope.beta_fast, rope.beta_slow) <= 0:
+            raise ValueError(
+                f"{path}: yarn needs a rope_theta above 1 and a beta_fast and beta_slow above 0"
+            )
+        return rope
+
     @property
     def extended_length(self) -> int:
-        """The positions that yarn extends the model to; 0 for other types."""
+        """The number of positions that yarn extends to; 0 for other types."""
         is_yarn = self.rope_type == "yarn"
         return int(self.factor * self.original_max_position_embeddings) if is_yarn else 0
 
@@ -57,14 +94,14 @@ class RopeConfig:
         return frequencies, 1.0
 
     def _llama3(self, frequencies: Tensor) -> Tensor:
-        """Divide frequencies with few rotations within the original length by `factor`."""
+        """Divide by `factor` the frequencies with few rotations in the original length."""
         rotations = self.original_max_position_embeddings / (2 * math.pi / frequencies)
         low, high = self.low_freq_factor, self.high_freq_factor
         share = ((rotations - low) / (high - low)).clamp(0, 1)  # of the unchanged frequency
         return (1 - share) * frequencies / self.factor + share * frequencies
 
     def _yarn(self, powers: Tensor, dim: int) -> Tensor:
-        """Divide frequencies by `factor`, along a ramp between two numbers of rotations."""
+        """Divide frequencies by `factor`, along a ramp from `beta_fast` to `beta_slow`."""
 
         def pair_with(rotations: float) -> float:
             length = self.original_max_position_embeddings / (rotations * 2 * math.pi)

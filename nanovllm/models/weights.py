@@ -1,7 +1,7 @@
 """Loads open safetensors files into a model, one tensor at a time.
 
-All headers are checked first. The files are memory-mapped, so loading takes memory for the weights
-and for the pages of one tensor.
+All headers are checked first. The files are memory-mapped, so loading needs memory only for the
+weights and one tensor's pages.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,7 +18,7 @@ from nanovllm.models.fp8 import KV_SCALE
 HEAD = "lm_head.weight"
 # Skipped names: tables that are computed from the config, and a tied head.
 IGNORED = ("rotary_emb.inv_freq", HEAD)
-PREFIX = "model."  # of all other names, unless the checkpoint has no head
+PREFIX = "model."  # of other names, unless the model has no head
 # Stored dtypes that can be converted to the dtype of the model.
 DTYPES = ("BF16", "F16", "F32", "F64")
 
@@ -42,7 +42,7 @@ def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any])
     """Store all tensors from open files.
 
     Raises ValueError with all differences, before anything is stored, if the files do not contain
-    exactly `tensors`. All names may lack the prefix "model.", as in a checkpoint without a head.
+    exactly `tensors`. All names may lack the prefix "model.", as for a model without a head.
     """
     if not any(name.startswith(PREFIX) for file in files.values() for name in file.keys()):  # noqa: SIM118
         tensors = [replace(tensor, name=tensor.name.removeprefix(PREFIX)) for tensor in tensors]

@@ -3,8 +3,8 @@
   nanovllm convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2/
   nanovllm chat --model smollm2/
 
-The package gguf (pip install 'nanovllm[gguf]') dequantizes the weights. They are stored in
-bfloat16, in files of about 1 GiB. OUT appears when it is complete.
+The package gguf (pip install 'nanovllm[gguf]') dequantizes the weights. They are stored in bfloat16
+by default, in files of about 1 GiB. OUT appears when it is complete.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Fields of config.json -> fields of the file, after the name of the architecture.
+# Fields of config.json -> GGUF fields, without the architecture prefix.
 FIELDS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -91,7 +91,7 @@ class GGUF:
         self.tensors = {self.name_of(tensor.name): tensor for tensor in self.reader.tensors}
 
     def name_of(self, name: str) -> str:
-        """Return the name in Hugging Face layout of a tensor, such as blk.0.attn_q.weight."""
+        """Return the Hugging Face name of a GGUF tensor, such as blk.0.attn_q.weight."""
         match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
         if match is None or match[2] not in NAMES:
             raise ValueError(f"{self.path} has the tensor {name!r}, which is not supported")
@@ -136,7 +136,7 @@ class GGUF:
             values = torch.tensor(self.dequantize(tensor.data, tensor.tensor_type))
             heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
             if self.is_reordered and (number := heads.get(name.split(".")[-2])):
-                # llama.cpp rotates neighbours, and the model here the two halves of a head.
+                # llama.cpp rotates neighbours; the model here rotates halves of a head.
                 pairs = values.view(number, -1, 2, *values.shape[1:])
                 values = pairs.transpose(1, 2).reshape(values.shape)
             yield name, values.to(dtype).contiguous()

@@ -234,6 +234,11 @@ def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         LLM("qwen3-nan")
     with pytest.raises(ValueError, match="is a file"):
         LLM(str(path / "config.json"))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(
+        ValueError, match=r"convert it: nanovllm convert \S+/model\.gguf \S+/model$"
+    ):
+        LLM(str(tmp_path / "model.gguf"))
     with pytest.raises(TypeError, match="model"):
         LLM(3)
     with pytest.raises(ValueError, match="empty"):

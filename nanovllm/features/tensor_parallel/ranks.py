@@ -52,7 +52,7 @@ class Ranks(SingleRank):
     """The connections of this rank to the others: one between hosts, one between devices."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Connect. Raises RuntimeError if the ranks have different options or one is missing."""
+        """Connect. Raises RuntimeError if options differ between ranks or a rank is missing."""
         self.rank, self.size = config.rank, config.tensor_parallel_size
         if self.rank > 0:
             logger.setLevel(logging.WARNING)
@@ -121,9 +121,9 @@ class Ranks(SingleRank):
             )
 
     def connect(self, model: Qwen3, vocab_size: int) -> None:
-        """Make `model`, whose weights are loaded, combine its results with the other ranks.
+        """Set up a loaded `model` to combine its results with those of other ranks.
 
-        vocab_size: size of the whole vocabulary. The head of the last rank may have more rows.
+        vocab_size: size of the whole vocabulary. The last rank's head may be padded.
         """
 
         def gather_logits(logits: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ class ShardedTable:
         self.start = ranks.rank * rows.shape[0]
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids [T] as [T, E]. One rank has each row, and the others add 0."""
+        """Return the rows of ids [T] as [T, E]. Each row is on one rank; the others add 0."""
         rows = ids - self.start
         elsewhere = (rows < 0) | (rows >= self.rows.shape[0])
         x: Tensor = self.rows[rows.masked_fill(elsewhere, 0)]
@@ -209,7 +209,7 @@ class AgreeingRunner:
         self.last = ""  # the results of the last step
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
-        last, self.last = self.last, ""  # after a difference the next steps may agree
+        last, self.last = self.last, ""  # a mismatch must not fail the next step too
         self.ranks.agree("steps", f"{plan} after {last}")
         with self.ranks.leave_if_it_fails():
             wait = self.runner.run(plan)

@@ -15,6 +15,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.models import logit_rules, sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
+from nanovllm.models.rope import RopeConfig
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
@@ -186,7 +187,7 @@ def test_turn_and_store(
     torch.manual_seed(0)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     weights = [torch.randn(dim).to(dtype) if normed else None for _ in range(2)]
-    table = RotaryEmbedding(dim, 50, 100.0, 1.0, like=torch.empty(0))
+    table = RotaryEmbedding(dim, 50, RopeConfig(100.0), like=torch.empty(0))
     cos, sin = (x.to(dtype) for x in table.at(torch.tensor([3, 0, 7, 49, 8])))
     cache = torch.full((2, 6, kv_heads, size, dim), 7.0, dtype=dtype)
     slots = np.array([4, 9, 3, 17, 11])

@@ -39,6 +39,7 @@ from nanovllm.models import sampler  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, silu_and_mul  # noqa: E402
+from nanovllm.models.rope import RopeConfig  # noqa: E402
 
 NAN = float("nan")
 BRIEF = settings(max_examples=20, deadline=None, derandomize=True)
@@ -236,7 +237,7 @@ def test_norm_rope_store(
     num, kv_heads = heads
     qkv = torch.randn(tokens, (num + 2 * kv_heads) * dim).to(dtype)
     weights = [torch.rand(dim).to(dtype) + 0.5 if norm else None for _ in range(2)]
-    tables = RotaryEmbedding(dim, 200, 1e4, 1.0, like=torch.empty(0)).at(
+    tables = RotaryEmbedding(dim, 200, RopeConfig(), like=torch.empty(0)).at(
         torch.randint(200, (tokens,))
     )
     cos, sin = (table.to(dtype) for table in tables)
