@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import stat
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -68,7 +69,7 @@ def find_checkpoint(
     if os.path.exists(path):
         remedy = "give the directory that contains config.json"
         if name.endswith(".gguf"):
-            remedy = f"convert it: nanovllm convert {name} {name.removesuffix('.gguf')}"
+            remedy = f"convert it: nanovllm convert {shlex.quote(name)} {shlex.quote(path.stem)}"
         raise ValueError(f"{name} is a file; {remedy}")
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise ValueError(
@@ -154,7 +155,9 @@ class Checkpoint:
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        return ModelConfig.from_json(self.config, self.config_path)
+        # Messages name the path.
+        suffix = " with hf_overrides" * bool(self.overrides)
+        return ModelConfig.from_json(self.config, Path(f"{self.config_path}{suffix}"))
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
         """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.

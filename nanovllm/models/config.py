@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -60,6 +61,8 @@ FIELDS: Fields = {
     "use_sliding_window": (bool, ()),
     "vocab_size": (int, SIZE),
 }
+
+GENERATION = {"do_sample", "max_new_tokens", "min_new_tokens"}  # of generation_config.json
 
 
 @dataclass(frozen=True)
@@ -209,8 +212,11 @@ def override(raw: dict[str, Any], overrides: Mapping[str, Any], path: Path) -> d
     New rope fields replace the old ones except rope_theta. Raises ValueError for a field that is
     neither in the file nor used here.
     """
-    known = raw.keys() | FIELDS.keys()
-    for name in overrides:
+    nested = {field.name for field in dataclasses.fields(RopeConfig)} - {"rope_theta"} | {"type"}
+    known = sorted((raw.keys() | FIELDS.keys()) - nested - GENERATION)
+    for name in map(str, overrides):
+        if name in nested:
+            raise ValueError(f"hf_overrides: {name!r} is a field of 'rope_scaling'; put it there")
         if name not in known:
             raise ValueError(f"hf_overrides: {unknown_name('field of config.json', name, known)}")
     fields = {**raw, **overrides}

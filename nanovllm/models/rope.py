@@ -56,15 +56,15 @@ class RopeConfig:
         kind = params["rope_type"]
         if kind not in NEEDED:
             raise ValueError(
-                f"{path}: rope type {kind!r} is not supported, only {', '.join(NEEDED)}; remove "
-                "it from config.json to run the model at its original length"
+                f"{path}: rope type {kind!r} is not supported, only {', '.join(NEEDED)}; leave it "
+                "out to run the model at its original length, or use 'yarn' for a longer one"
             )
-        for name in NEEDED[kind]:
-            if name not in params:
-                raise ValueError(f"{path}: rope type {kind!r} needs {name!r}")
         known = {field.name for field in fields(cls)}
         if unknown := params.keys() - known - {"finetuned"}:  # `finetuned` has no effect
             raise ValueError(f"{path}: the rope field {min(unknown)!r} is not supported")
+        for name in NEEDED[kind]:
+            if name not in params:
+                raise ValueError(f"{path}: rope type {kind!r} needs {name!r}")
         rope = cls(**{name: value for name, value in params.items() if name in known})
         if kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
             raise ValueError(f"{path}: high_freq_factor must be more than low_freq_factor")

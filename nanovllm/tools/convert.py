@@ -3,8 +3,8 @@
   nanovllm convert SmolLM2-135M-Instruct.Q4_1.gguf smollm2/
   nanovllm chat --model smollm2/
 
-The package gguf (pip install 'nanovllm[gguf]') dequantizes the weights. They are stored in bfloat16
-by default, in files of about 1 GiB. OUT appears when it is complete.
+The package gguf (pip install gguf) dequantizes the weights. They are stored in bfloat16 by default,
+in files of about 1 GiB. OUT appears when it is complete. Its default is greedy sampling.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class GGUF:
         try:
             import gguf
         except ImportError:
-            raise ValueError("GGUF files need gguf: pip install 'nanovllm[gguf]'") from None
+            raise ValueError("GGUF files need the package gguf: pip install gguf") from None
         self.path, self.dequantize = path, gguf.quants.dequantize
         if not path.is_file():
             raise ValueError(f"{path} is not a file")
@@ -178,6 +178,8 @@ def convert(source: Path, target: Path, dtype: str = "bfloat16", use_tqdm: bool 
     try:
         file.tokenizer().save_pretrained(temporary)
         (temporary / "config.json").write_text(json.dumps(raw, indent=2))
+        generation = {"do_sample": False, "eos_token_id": raw["eos_token_id"]}
+        (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2))
         weights = file.weights(config, DTYPES[dtype])
         size, show = len(expected), use_tqdm and sys.stderr.isatty()
         save_weights(tqdm(weights, "Converting", size, unit="tensor", disable=not show), temporary)
@@ -195,6 +197,7 @@ def save_weights(weights: Iterable[tuple[str, Tensor]], directory: Path) -> None
     def save() -> None:
         name = f"model-{len(set(weight_map.values())):05}.safetensors"
         save_file(shard, directory / name, metadata={"format": "pt"})
+        (directory / name).chmod(0o644)  # as the other files
         weight_map.update(dict.fromkeys(shard, name))
         shard.clear()
 

@@ -235,9 +235,7 @@ def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="is a file"):
         LLM(str(path / "config.json"))
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(
-        ValueError, match=r"convert it: nanovllm convert \S+/model\.gguf \S+/model$"
-    ):
+    with pytest.raises(ValueError, match=r"convert it: nanovllm convert \S+/model\.gguf model$"):
         LLM(str(tmp_path / "model.gguf"))
     with pytest.raises(TypeError, match="model"):
         LLM(3)

@@ -75,6 +75,9 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
     [
         ({"rope_scalin": {}}, ValueError, "did you mean 'rope_scaling'"),
         ({"rope_scaling": 4}, ValueError, "rope_scaling must be"),
+        ({"factor": 4.0}, ValueError, "'factor' is a field of 'rope_scaling'"),
+        ({1: None}, ValueError, "unknown field"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, ValueError, "with hf_overrides: rope type"),
         ({"vocab_size": "many"}, ValueError, "vocab_size must be"),
         (lambda config: config, TypeError, "hf_overrides must be a dict"),
     ],
