@@ -222,7 +222,7 @@ def override(raw: dict[str, Any], overrides: Mapping[str, Any], path: Path) -> d
     fields = {**raw, **overrides}
     for given, other in (("rope_parameters", "rope_scaling"), ("rope_scaling", "rope_parameters")):
         if given in overrides:
-            old = raw.get("rope_parameters") or {}
+            old = {**(raw.get("rope_parameters") or {}), **overrides}
             theta = {"rope_theta": old["rope_theta"]} if "rope_theta" in old else {}
             check_field(path, given, overrides[given] or {}, dict, ())
             fields[given], fields[other] = theta | dict(overrides[given] or {}), None
