@@ -20,9 +20,10 @@ def frozen_requests() -> Iterator[Callable[[int], None]]:
     calls `gc.freeze` after each FREEZE_EVERY of them, so that smaller calls change nothing. Garbage
     that is older is collected after the block.
 
-    If the program has frozen objects, nothing is frozen here, because they would be unfrozen too.
+    Nothing is frozen if the program has disabled the collector, or has frozen objects, because they
+    would be unfrozen too.
     """
-    may_freeze, num_frozen = gc.get_freeze_count() == 0, 0
+    may_freeze, num_frozen = gc.isenabled() and gc.get_freeze_count() == 0, 0
 
     def count(num: int) -> None:
         nonlocal num_frozen

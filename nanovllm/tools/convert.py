@@ -124,16 +124,15 @@ class GGUF:
             "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self.field("tokenizer.ggml.eos_token_id"),
         }
-        heads = raw["num_attention_heads"]
-        size = raw.get("head_dim", raw["hidden_size"] // heads)
-        if self.field(f"{self.kind}.rope.dimension_count") not in (None, size):
-            raise ValueError(f"{self.path} rotates a part of each head, which is not supported")
         return raw
 
     def weights(self, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights with their names in Hugging Face layout, one after the other."""
         for name, tensor in self.tensors.items():
-            values = torch.tensor(self.dequantize(tensor.data, tensor.tensor_type))
+            try:
+                values = torch.tensor(self.dequantize(tensor.data, tensor.tensor_type))
+            except NotImplementedError as error:
+                raise ValueError(f"{self.path}: gguf cannot dequantize {name!r}: {error}") from None
             heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
             if self.is_reordered and (number := heads.get(name.split(".")[-2])):
                 # llama.cpp rotates neighbours; the model here rotates halves of a head.
@@ -146,7 +145,12 @@ class GGUF:
         from transformers import AutoTokenizer
 
         directory, name = str(self.path.parent), self.path.name
-        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
+        except Exception as error:  # of many types
+            raise ValueError(
+                f"transformers cannot read the tokenizer of {self.path}: {error!r:.300}"
+            ) from error
         tokens = self.field("tokenizer.ggml.tokens")
         ids = range(0, len(tokens), max(1, len(tokens) // 500))
         if wrong := [i for i in ids if tokenizer.convert_ids_to_tokens(i) != tokens[i]]:
@@ -167,6 +171,8 @@ def convert(source: Path, target: Path, dtype: str = "bfloat16", use_tqdm: bool 
     file = GGUF(source)
     raw = file.config(dtype)
     config = ModelConfig.from_json(raw, source)
+    if file.field(f"{file.kind}.rope.dimension_count") not in (None, config.head_dim):
+        raise ValueError(f"{source} rotates a part of each head, which is not supported")
     expected = {tensor.name for tensor in Qwen3.on_meta(config).checkpoint_tensors()}
     if wrong := expected ^ file.tensors.keys():
         has = "has no" if min(wrong) in expected else "has the unknown"

@@ -33,7 +33,12 @@ def reordered(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, kind: str, checkpoint: Path, quantized: bool = False, **more: Any
+    path: Path,
+    kind: str,
+    checkpoint: Path,
+    quantized: bool = False,
+    tokenizer: str = "gpt2",
+    **more: Any,
 ) -> Path:
     """Write a checkpoint, with a small tokenizer."""
     from safetensors.torch import load_file
@@ -44,13 +49,14 @@ def write_gguf(
     for ours, theirs in FIELDS.items():
         if (value := config.get(ours)) is not None:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add = writer.add_array if isinstance(value, list) else add
             add(f"{kind}.{theirs}", value)
     for name, value in more.items():
         writer.add_string(f"{kind}.{name}", value)
     # Bytes, two merges and a special token. The rest are placeholders, as in padded vocabularies.
     tokens = [*bytes_to_unicode().values(), "th", "the", END]
     tokens += [f"[PAD{i}]" for i in range(len(tokens), config["vocab_size"])]
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(tokenizer)
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token == END else 1 for token in tokens])
@@ -133,11 +139,14 @@ def broken(path: Path, what: str) -> Path:
     kind = "gemma" if what == "architecture" else "qwen3"
     more = {"rope.scaling.type": "yarn"} if what == "rope" else {}
     source = NANO
-    if what == "layers":
+    if what == "tokenizer":
+        more = {"tokenizer": "unknown"}
+    if what in ("layers", "heads"):
         source = path.parent / "changed"
         shutil.copytree(NANO, source)
         config = json.loads((NANO / "config.json").read_text())
-        (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 99}))
+        changes = {"layers": {"num_hidden_layers": 99}, "heads": {"num_attention_heads": [4, 4]}}
+        (source / "config.json").write_text(json.dumps(config | changes[what]))
     write_gguf(path, kind, source, **more)
     if what == "truncated":
         path.write_bytes(path.read_bytes()[:-1000])
@@ -151,6 +160,8 @@ def broken(path: Path, what: str) -> Path:
         ("text", "not a readable GGUF file"),
         ("truncated", "not a readable GGUF file"),
         ("architecture", "the architecture 'gemma'; supported are llama, qwen2, qwen3"),
+        ("heads", "num_attention_heads must be an int"),
+        ("tokenizer", "transformers cannot read the tokenizer"),
         ("rope", "rope.scaling.type 'yarn', which is not supported"),
         ("layers", "has no tensor 'model.layers.10"),
     ],
