@@ -1,6 +1,6 @@
 """Checkpoint: the files of the included model, of a directory, or of the Hugging Face hub.
 
-`find_checkpoint` may write to the cache of the hub (HF_HOME).
+`find_checkpoint` may write to the cache of the hub (HF_HOME) or of nanovllm (XDG_CACHE_HOME).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from nanovllm.api.checks import scalar_fields
 from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.loading.optional import find_optional
 from nanovllm.models.config import (
     ModelConfig,
     check_field,
@@ -44,9 +45,9 @@ WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickle
 def find_checkpoint(
     model: str | os.PathLike[str], revision: str | None = None, weights: bool = True
 ) -> Path:
-    """Return the directory that holds `model`. Raises ValueError with a remedy.
+    """Return the directory that holds `model`, which may be a name of features/gguf/named.py.
 
-    Weights are fetched from the hub only if `weights` is true.
+    Raises ValueError with a remedy. Weights are fetched from the hub only if `weights` is true.
     """
     if not isinstance(model, str | os.PathLike):
         raise TypeError(f"model must be a directory or a name, not {model!r}")
@@ -71,6 +72,9 @@ def find_checkpoint(
         if name.endswith(".gguf"):
             remedy = f"convert it: nanovllm convert {shlex.quote(name)} {shlex.quote(path.stem)}"
         raise ValueError(f"{name} is a file; {remedy}")
+    named_models = find_optional("features.gguf.named")
+    if named_models is not None and (found := named_models.find_named(name)) is not None:
+        return found
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise ValueError(
             f"there is no directory {name!r}; give a local directory, a hub id like "

@@ -4,89 +4,22 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from gguf_files import END, NANO, write_gguf
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.__main__ import main
-from nanovllm.tools import convert as module
-from nanovllm.tools.convert import FIELDS, NAMES, convert
+from nanovllm.features.gguf import convert as module
+from nanovllm.features.gguf.convert import convert
+from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.models.rope import RopeConfig
 
-gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.extra
-NANO = Path(module.__file__).parents[1] / "loading" / "qwen3-nano"
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
-END = "<|end|>"
-GGUF_NAMES = {theirs: ours for ours, theirs in NAMES.items()}
-
-
-def reordered(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of q or k as llama.cpp's converter orders them."""
-    size = weight.shape[0] // heads
-    order = np.arange(len(weight)).reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(-1)
-    return weight[order]
-
-
-def write_gguf(
-    path: Path,
-    kind: str,
-    checkpoint: Path,
-    quantized: bool = False,
-    tokenizer: str = "gpt2",
-    **more: Any,
-) -> Path:
-    """Write a checkpoint, with a small tokenizer."""
-    from safetensors.torch import load_file
-
-    config = json.loads((checkpoint / "config.json").read_text())
-    config |= config.get("rope_parameters") or {}
-    writer = gguf.GGUFWriter(path, kind)
-    for ours, theirs in FIELDS.items():
-        if (value := config.get(ours)) is not None:
-            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-            add = writer.add_array if isinstance(value, list) else add
-            add(f"{kind}.{theirs}", value)
-    for name, value in more.items():
-        writer.add_string(f"{kind}.{name}", value)
-    # Bytes, two merges and a special token. The rest are placeholders, as in padded vocabularies.
-    tokens = [*bytes_to_unicode().values(), "th", "the", END]
-    tokens += [f"[PAD{i}]" for i in range(len(tokens), config["vocab_size"])]
-    writer.add_tokenizer_model(tokenizer)
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token == END else 1 for token in tokens])
-    writer.add_token_merges(["t h", "th e"])
-    writer.add_eos_token_id(config["eos_token_id"])
-    writer.add_chat_template((NANO / "chat_template.jinja").read_text())
-    weights = {}
-    for file in checkpoint.glob("*.safetensors"):
-        weights |= load_file(file)
-    for name, tensor in weights.items():
-        values = tensor.float().numpy()
-        short, end = name.removeprefix("model.layers.").rsplit(".", 1)
-        number, _, inner = short.partition(".")
-        theirs = GGUF_NAMES[inner if name.startswith("model.layers.") else short]
-        layer = f"blk.{number}." if name.startswith("model.layers.") else ""
-        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(theirs)
-        if kind == "llama" and heads:
-            values = reordered(values, config[heads])
-        if quantized and values.ndim == 2 and values.shape[1] % 32 == 0:
-            data = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(
-                f"{layer}{theirs}.{end}", data, raw_dtype=gguf.GGMLQuantizationType.Q8_0
-            )
-        else:
-            writer.add_tensor(f"{layer}{theirs}.{end}", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -129,6 +62,22 @@ def test_reordered_heads(tmp_path: Path) -> None:
     assert got == logits[len(ids) - 1 : -1].argmax(dim=1).tolist()
 
 
+def test_rope_of_llama_3(tmp_path: Path) -> None:
+    """A GGUF file has the divisors of the frequencies; config.json gets what they follow from."""
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = {"rope_theta": 500_000.0, **scaling}
+    make_checkpoint(tmp_path / "llama", "llama", vocab_size=1056, rope_parameters=rope)
+    config = Checkpoint(tmp_path / "llama").model_config
+    whole, _ = RopeConfig(500_000.0).frequencies(config.head_dim)
+    divided, _ = config.rope.frequencies(config.head_dim)
+    divisors = (whole / divided).numpy()
+    assert 1 == divisors.min() < divisors.max() == 32
+    source = write_gguf(tmp_path / "x.gguf", "llama", tmp_path / "llama", divisors=divisors)
+    convert(source, tmp_path / "out", use_tqdm=False)
+    assert Checkpoint(tmp_path / "out").model_config.rope == config.rope
+
+
 def broken(path: Path, what: str) -> Path:
     """A GGUF file with a fault."""
     if what == "no file":
@@ -147,7 +96,8 @@ def broken(path: Path, what: str) -> Path:
         config = json.loads((NANO / "config.json").read_text())
         changes = {"layers": {"num_hidden_layers": 99}, "heads": {"num_attention_heads": [4, 4]}}
         (source / "config.json").write_text(json.dumps(config | changes[what]))
-    write_gguf(path, kind, source, **more)
+    divisors = np.full(5, 8.0, np.float32) if what == "divisors" else None
+    write_gguf(path, kind, source, divisors=divisors, **more)
     if what == "truncated":
         path.write_bytes(path.read_bytes()[:-1000])
     return path
@@ -161,7 +111,8 @@ def broken(path: Path, what: str) -> Path:
         ("truncated", "not a readable GGUF file"),
         ("architecture", "the architecture 'gemma'; supported are llama, qwen2, qwen3"),
         ("heads", "num_attention_heads must be an int"),
-        ("tokenizer", "transformers cannot read the tokenizer"),
+        ("tokenizer", "a tokenizer of the kind 'unknown' with the pre-tokenizer 'qwen2'"),
+        ("divisors", "rope_freqs.weight that is not of Llama 3.1"),
         ("rope", "rope.scaling.type 'yarn', which is not supported"),
         ("layers", "has no tensor 'model.layers.10"),
     ],

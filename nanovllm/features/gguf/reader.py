@@ -1,0 +1,153 @@
+"""GGUF: a file of llama.cpp, read as the configuration and the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.rope import RopeConfig
+
+# `general.architecture` -> the architecture, and whether llama.cpp has reordered q and k.
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", True),  # also Mistral
+    "qwen2": ("Qwen2ForCausalLM", False),
+    "qwen3": ("Qwen3ForCausalLM", False),
+}
+# Names of tensors. "blk.N." is "model.layers.N.".
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Fields of config.json -> GGUF fields, without the architecture prefix.
+FIELDS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+}
+OPTIONAL = {"head_dim", "num_key_value_heads", "rope_theta"}
+EMBEDDINGS = "model.embed_tokens.weight"
+# The divisors of the rope frequencies [D / 2] of Llama 3.1 and later.
+ROPE_DIVISORS = "rope_freqs.weight"
+# What Llama 3.1 to 3.3 have in common. The factor is the largest divisor.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+class GGUF:
+    """A GGUF file. Raises ValueError if it cannot be read or describes another kind of model."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import gguf
+        except ImportError:
+            raise ValueError("GGUF files need the package gguf: pip install gguf") from None
+        self.path = path
+        self.dequantize = gguf.quants.dequantize
+        if not path.is_file():
+            raise ValueError(f"{path} is not a file")
+        try:
+            self.reader = gguf.GGUFReader(path)
+        except Exception as error:  # gguf raises many types for a broken file
+            raise ValueError(f"{path} is not a readable GGUF file: {error}") from error
+        self.kind = self.field("general.architecture")
+        if self.kind not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise ValueError(f"{path} has the architecture {self.kind!r}; supported are {known}")
+        self.architecture, self.is_reordered = ARCHITECTURES[self.kind]
+        stored = {tensor.name: tensor for tensor in self.reader.tensors}
+        divisors = stored.pop(ROPE_DIVISORS, None)
+        self.rope_divisors = None if divisors is None else torch.tensor(divisors.data)
+        self.tensors = {self.name_of(name): tensor for name, tensor in stored.items()}
+
+    def name_of(self, name: str) -> str:
+        """Return the Hugging Face name of a GGUF tensor, such as blk.0.attn_q.weight."""
+        match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+        if match is None or match[2] not in NAMES:
+            raise ValueError(f"{self.path} has the tensor {name!r}, which is not supported")
+        prefix = "" if match[1] is None else f"model.layers.{match[1]}."
+        return f"{prefix}{NAMES[match[2]]}.{match[3]}"
+
+    def field(self, name: str) -> Any:
+        found = self.reader.get_field(name)
+        return None if found is None else found.contents()
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """Return the fields of config.json. Raises ValueError for what would change the result."""
+        for name, usual in (("rope.scaling.type", "none"), ("attention.sliding_window", 0)):
+            if (value := self.field(f"{self.kind}.{name}")) not in (None, usual):
+                raise ValueError(f"{self.path} has {name} {value!r}, which is not supported")
+        raw = {ours: self.field(f"{self.kind}.{theirs}") for ours, theirs in FIELDS.items()}
+        for name, value in raw.items():
+            if value is None and name not in OPTIONAL:
+                raise ValueError(f"{self.path} has no field {self.kind}.{FIELDS[name]}")
+        if EMBEDDINGS not in self.tensors:
+            raise ValueError(f"{self.path} has no tensor token_embd.weight")
+        raw = {name: value for name, value in raw.items() if value is not None}
+        raw |= {
+            "architectures": [self.architecture],
+            "model_type": self.kind,
+            "vocab_size": int(self.tensors[EMBEDDINGS].shape[1]),
+            "hidden_act": "silu",
+            "tie_word_embeddings": "lm_head.weight" not in self.tensors,
+            "torch_dtype": dtype,
+            "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.field("tokenizer.ggml.eos_token_id"),
+        }
+        if self.rope_divisors is not None:
+            raw["rope_scaling"] = {**LLAMA3, "factor": float(self.rope_divisors.max())}
+        config = ModelConfig.from_json(raw, self.path)
+        if self.field(f"{self.kind}.rope.dimension_count") not in (None, config.head_dim):
+            raise ValueError(f"{self.path} rotates a part of each head, which is not supported")
+        if self.rope_divisors is not None:
+            whole, _ = RopeConfig(config.rope.rope_theta).frequencies(config.head_dim)
+            divided, _ = config.rope.frequencies(config.head_dim)
+            expected = whole / divided
+            has_shape = self.rope_divisors.shape == expected.shape
+            if not has_shape or not torch.allclose(self.rope_divisors, expected, rtol=1e-4):
+                raise ValueError(
+                    f"{self.path} has a tensor {ROPE_DIVISORS} that is not of Llama 3.1 to 3.3, "
+                    "which is not supported"
+                )
+        return raw
+
+    def weights(self, config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights with their names in Hugging Face layout, one after the other."""
+        for name, tensor in self.tensors.items():
+            try:
+                values = torch.tensor(self.dequantize(tensor.data, tensor.tensor_type))
+            except NotImplementedError as error:
+                raise ValueError(f"{self.path}: gguf cannot dequantize {name!r}: {error}") from None
+            heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+            if self.is_reordered and (number := heads.get(name.split(".")[-2])):
+                # llama.cpp rotates neighbours; the model here rotates halves of a head.
+                pairs = values.view(number, -1, 2, *values.shape[1:])
+                values = pairs.transpose(1, 2).reshape(values.shape)
+            yield name, values.to(dtype).contiguous()

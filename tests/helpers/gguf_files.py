@@ -1,0 +1,84 @@
+"""Writes checkpoints as GGUF files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import nanovllm
+from nanovllm.features.gguf.reader import FIELDS, NAMES
+
+gguf = pytest.importorskip("gguf")
+NANO = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
+END = "<|end|>"
+GGUF_NAMES = {ours: theirs for theirs, ours in NAMES.items()}
+
+
+def reordered(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of q or k as llama.cpp's converter orders them."""
+    size = weight.shape[0] // heads
+    order = np.arange(len(weight)).reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(-1)
+    return weight[order]
+
+
+def write_gguf(
+    path: Path,
+    kind: str,
+    checkpoint: Path,
+    quantized: bool = False,
+    tokenizer: str = "gpt2",
+    divisors: np.ndarray | None = None,
+    **more: Any,
+) -> Path:
+    """Write a checkpoint, with a small tokenizer."""
+    from safetensors.torch import load_file
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= config.get("rope_parameters") or {}
+    writer = gguf.GGUFWriter(path, kind)
+    for ours, theirs in FIELDS.items():
+        if (value := config.get(ours)) is not None:
+            add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+            add = writer.add_array if isinstance(value, list) else add
+            add(f"{kind}.{theirs}", value)
+    for name, value in more.items():
+        writer.add_string(f"{kind}.{name}", value)
+    # Bytes, two merges and a special token. The rest are placeholders, as in padded vocabularies.
+    tokens = [*bytes_to_unicode().values(), "th", "the", END]
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), config["vocab_size"])]
+    writer.add_tokenizer_model(tokenizer)
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token == END else 1 for token in tokens])
+    writer.add_token_merges(["t h", "th e"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_chat_template((NANO / "chat_template.jinja").read_text())
+    weights = {}
+    for file in checkpoint.glob("*.safetensors"):
+        weights |= load_file(file)
+    for name, tensor in weights.items():
+        values = tensor.float().numpy()
+        short, end = name.removeprefix("model.layers.").rsplit(".", 1)
+        number, _, inner = short.partition(".")
+        theirs = GGUF_NAMES[inner if name.startswith("model.layers.") else short]
+        layer = f"blk.{number}." if name.startswith("model.layers.") else ""
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(theirs)
+        if kind == "llama" and heads:
+            values = reordered(values, config[heads])
+        if quantized and values.ndim == 2 and values.shape[1] % 32 == 0:
+            data = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(
+                f"{layer}{theirs}.{end}", data, raw_dtype=gguf.GGMLQuantizationType.Q8_0
+            )
+        else:
+            writer.add_tensor(f"{layer}{theirs}.{end}", values)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
