@@ -17,6 +17,7 @@ SEVERAL = {
     "test_idioms.py": "scripts in the idioms of vLLM and nano-vllm",
     "test_imports.py": "the order of imports",
     "test_layout.py": "the folder tests/",
+    "test_real_model.py": "the whole engine with a trained model",
     "backends/cpu/test_kernels.py": "all kernels of the CPU",
     "backends/gpu/test_dry_run.py": "whole engines on a model of a GPU",
     "backends/gpu/test_gpu.py": "kernels and whole engines on a GPU",
