@@ -25,7 +25,13 @@ from nanovllm.tools.benchmarks import (
     turn,
     workloads,
 )
-from nanovllm.tools.benchmarks.workloads import SHAPES, WORKLOADS, Workload, make_workload
+from nanovllm.tools.benchmarks.workloads import (
+    SHAPES,
+    WORKLOADS,
+    Workload,
+    make_workload,
+    read_chats,
+)
 
 
 def test_an_import_of_the_peer_changes_no_path_and_no_variable():
@@ -45,7 +51,7 @@ def test_nano_is_nano_vllms_benchmark():
     assert (work.rounds, work.temperature) == ([list(range(256))], 0.6)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", [name for name, spec in WORKLOADS.items() if not spec.chats])
 def test_requests_are_as_the_table_says(name):
     spec = WORKLOADS[name]
     work = make_workload(name, spec, 300)
@@ -63,6 +69,32 @@ def test_requests_are_as_the_table_says(name):
         assert spec.input[0] <= (len(prompt) - len(known)) / times <= spec.input[1]
     # The embedded model has 1,024 positions.
     assert max(work.lengths) <= (1024 if spec.model is None else SHAPES[spec.model][-1])
+
+
+def test_real_chats(embedded):
+    work = read_chats("chat-real", embedded.get_tokenizer())
+    assert work.rounds == [list(range(16)), list(range(16, 32))]
+    system = [ids[0] for ids in zip(*work.prompts, strict=False) if len({*ids}) == 1]
+    assert len(system) > 20
+    for first, second in zip(work.prompts[:16], work.prompts[16:], strict=True):
+        assert second[: len(first)] == first
+    assert min(work.outputs) > 1
+
+
+def test_real_chats_have_fixed_requests(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--workload", "chat-real", "--num-seqs", "3"])
+    assert "--workload chat-real has fixed requests for smollm2-135m" in capsys.readouterr().err
+
+
+def test_llama_cpp_needs_a_file_and_a_python():
+    work = Workload("chat-real", [[1, 2]], [3], [[0]])
+    with pytest.raises(ValueError, match="needs a GGUF file; qwen3-nano has none"):
+        baselines.llama_cpp("qwen3-nano", work, 16, sys.executable)
+    with pytest.raises(ValueError, match="--peer-python: give the Python"):
+        baselines.llama_cpp("smollm2-135m", work, 16, None)
+    with pytest.raises(ValueError, match="--peer-python /bin/false fails"):
+        baselines.llama_cpp("smollm2-135m", work, 16, "/bin/false")
 
 
 def test_the_file_of_a_shape_holds_the_dummy_weights(tmp_path):

