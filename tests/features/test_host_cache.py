@@ -175,7 +175,7 @@ class TieredMachine(BlockManagerMachine):
     @invariant()
     def host_holds(self) -> None:
         """What a host block holds is what the index says, and each is in one state."""
-        if not hasattr(self, "blocks"):
+        if not hasattr(self, "block_manager"):
             return
         blocks = self.block_manager
         held = [block.block_id for block in blocks.host_index.values()]
