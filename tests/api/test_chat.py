@@ -163,16 +163,19 @@ def test_chat_templates_that_do_not_end(
     embedded: LLM, monkeypatch: pytest.MonkeyPatch, template: str, content: object
 ) -> None:
     """A limit of time stops them: no thread is left."""
-    monkeypatch.setattr("nanovllm.api.chat.MAX_SECONDS", 1)
+    monkeypatch.setattr("nanovllm.api.chat.MAX_SECONDS", 0.1)
     chat = [{"role": "user", "content": content}]
     ways = [{"chat_template": template}, {"chat_template_kwargs": {"chat_template": template}}]
     for options in ways:
-        with pytest.raises(ValueError, match="chat_template=.* takes more than 1 seconds; end its"):
+        with pytest.raises(
+            ValueError, match="chat_template=.* takes more than 0.1 seconds; end its"
+        ):
             embedded.chat(chat, use_tqdm=False, **options)
     for thread in threading.enumerate():
         if thread.name == "nanovllm limited":
             thread.join(100)
             assert not thread.is_alive()
+    monkeypatch.undo()
     [out] = embedded.chat(chat, use_tqdm=False, chat_template="a **{{ messages[0].role }}**")
     assert out.prompt == "a **user**"
     still_serves(embedded)
@@ -184,8 +187,8 @@ def test_ctrl_c_ends_a_chat_template(embedded: LLM, monkeypatch: pytest.MonkeyPa
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     try:
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             embedded.chat([{"role": "user", "content": "hi"}], chat_template=template)
     finally:
         timer.join()

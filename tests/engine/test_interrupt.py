@@ -52,8 +52,8 @@ def test_ctrl_c_from_outside(path: Path) -> None:
     llm = random_llm(path)
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         for _ in range(1000):
             llm.generate([[i] for i in range(1, 3)], params, use_tqdm=False)
     assert is_idle(llm.engine)

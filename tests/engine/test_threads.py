@@ -1,6 +1,7 @@
 """Several callers of one engine: threads, logits processors, forked processes, copies."""
 
 import copy
+import itertools
 import os
 import pickle
 import re
@@ -91,8 +92,10 @@ def test_calls_of_all_kinds_in_threads(path: Path, asynchronous: bool) -> None:
     assert is_idle(llm.engine)
 
 
-def test_progress_bar_counts_its_own_requests(path: Path, capsys) -> None:
+def test_progress_bar_counts_its_own_requests(path: Path, capsys, monkeypatch) -> None:
     llm = random_llm(path)
+    # A clock that counts how often it is read, in milliseconds, so that the rates are large.
+    monkeypatch.setattr("nanovllm.llm.time.monotonic", itertools.count(0, 1e-3).__next__)
     other = llm.engine.add_request([9] * 100, LONG)
     llm.generate([1, 2, 3, 4], GREEDY)
     shown = capsys.readouterr().err.splitlines()[-1]
@@ -162,10 +165,10 @@ def test_a_grammar_is_compiled_without_the_lock(
 
     def compile_slowly(*_: object) -> None:
         begun.set()
-        assert finished.wait(10), "the other thread waits for the grammar"
+        assert finished.wait(60), "the other thread waits for the grammar"
 
     def other() -> None:
-        assert begun.wait(10)
+        assert begun.wait(60)
         assert len(call(llm, "generate", [3, 4], GREEDY)[0]) == 8
         finished.set()
 

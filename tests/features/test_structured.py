@@ -5,7 +5,6 @@ import random
 import re
 import sys
 import threading
-import time
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -518,10 +517,10 @@ def test_a_deep_grammar_does_not_end_the_process(embedded: LLM, kind: str) -> No
 
 def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its request is refused by the time, because nothing else bounds every grammar."""
-    real = structured_module.call_with_limit
+    real, go_on = structured_module.call_with_limit, threading.Event()
 
     def slow(function: Callable[[], Any], seconds: float, stack: int) -> Any:
-        return real(lambda: (time.sleep(0.5), function())[1], seconds, stack)
+        return real(lambda: (go_on.wait(300), function())[1], seconds, stack)
 
     monkeypatch.setattr(structured_module, "call_with_limit", slow)
     monkeypatch.setattr(structured_module, "MAX_SECONDS", 0)
@@ -529,6 +528,7 @@ def test_a_compilation_that_takes_too_long(embedded: LLM, monkeypatch: pytest.Mo
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
     with pytest.raises(ValueError, match="json of structured_outputs for more than 0 seconds"):
         embedded.generate("x", params, use_tqdm=False)
+    go_on.set()
     for thread in embedded.engine.input_processor.grammars.abandoned:
         thread.join(100)
 

@@ -21,6 +21,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends.int8 import quantized
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.beam_search import BeamSearchParams
+from nanovllm.features.tensor_parallel.ranks import DOWNLOAD_TIMEOUT, TIMEOUT
 from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
@@ -263,24 +264,21 @@ def test_a_rank_that_fails(ranks: Job, paths: dict[str, str]) -> None:
     """The other one does not wait for its end."""
     first, second = values(ranks("a_failing_rank", 2, path=paths["qwen3"]))
     assert first[0].startswith(LOST)
-    assert first[1] < 3
     assert second[0] == "ZeroDivisionError: division by zero"
-    assert first[2].startswith(LOST)
-    assert second[2].startswith(LOST.replace("rank 0", "rank 1"))
+    assert first[1].startswith(LOST)
+    assert second[1].startswith(LOST.replace("rank 0", "rank 1"))
 
 
 def test_a_killed_rank(ranks: Job, paths: dict[str, str]) -> None:
     first, second = ranks("a_killed_rank", 2, path=paths["qwen3"])
     assert first["value"].startswith(LOST)
     assert second["status"] == 9
-    assert first["seconds"] < second["seconds"] + 3
 
 
 def test_ctrl_c_in_one_rank(ranks: Job, paths: dict[str, str]) -> None:
     first, second = ranks("ctrl_c", 2, path=paths["qwen3"])
     assert first["value"].startswith(LOST)
     assert second["value"] == "KeyboardInterrupt: "
-    assert first["seconds"] < second["seconds"] + 3
 
 
 def test_a_script_that_ends_early(ranks: Job, paths: dict[str, str]) -> None:
@@ -289,20 +287,18 @@ def test_a_script_that_ends_early(ranks: Job, paths: dict[str, str]) -> None:
     assert second == "no error: 1"
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_nothing(ranks: Job, paths: dict[str, str]) -> None:
-    (first, seconds), (second, _) = values(ranks("a_slow_rank", 2, path=paths["qwen3"]))
+    first, second = values(ranks("a_slow_rank", 2, path=paths["qwen3"]))
     assert first.startswith(LOST)
-    assert 1 < seconds < 3.5
     assert second.startswith(LOST.replace("rank 0", "rank 1"))
 
 
-@pytest.mark.slow
 def test_a_download_that_takes_long(ranks: Job, paths: dict[str, str]) -> None:
     """The other ranks wait longer for a download than for a step."""
-    (first, _), (second, seconds) = values(ranks("a_long_download", 2, path=paths["qwen3"]))
-    assert first == second
-    assert seconds > 4
+    step, download = ("step", TIMEOUT), [("download", None), ("barrier", DOWNLOAD_TIMEOUT)]
+    first, second = values(ranks("a_download", 2, path=paths["qwen3"]))
+    assert first == [*download, step]
+    assert second == [*download[::-1], step]
 
 
 def test_the_fewest_blocks(ranks: Job, paths: dict[str, str]) -> None:

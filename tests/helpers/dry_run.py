@@ -566,7 +566,8 @@ def replace_device() -> None:
 
 OPTIONS: dict[str, Any] = dict(skip_tokenizer_init=True, num_kvcache_blocks=99)
 # (enforce_eager, async_scheduling, blocks): 5 blocks are hardly enough for one request.
-RUNS = ((True, True, 5), (False, True, 99), (True, False, 99), (False, False, 5))
+Run = tuple[bool, bool, int]
+RUNS: tuple[Run, ...] = ((True, True, 5), (False, True, 99), (True, False, 99), (False, False, 5))
 SAMPLING: dict[str, list[dict[str, Any]]] = {
     "plain": [
         {},
@@ -622,18 +623,21 @@ WANTED: dict[tuple[str, str], dict[str, list[float]]] = {}
 HOST_TIER: dict[str, Any] = dict(swap_space=2**-9)
 
 
-def host_cache(directory: str, num_runs: int = 4) -> Any:
-    """A buffer holds one block, so that each is used several times in a step."""
+def host_cache(directory: str, runs: tuple[Run, ...] = RUNS[::3]) -> Any:
+    """A buffer holds one block, so that each is used several times in a step.
+
+    Nothing is loaded into large pools.
+    """
     with (
         patch.object(host_pool, "STAGING_BYTES", 16 << 10),
         patch.object(host_pool, "CHUNK_BYTES", 50 << 10),
     ):
-        return serve(directory, num_runs, **HOST_TIER)
+        return serve(directory, runs, **HOST_TIER)
 
 
 def serve(
     directory: str,
-    num_runs: int = 2,
+    runs: tuple[Run, ...] = RUNS[:2],
     dtype: str = "float32",
     kv_cache_dtype: str = "auto",
     **more: Any,
@@ -665,8 +669,8 @@ def serve(
             answers = {k: cpu.generate(prompts, p, use_tqdm=False) for k, p in sampling.items()}
             WANTED[key] = {k: numbers(outputs) for k, outputs in answers.items()}
         wanted = WANTED[key]
-    runs = []
-    for eager, overlap, blocks in RUNS[:num_runs]:
+    results = []
+    for eager, overlap, blocks in runs:
         options = dict(enforce_eager=eager, async_scheduling=overlap)
         options["num_kvcache_blocks"] = blocks
         GPU.variants.clear()
@@ -692,8 +696,8 @@ def serve(
         run["direct launches"] = GPU.direct_launches
         run["variants at start"] = list(GPU.variants.values())[:num_at_start]
         run["variants while serving"] = list(GPU.variants.values())[num_at_start:]
-        runs.append(run)
-    return runs
+        results.append(run)
+    return results
 
 
 def numbers(outputs: list[Any]) -> list[float]:
@@ -895,7 +899,7 @@ def faults(directory: str) -> Any:
                 wait(self)
 
         with patch.object(Event, "wait", ignore):
-            pairs.append((f"{what} ", attempt(partial(host_cache, directory, num_runs=1))))
+            pairs.append((f"{what} ", attempt(partial(host_cache, directory, RUNS[:1]))))
     # Faults of a whole engine: one that does not wait for its tokens, one that reads in a capture.
     right, logits = generate(), Qwen3.logits
     with patch.object(Event, "synchronize", lambda self: None):
@@ -945,7 +949,7 @@ def structured(directory: str) -> Any:
 
 # name -> (folder of the checkpoint, what runs)
 SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "qwen3": ("qwen3", partial(serve, num_runs=4)),
+    "qwen3": ("qwen3", partial(serve, runs=RUNS)),
     "qwen2": ("qwen2", serve),
     "host cache": ("qwen3", host_cache),
     "fp8": ("scaled", partial(serve, kv_cache_dtype="fp8")),

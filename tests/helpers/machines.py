@@ -103,7 +103,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @invariant()
     def all_holds(self) -> None:
-        if not hasattr(self, "blocks"):
+        if not hasattr(self, "block_manager"):
             return
         blocks, size = self.block_manager, self.block_manager.block_size
         owners = [0] * len(blocks.blocks)

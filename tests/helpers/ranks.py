@@ -33,7 +33,9 @@ from nanovllm.loading import make_engine, memory
 with suppress(ImportError):  # without Numba
     import nanovllm.backends.cpu.backend  # noqa: F401
 
-LIMIT = 150  # seconds for a job
+# Seconds for a job, and fewer than those of Ranks.TIMEOUT: a job in which a rank waits for one that
+# has failed is ended, and has no result.
+LIMIT = 150
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
@@ -160,6 +162,16 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
+def tell(what: str) -> None:
+    """End the `wait_until` of other ranks."""
+    Path(os.environ["FOLDER"], what).touch()
+
+
+def wait_until(what: str) -> None:
+    while not Path(os.environ["FOLDER"], what).exists():
+        time.sleep(0.01)
+
+
 def alone(path: str) -> list[str]:
     """What an engine on one device uses of tensor parallelism."""
     used, dist = [], torch.distributed
@@ -256,21 +268,20 @@ def in_a_layer(llm: LLM, number: int, action: Callable[[], Any]) -> None:
     vars(linear.backend)["linear"] = counted
 
 
-def a_failing_rank(path: str) -> tuple[str, float, str]:
-    """Rank 1 fails in the middle of a step, and lives on."""
+def a_failing_rank(path: str) -> tuple[str, str]:
+    """Rank 1 fails in the middle of a step, and lives on until rank 0 has failed."""
     llm = make(path)
     if rank() == 1:
         in_a_layer(llm, 33, lambda: 1 / 0)
-    start = time.monotonic()
     try:
         failed = outcome(lambda: llm.generate(some_prompts(3), GREEDY, use_tqdm=False))
     except ZeroDivisionError as error:
         failed = f"ZeroDivisionError: {error}"
-    seconds = time.monotonic() - start
     again = outcome(lambda: llm.generate([[1]], GREEDY, use_tqdm=False))
-    if rank() == 1:
-        time.sleep(4)
-    return failed, seconds, again
+    if rank() == 0:
+        tell("rank 0 has failed")
+    wait_until("rank 0 has failed")
+    return failed, again
 
 
 def a_killed_rank(path: str) -> str:
@@ -297,33 +308,40 @@ def an_early_end(path: str) -> str:
     return outcome(lambda: rank() or llm.generate([[1, 2]], GREEDY, use_tqdm=False))
 
 
-def a_slow_rank(path: str) -> tuple[str, float]:
-    from nanovllm.features.tensor_parallel import ranks as tensor_parallel
+def a_slow_rank(path: str) -> str:
+    """Rank 1 does nothing until rank 0 has failed, which waits for a second."""
+    llm, call = make(path), lambda: llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+    if rank() == 0:
+        group = llm.engine.runner.ranks.host
+        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1), group)
+        failed = outcome(call)
+        tell("rank 0 has failed")
+        return failed
+    wait_until("rank 0 has failed")
+    return outcome(call)
 
-    tensor_parallel.TIMEOUT = timedelta(seconds=2)
-    llm = make(path)
-    if rank() == 1:
-        time.sleep(4)
-    start = time.monotonic()
-    failed = outcome(lambda: llm.generate([[1, 2]], GREEDY, use_tqdm=False))
-    return failed, time.monotonic() - start
 
+def a_download(path: str) -> list[tuple[str, timedelta | None]]:
+    """How long this rank would wait for others until an engine has its files."""
+    dist, found, waits = torch.distributed, list[tuple[str, timedelta | None]](), {}
+    new_group, barrier, find = dist.new_group, dist.barrier, make_engine.find_files
 
-def a_long_download(path: str) -> tuple[list[list[int]], float]:
-    """Longer than a rank may do nothing later."""
-    from nanovllm.features.tensor_parallel import ranks as tensor_parallel
+    def noted_group(**options: Any) -> Any:
+        group = new_group(**options)
+        waits[group] = options["timeout"]
+        return group
 
-    tensor_parallel.TIMEOUT = timedelta(seconds=3)
-    find = make_engine.find_files
+    def noted_barrier(group: Any) -> None:
+        found.append(("barrier", waits[group]))
+        barrier(group)
 
-    def slow(config: Any) -> Any:
-        time.sleep(4 * (rank() == 0))
+    def noted_find(config: Any) -> Any:
+        found.append(("download", None))
         return find(config)
 
-    make_engine.find_files, start = slow, time.monotonic()
+    dist.new_group, dist.barrier, make_engine.find_files = noted_group, noted_barrier, noted_find
     llm = make(path)
-    seconds = time.monotonic() - start
-    return tokens_of(llm.generate(some_prompts(2), GREEDY, use_tqdm=False)), seconds
+    return [*found, ("step", waits[llm.engine.runner.ranks.host])]
 
 
 def groups_at_exit(path: str, destroyed: bool) -> tuple[int, int]:
@@ -370,7 +388,7 @@ def engines_in_turn(path: str) -> list[tuple[list[list[int]], int]]:
 
 
 def run(name: str, size: int, *arguments: tuple[str, Any]) -> list[dict[str, Any]]:
-    """What each rank returned or raised, printed, how it ended, and after how many seconds."""
+    """What each rank returned or raised, printed, and how it ended."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -378,19 +396,19 @@ def run(name: str, size: int, *arguments: tuple[str, Any]) -> list[dict[str, Any
         start, found = time.monotonic(), []
         job = name, size, dict(arguments), port, Path(folder)
         running = {fork(*job, i): i for i in range(size)}
-        ends: dict[int, tuple[int, float]] = {}
+        ends: dict[int, int] = {}
         while running:
             for process in [*running]:
                 ended, status = os.waitpid(process, os.WNOHANG)
                 if ended:
-                    ends[running.pop(process)] = status, time.monotonic() - start
+                    ends[running.pop(process)] = status
                 elif time.monotonic() - start > LIMIT:
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.01)
         for i in range(size):
             result, log = Path(folder, f"{i}.pickle"), Path(folder, f"{i}.log")
             found.append(pickle.loads(result.read_bytes()) if result.exists() else {})
-            found[-1] |= {"status": ends[i][0], "seconds": ends[i][1], "log": log.read_text()}
+            found[-1] |= {"status": ends[i], "log": log.read_text()}
     return found
 
 
@@ -405,6 +423,7 @@ def fork(name: str, size: int, arguments: Any, port: int, folder: Path, index: i
         os.dup2(log, 2)
         os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["FOLDER"] = str(folder)
         try:
             found = {"value": globals()[name](**arguments)}
             status = 0

@@ -241,16 +241,18 @@ def test_a_rank_that_fails_ends_the_others(
 @pytest.mark.slow
 def test_ctrl_c_ends_the_ranks() -> None:
     lesson = fresh.Process(fresh.module("nanovllm", "lessons", "15"))
-    printed, end = Path(lesson.directory.name, "stdout"), time.monotonic() + 60
+    printed, end = Path(lesson.directory.name, "stdout"), time.monotonic() + 120
     while not (printed.exists() and "\neach step the ranks compare" in printed.read_text()):
         assert time.monotonic() < end
         time.sleep(0.05)
-    time.sleep(1)  # the ranks are starting
-    running = children(lesson.process.pid)
+    running: list[int] = []
+    while not any(map(imports_torch, running)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+        running = children(lesson.process.pid)
     lesson.send_signal(signal.SIGINT)
     done = lesson.wait()
     assert (done.returncode, done.stderr) == (130, "")
-    assert running
     assert not [process for process in running if is_running(process)]
 
 
@@ -259,6 +261,10 @@ def children(parent: int) -> list[int]:
         ["ps", "-o", "pid=", "--ppid", str(parent)], capture_output=True, text=True, check=False
     )
     return [int(pid) for pid in found.stdout.split()]
+
+
+def imports_torch(process: int) -> bool:
+    return "libtorch" in Path("/proc", str(process), "maps").read_text()
 
 
 def is_running(process: int) -> bool:

