@@ -67,13 +67,13 @@ def load_stored(builder, address, ahead, number, mask, example):
 
 def for_columns(builder, dim, body):
     """Call body(column, mask) for every 16 columns, with a mask if fewer are left."""
-    whole, rest = builder.udiv(dim, INT(LANES)), builder.urem(dim, INT(LANES))
-    with cgutils.for_range(builder, whole) as step:
+    vectors, rest = builder.udiv(dim, INT(LANES)), builder.urem(dim, INT(LANES))
+    with cgutils.for_range(builder, vectors) as step:
         body(builder.mul(step.index, INT(LANES)), None)
     with builder.if_then(builder.icmp_unsigned("!=", rest, INT(0))):
         lanes = ir.Constant(ir.VectorType(INT, LANES), list(range(LANES)))
         mask = builder.icmp_unsigned("<", lanes, copies(builder, rest))
-        body(builder.mul(whole, INT(LANES)), mask)
+        body(builder.mul(vectors, INT(LANES)), mask)
 
 
 def add_product(builder, total, x, y):
