@@ -10,16 +10,13 @@ pairs, which are neighbours in a row of A and in a row of B, and sums in float32
 """
 
 import ctypes
-import platform
 import sys
 
-import numba
 import numpy as np
-from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.extending import intrinsic
 
-from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.jit import Kernel, compiled, has_feature
 from nanovllm.backends.cpu.llvm.calls import BYTE, INT, VOID, call, instruction, pointer_to
 from nanovllm.backends.cpu.primitives import (
     BFLOAT16,
@@ -297,10 +294,7 @@ class AmxUnit:
     width = WIDTH
 
     def is_available(self) -> bool:
-        named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
-        if named or sys.platform != "linux" or platform.machine() != "x86_64":
-            return False
-        if not get_host_cpu_features().get("amx-bf16"):
+        if sys.platform != "linux" or not has_feature("amx-bf16"):
             return False
         arch_prctl, request_permission, tile_data = 158, 0x1023, 18
         return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)

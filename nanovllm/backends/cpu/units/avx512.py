@@ -7,13 +7,9 @@ A product of few rows takes as long as reading its weights. On the 2 cores of an
 16 GB/s of them for one row and this kernel 27; docs/performance.md has more rows.
 """
 
-import sys
-
-import numba
 import numpy as np
-from llvmlite.binding import get_host_cpu_features
 
-from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.jit import Kernel, compiled, has_feature
 from nanovllm.backends.cpu.llvm.dot import BF16, dot_rows
 from nanovllm.backends.cpu.primitives import BFLOAT16, array, exp, f32, from_float32, to_float32
 from nanovllm.backends.cpu.units.any import attend_groups as attend_small_groups
@@ -214,9 +210,7 @@ class Avx512Unit:
     width = WIDTH
 
     def is_available(self) -> bool:
-        named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
-        has_instructions = get_host_cpu_features().get("avx512bf16", False)
-        return not named and sys.byteorder == "little" and has_instructions
+        return has_feature("avx512bf16")
 
     def fits(self, group_size: int, block_size: int, head_dim: int) -> bool:
         return head_dim % 32 == 0
