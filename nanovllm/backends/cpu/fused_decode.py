@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from nanovllm.backends.cpu import pointwise
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by
-from nanovllm.backends.cpu.parallel import in_parts
+from nanovllm.backends.cpu.parallel import address_for, in_parts
 from nanovllm.backends.cpu.primitives import BFLOAT16
 from nanovllm.backends.cpu.units.any import attend
 from nanovllm.models.batch import ForwardBatch
@@ -95,13 +95,14 @@ class FusedLayers:
     def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
         self.model = model
         unit = attention.unit
+        dtypes = torch.bfloat16, torch.bfloat16
         self.code = Code(
-            norm=attention.code[pointwise.add_rms_norm_rows],
-            store=attention.code[pointwise.norm_rope_store_rows],
-            attend_groups=attention.code[unit.attend_groups],
-            linear=attention.code[unit.linear_blocks],
+            norm=address_for(pointwise.add_rms_norm_rows, *dtypes),
+            store=address_for(pointwise.norm_rope_store_rows, *dtypes),
+            attend_groups=attention.attend_groups,
+            linear=address_for(unit.linear_blocks, *dtypes),
             width=unit.width,
-            activation=attention.code[pointwise.silu_and_mul_rows],
+            activation=address_for(pointwise.silu_and_mul_rows, *dtypes),
         )
         layers = zip(model.layers, attention.kv_addresses, strict=True)
         self.addresses = np.array([(*addresses(layer), *kv) for layer, kv in layers], np.int64)
@@ -111,7 +112,7 @@ class FusedLayers:
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward, and leave to it large steps and steps with torch's attention."""
         step, model, config = batch.attention_metadata, self.model, self.model.config
-        by_torch = step.prompts or step.chunks or step.prefixes
+        by_torch = step.chunks or step.prefixes
         if by_torch or len(batch.input_ids) > PACKED_FOR:
             return model.forward(batch, attention)
         x = F.embedding(batch.input_ids, model.embed_tokens)
