@@ -93,13 +93,13 @@ class NumbaAttention(PlainAttention):
     ) -> None:
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.group_size, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
+        self.group_size = self.heads // self.kv_heads
+        self.eps = config.rms_norm_eps
         self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        sizes = self.group_size, block_size, self.dim
-        self.unit = select_unit(self.cache.dtype, *sizes)
+        self.unit = select_unit(self.cache.dtype, self.group_size, block_size, self.dim)
         if fp8_scales and len(units(dtype)) > 1:
             logger.info("an fp8 KV cache is read without AMX and AVX512-BF16, layer by layer")
         compile_all(dtype, self.unit, self.cache.dtype)
@@ -160,9 +160,9 @@ class NumbaAttention(PlainAttention):
     def _plan_work(self, plan: AttentionPlan, seqs: Sequences, families: list[Family]) -> None:
         """Set the kernel's work, and the prefixes that torch reads for it."""
         max_queries = max(1, self.unit.max_rows // self.group_size)
-        # Steps of few rows run in backends/cpu/fused_decode.py, without flash attention.
-        num_rows = sum(int(seqs.query_lens[family.members].sum()) for family in families)
-        by_torch = num_rows > PACKED_FOR and not self.unit.reads_prompts
+        # Steps of few tokens run in backends/cpu/fused_decode.py, without flash attention.
+        num_queries = sum(int(seqs.query_lens[family.members].sum()) for family in families)
+        by_torch = num_queries > PACKED_FOR and not self.unit.reads_prompts
         with_prefix, skipped = [], []  # blocks of a sequence that are read with its prefix
         for family in families:
             members, shared = family
@@ -216,7 +216,8 @@ class NumbaAttention(PlainAttention):
     ) -> None:
         """Write `lse` and `out`. All queries of a KV head are one sequence of n * G queries."""
         kv = self.read_blocks(layer, prefix.rows).unsqueeze(1)
-        tokens, split = torch.from_numpy(prefix.tokens), (len(prefix.tokens), self.group_size)
+        tokens = torch.from_numpy(prefix.tokens)
+        split = len(prefix.tokens), self.group_size
         queries = q[tokens].unflatten(1, (self.kv_heads, -1)).transpose(0, 1)  # [K, n, G, D]
         attended, logs = flash_attention(queries.flatten(1, 2)[None], *kv)
         out[tokens] = attended[0].unflatten(1, split).transpose(0, 1).flatten(1, 2)

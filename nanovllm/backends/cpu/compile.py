@@ -24,8 +24,8 @@ from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.parallel import Types
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.units.amx import AMX
-from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend
-from nanovllm.backends.cpu.units.unit import Unit, units
+from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, Unit, attend
+from nanovllm.backends.cpu.units.unit import units
 
 
 def kernels_in_parts(unit: Unit) -> list[Kernel]:

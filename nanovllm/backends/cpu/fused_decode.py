@@ -1,4 +1,4 @@
-"""The layers of a decode step in one call: on a CPU, what a CUDA graph is on a GPU.
+"""Computes the layers of a decode step in one call, which on a GPU is the task of a CUDA graph.
 
 Between two calls from Python only one thread works and the memory is idle. A product with few rows
 takes as long as reading its weights, and units with AMX or AVX512-BF16 read them faster than oneDNN
@@ -90,7 +90,7 @@ def decode_layers(code, addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin
 
 
 class FusedLayers:
-    """Has the `forward` and `logits` of a model, and owns the addresses of its weights."""
+    """Computes `forward` and `logits` of a model from the addresses of its weights."""
 
     def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
         self.model = model
@@ -110,35 +110,35 @@ class FusedLayers:
         self.head = address(head) if is_packed_by(unit.width, head) else 0
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
-        """Compute Qwen3.forward, and leave to it large steps and steps with torch's attention."""
-        step, model, config = batch.attention_metadata, self.model, self.model.config
+        """Compute Qwen3.forward. Large steps and steps with torch's attention are left to it."""
+        step = batch.attention_metadata
+        model, config = self.model, self.model.config
         by_torch = step.chunks or step.prefixes
         if by_torch or len(batch.input_ids) > PACKED_FOR:
             return model.forward(batch, attention)
         x = F.embedding(batch.input_ids, model.embed_tokens)
         residual = torch.zeros_like(x)
         cos, sin = model.rotary.at(batch.positions)
-        eps, threads = config.rms_norm_eps, numba.get_num_threads()
-        tensors = (x.data_ptr(), residual.data_ptr(), *x.shape, cos.data_ptr(), sin.data_ptr())
-        sizes = (config.intermediate_size, config.num_heads, eps, attention.shape)
-        work = (step.slot_mapping, step.work, threads)
-        decode_layers(self.code, self.addresses, *tensors, *sizes, *work)
-        return pointwise.add_rms_norm(x, residual, model.norm, eps)[0]
+        decode_layers(self.code, self.addresses, x.data_ptr(), residual.data_ptr(), *x.shape,
+                      cos.data_ptr(), sin.data_ptr(), config.intermediate_size, config.num_heads,
+                      config.rms_norm_eps, attention.shape, step.slot_mapping, step.work,
+                      numba.get_num_threads())
+        return pointwise.add_rms_norm(x, residual, model.norm, config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> logits [R, V]."""
+        """Compute logits [R, V] from hidden [R, E]."""
         if len(hidden) > PACKED_FOR or not self.head:
             return self.model.logits(hidden)
         vocab_size = self.model.config.vocab_size
         logits = hidden.new_empty((len(hidden), vocab_size))
-        pointers = (hidden.data_ptr(), self.head, 0, logits.data_ptr())
-        arguments, blocks = (*pointers, *hidden.shape, vocab_size), vocab_size // self.code.width
+        arguments = hidden.data_ptr(), self.head, 0, logits.data_ptr(), *hidden.shape, vocab_size
+        blocks = vocab_size // self.code.width
         in_parts(self.code.linear, arguments, blocks, numba.get_num_threads())
         return logits
 
 
 def fuse_layers(model: Qwen3, attention: NumbaAttention) -> FusedLayers | None:
-    """Return None if the unit has no products, or if a weight has another layout than they read."""
+    """Return None if the unit has no kernel for products, or none for the layout of a weight."""
     if attention.unit.linear_blocks is None:
         return None
     weights = {m.weight.shape: m.weight for layer in model.layers for m in layer.linears()}

@@ -1,8 +1,8 @@
 """How a kernel is compiled, and where its code is kept: `compiled` is the decorator of all kernels.
 
-Numba keeps compiled code in __pycache__ or in NUMBA_CACHE_DIR. It compiles a function again if the
-file of the function has changed, but not if the file of a function that it calls has. The code of
-all kernels is therefore kept in one subdirectory, whose name is a digest of all files of this
+Numba keeps compiled code in __pycache__ or in NUMBA_CACHE_DIR. It compiles a function again if its
+file has changed, but it does not notice a change in the file of a function that it calls. The code
+of all kernels is therefore kept in one subdirectory. Its name is a digest of all files of this
 folder and the folders in it.
 """
 

@@ -1,9 +1,9 @@
-"""Kernels that compute a part of their items, and all items with several threads.
+"""Runs a kernel on several threads, each of which computes a part of its items.
 
 The last two arguments of such a kernel are (start, stop), the range of items that it computes.
-Numba compiles a function again within each one that names it, and three times for a parallel loop.
-A parallel loop therefore calls such a kernel at its address: to compile all kernels for float32 and
-bfloat16 takes 36 s of one core instead of 81 s (EPYC with AVX512-BF16).
+Numba compiles a function again in each function that calls it, and three times in a parallel loop.
+One parallel loop therefore calls all these kernels at their addresses: to compile all kernels for
+float32 and bfloat16 takes 36 s of one core instead of 81 s (EPYC with AVX512-BF16).
 """
 
 import hashlib
@@ -25,8 +25,8 @@ from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 SERIAL_ELEMENTS = 1 << 17
 
 Types: TypeAlias = tuple[Any, ...]
-# By a kernel and the fingerprint of its arguments' types, what is at the address of its code: [2]
-# uint64, a pointer to the code and the number of the types.
+# The compiled code of a kernel for arguments with a fingerprint. The address of a kernel is the
+# address of such an array: [2] uint64, a pointer to the code and the number of the types.
 CODE: dict[tuple[Kernel, bytes], np.ndarray] = {}
 
 

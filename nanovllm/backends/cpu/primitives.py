@@ -1,4 +1,4 @@
-"""What all kernels of a CPU are made of: numbers as they are stored, addresses, exp and maximum.
+"""Functions that all kernels of a CPU use: stored numbers, arrays at addresses, exp, maximum.
 
 NumPy has no bfloat16, so it is stored as uint16, the upper half of a float32. The type of a
 kernel's argument `example` selects the stored dtype. The type of `cache_example` selects the dtype
@@ -23,10 +23,10 @@ f32 = np.float32
 
 @compiled()
 def array(address, shape, example):
-    """The array at an address, of numbers like `example`.
+    """Return the array at an address, of numbers like `example`.
 
-    It does not keep alive the array whose memory it shows: Numba frees an array after the last
-    statement or loop that names it. Kernels therefore read `.ctypes.data` in the loop that uses it.
+    It does not keep its memory alive: Numba frees an array after the last statement or loop that
+    names it. Kernels therefore read `.ctypes.data` of an array in the loop that uses the address.
     """
     return carray(pointer(address, example), shape)
 
@@ -74,7 +74,7 @@ def _from_float32(x, example):
 
 
 def store_in_cache(x, cache, scale, example):
-    """Write x [D] to cache [D]. A cache in fp8 gets x / scale, and x becomes what it then holds."""
+    """Write x [D] to cache [D]. With fp8, x is divided by the scale, and set to what was stored."""
     raise NotImplementedError("compiled code only")
 
 

@@ -40,8 +40,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     values = batch.filters
     if not values.keys() <= set(IN_KERNEL):
         return sampler.sample(logits, batch)
-    logits, (rows, size) = logits.contiguous(), logits.shape
-    tokens, filters = np.empty(rows, np.int64), np.empty((len(IN_KERNEL), rows), np.float32)
+    logits = logits.contiguous()
+    rows, size = logits.shape
+    filters = np.empty((len(IN_KERNEL), rows), np.float32)
     for i, name in enumerate(IN_KERNEL):
         filters[i] = values[name].numpy() if name in values else FILTERS[name]
     top_k, top_p, min_p = filters
@@ -51,10 +52,11 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     chunk_max, sums = np.empty((2, rows, chunks), np.float32)
     maxima = np.empty((rows, chunks * GROUPS), np.float32)
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, size
-    found = filtered, maxima, chunk_max, sums
-    run(_weigh_chunks, (*source, temperatures, *found), rows * chunks, rows * size)
+    weighed = filtered, maxima, chunk_max, sums
+    run(_weigh_chunks, (*source, temperatures, *weighed), rows * chunks, rows * size)
+    tokens = np.empty(rows, np.int64)
     numbers = temperatures, batch.seeds.numpy(), batch.positions.numpy()
-    run(_draw_rows, (*source, *numbers, filters, *found, tokens), rows, rows * size)
+    run(_draw_rows, (*source, *numbers, filters, *weighed, tokens), rows, rows * size)
     return torch.from_numpy(tokens)
 
 
@@ -62,7 +64,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Compute models.logit_rules.token_logprobs in one pass over each row."""
     if k > MAX_LOGPROBS:
         return logit_rules.token_logprobs(logits, tokens, k)
-    logits, packed = logits.contiguous(), np.empty((len(logits), 2 + 2 * k))
+    logits = logits.contiguous()
+    packed = np.empty((len(logits), 2 + 2 * k))
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[1]
     run(_logprobs_of_rows, (*source, tokens.numpy(), packed), len(logits), logits.numel())
     return torch.from_numpy(packed)

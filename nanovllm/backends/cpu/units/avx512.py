@@ -9,11 +9,11 @@ A product of few rows takes as long as reading its weights. On the 2 cores of an
 
 import numpy as np
 
-from nanovllm.backends.cpu.jit import Kernel, compiled, has_feature
+from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.llvm.dot import BF16, dot_rows
 from nanovllm.backends.cpu.primitives import BFLOAT16, array, exp, f32, from_float32, to_float32
+from nanovllm.backends.cpu.units.any import Unit, count_queries, kv_address
 from nanovllm.backends.cpu.units.any import attend_groups as attend_small_groups
-from nanovllm.backends.cpu.units.any import count_queries, kv_address
 
 WIDTH = 64  # outputs of a block of the packed weight: four vectors of 16
 # With several panels of rows, a product takes this many inputs of a block at a time. Their weights,
@@ -202,18 +202,12 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
                 result[d] = from_float32(acc[r, d] / row_sum[r], BFLOAT16)
 
 
-class Avx512Unit:
-    max_rows = MAX_ROWS
-    reads_prompts = True
-    attend_groups: Kernel = staticmethod(attend_groups)
-    linear_blocks: Kernel | None = staticmethod(linear_blocks)
-    width = WIDTH
-
-    def is_available(self) -> bool:
-        return has_feature("avx512bf16")
-
-    def fits(self, group_size: int, block_size: int, head_dim: int) -> bool:
-        return head_dim % 32 == 0
-
-
-AVX512 = Avx512Unit()
+AVX512 = Unit(
+    max_rows=MAX_ROWS,
+    reads_prompts=True,
+    attend_groups=attend_groups,
+    linear_blocks=linear_blocks,
+    width=WIDTH,
+    is_available=lambda: has_feature("avx512bf16"),
+    fits=lambda group_size, block_size, head_dim: head_dim % 32 == 0,
+)
