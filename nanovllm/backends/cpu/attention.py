@@ -234,21 +234,22 @@ def shared_prefixes(seqs: Sequences, members: np.ndarray, block_size: int) -> li
     """Return families of the sequences `members` [n].
 
     Sequences with the same first block are a family if sharing saves enough. All others are one
-    family that shares nothing. The first query of a sequence sees a token after the prefix.
+    family that shares nothing. A prefix ends before the first query of each sequence.
     """
-    tables = seqs.tables[members]  # [n, blocks]
-    visible = (seqs.context_lens - seqs.query_lens)[members] + 1  # [n], by the first query
     families = []
     is_single = np.ones(len(members), bool)
-    first_blocks, counts = np.unique(tables[:, 0], return_counts=True)
-    for block in first_blocks[counts > 1]:
-        index = np.flatnonzero(tables[:, 0] == block)
-        limit = (int(visible[index].min()) - 1) // block_size
-        same = (tables[index, :limit] == tables[index[0], :limit]).all(axis=0)
-        shared = limit if same.all() else int(same.argmin())
-        if shared * block_size * (len(index) - 1) >= MIN_SAVED_TOKENS:
-            families.append(Family(members[index], shared))
-            is_single[index] = False
+    first_blocks = seqs.tables[members, 0]
+    blocks, counts = np.unique(first_blocks, return_counts=True)
+    for block in blocks[counts > 1]:
+        matches = first_blocks == block
+        family = members[matches]
+        past = int((seqs.context_lens[family] - seqs.query_lens[family]).min())
+        tables = seqs.tables[family, : past // block_size]
+        same = (tables == tables[0]).all(axis=0)
+        shared = len(same) if same.all() else int(same.argmin())
+        if shared * block_size * (len(family) - 1) >= MIN_SAVED_TOKENS:
+            families.append(Family(family, shared))
+            is_single[matches] = False
     if is_single.any():
         families.append(Family(members[is_single], 0))
     return families
