@@ -8,11 +8,11 @@ primitives.py        Numbers as they are stored, arrays at addresses, exp and ma
 parallel.py          Runs a kernel on several threads, each for a range of its items.
 pointwise.py         Three short kernels: norm, SwiGLU, rotary embedding. The rules for all kernels.
 llvm/vectors.py      The two products of attention in vectors of 16 numbers, for any processor.
-units/any.py         Attention of groups of queries that read the same blocks of the cache.
+units/any.py         Unit; attention of groups of queries that read the same blocks of the cache.
 llvm/dot.py          The inner loop of products in bfloat16 and int8 with AVX-512.
 units/avx512.py      Attention and products of few rows with AVX512-BF16.
 units/amx.py         The same with AMX.
-units/unit.py        Unit: what the three files above bring, and which of them is used.
+units/unit.py        Which of the three units is used.
 linear.py            Weights in oneDNN's blocked layout, which the units read too.
 int8.py              Linear layers with weights in int8.
 sampler.py           Filters, draws and log-probabilities of tokens.

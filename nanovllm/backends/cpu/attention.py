@@ -16,13 +16,12 @@ import numba
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm.api.log import logger
 from nanovllm.backends.cpu import pointwise
 from nanovllm.backends.cpu.compile import compile_all
 from nanovllm.backends.cpu.linear import PACKED_FOR
-from nanovllm.backends.cpu.parallel import run
+from nanovllm.backends.cpu.parallel import address_for, run
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend
 from nanovllm.backends.cpu.units.unit import select_unit, units
@@ -32,7 +31,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
 
-# Returns (output, log-sum-exp), unlike scaled_dot_product_attention, which calls it.
+# Returns (output, log-sum-exp), unlike torch's scaled_dot_product_attention, which calls it.
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # A chunk is treated as decodes if at most this many tokens are outside its shared prefix.
@@ -75,10 +74,8 @@ class AttentionPlan:
 
     slot_mapping: np.ndarray  # [T] int64
     work: AttentionWork | None  # the kernel's part
-    prefixes: list[Prefix]
-    # Per whole prompt: its tokens, and the tokens of its keys, padded with the first.
-    prompts: list[tuple[slice, Tensor]]
-    chunks: list[Gathered]  # other chunks, for PlainAttention
+    prefixes: list[Prefix]  # torch's part of the same queries
+    chunks: list[Gathered]  # other prompts and chunks, for PlainAttention
 
 
 class NumbaAttention(PlainAttention):
@@ -96,16 +93,17 @@ class NumbaAttention(PlainAttention):
     ) -> None:
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.group_size, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
+        self.group_size = self.heads // self.kv_heads
+        self.eps = config.rms_norm_eps
         self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
-        sizes = self.group_size, block_size, self.dim
-        self.unit = select_unit(self.cache.dtype, *sizes)
+        self.unit = select_unit(self.cache.dtype, self.group_size, block_size, self.dim)
         if fp8_scales and len(units(dtype)) > 1:
             logger.info("an fp8 KV cache is read without AMX and AVX512-BF16, layer by layer")
-        self.code = compile_all(dtype, self.unit, self.cache.dtype)
+        compile_all(dtype, self.unit, self.cache.dtype)
+        self.attend_groups = address_for(self.unit.attend_groups, dtype, self.cache.dtype)
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -123,66 +121,48 @@ class NumbaAttention(PlainAttention):
     # ---- once per step ----
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Divide the tokens among the kernel, torch's attention and PlainAttention."""
+        """Divide the tokens between the kernel and PlainAttention."""
         follow_torch()
         starts = batch.query_start_loc.numpy().astype(np.int64)
         contexts = batch.context_lens.numpy().astype(np.int64)
         seqs = Sequences(starts, np.diff(starts), contexts, batch.block_tables.numpy())
         families, chunks = self._by_kernel(seqs, len(contexts) - batch.num_decodes)
-        plan = AttentionPlan(batch.slot_mapping.numpy(), None, [], [], [])
-        for i in chunks:
-            if seqs.query_lens[i] < contexts[i]:
-                plan.chunks.append(self.gather(batch, int(i)))
-            else:
-                keys = np.arange(-(-contexts[i] // self.key_padding) * self.key_padding)
-                padded = starts[i] + np.where(keys < contexts[i], keys, 0)
-                plan.prompts.append((slice(starts[i], starts[i + 1]), torch.from_numpy(padded)))
+        plan = AttentionPlan(batch.slot_mapping.numpy(), None, [], [])
+        plan.chunks = [self.gather(batch, int(i)) for i in chunks]
         if families:
             self._plan_work(plan, seqs, families)
         batch.attention_metadata = plan
 
-    def _by_kernel(self, seqs: Sequences, first_decode: int) -> tuple[list[Family], np.ndarray]:
-        """Return the families that the kernel computes, and the other chunks [n].
+    def _by_kernel(self, seqs: Sequences, num_chunks: int) -> tuple[list[Family], np.ndarray]:
+        """Return the families that the kernel computes, and the other prompts and chunks [n].
 
-        The kernel computes all decodes, and chunks with few tokens after a shared prefix.
+        The kernel computes all decodes, and chunks with few tokens after a shared prefix. A unit
+        with `reads_prompts` computes all.
         """
         families: list[Family] = []
-        chunks = np.arange(first_decode)
-        if first_decode:
-            families = self._short_chunks(seqs, first_decode)
-            chunks = np.setdiff1d(chunks, [i for family in families for i in family.members])
-        if first_decode < len(seqs.tables):
-            decodes = slice(first_decode, None)
-            found = shared_prefixes(
-                seqs.tables[decodes], seqs.context_lens[decodes], self.block_size
-            )
-            families += [Family(first_decode + members, shared) for members, shared in found]
+        chunks = np.arange(num_chunks)
+        if num_chunks < len(seqs.tables):
+            decodes = np.arange(num_chunks, len(seqs.tables))
+            families = shared_prefixes(seqs, decodes, self.block_size)
+        if num_chunks:
+            past = seqs.context_lens[chunks] - seqs.query_lens[chunks]
+            short = chunks[(past > 0) & (seqs.query_lens[chunks] <= MAX_UNSHARED_TOKENS)]
+            for family in shared_prefixes(seqs, short, self.block_size):
+                num_shared = family.num_shared * self.block_size
+                longest = int(seqs.context_lens[family.members].max())
+                if num_shared and longest - num_shared <= MAX_UNSHARED_TOKENS:
+                    families.append(family)
+                    chunks = np.setdiff1d(chunks, family.members)
         if self.unit.reads_prompts and len(chunks):
             return [*families, Family(chunks, 0)], chunks[:0]
         return families, chunks
 
-    def _short_chunks(self, seqs: Sequences, num_chunks: int) -> list[Family]:
-        """Return families of chunks whose tokens outside of the shared prefix are few."""
-        past = seqs.context_lens - seqs.query_lens
-        short = np.flatnonzero((past > 0) & (seqs.query_lens <= MAX_UNSHARED_TOKENS))
-        short = short[short < num_chunks]
-        if not len(short):
-            return []
-        found = []
-        for members, shared in shared_prefixes(
-            seqs.tables[short], past[short] + 1, self.block_size
-        ):
-            rest = seqs.context_lens[short[members]] - shared * self.block_size
-            if shared and rest.max() <= MAX_UNSHARED_TOKENS:
-                found.append(Family(short[members], shared))
-        return found
-
     def _plan_work(self, plan: AttentionPlan, seqs: Sequences, families: list[Family]) -> None:
         """Set the kernel's work, and the prefixes that torch reads for it."""
         max_queries = max(1, self.unit.max_rows // self.group_size)
-        # Steps of few rows run in backends/cpu/fused_decode.py, without flash attention.
-        num_rows = sum(int(seqs.query_lens[family.members].sum()) for family in families)
-        by_torch = num_rows > PACKED_FOR and not self.unit.reads_prompts
+        # Steps of few tokens run in backends/cpu/fused_decode.py, without flash attention.
+        num_queries = sum(int(seqs.query_lens[family.members].sum()) for family in families)
+        by_torch = num_queries > PACKED_FOR and not self.unit.reads_prompts
         with_prefix, skipped = [], []  # blocks of a sequence that are read with its prefix
         for family in families:
             members, shared = family
@@ -220,23 +200,13 @@ class NumbaAttention(PlainAttention):
         """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`, rounded and scaled for fp8."""
         step: AttentionPlan = batch.attention_metadata
         out = qkv.new_empty((len(qkv), self.heads, self.dim))
-        if step.prompts:
-            q, kv = qkv[:, : self.heads].transpose(0, 1), qkv[:, self.heads :]
-            for tokens, padded in step.prompts:
-                # Along another dimension, index_select would first copy all of kv.
-                k, v = kv.index_select(0, padded).transpose(0, 1).chunk(2)
-                attended = scaled_dot_product_attention(
-                    q[None, :, tokens], k[None], v[None], is_causal=True, enable_gqa=True
-                )
-                out[tokens] = attended[0].transpose(0, 1)
         if step.chunks:
             self.attend_gathered(layer, qkv[:, : self.heads], step.chunks, out)
         if step.work is not None:
             for prefix in step.prefixes:
                 self._attend_prefix(prefix, step.work.lse, layer, qkv[:, : self.heads], out)
             tensors = (qkv.data_ptr(), len(qkv), out.data_ptr(), self.heads)
-            attend_groups = self.code[self.unit.attend_groups]
-            work = (step.work, *self.examples, attend_groups, numba.get_num_threads())
+            work = (step.work, *self.examples, self.attend_groups, numba.get_num_threads())
             attend(*tensors, *self.kv_addresses[layer], self.shape, *work)
         _, v_scale = self.scales[layer]
         return (out if v_scale == 1 else out.mul_(v_scale)).flatten(1)
@@ -246,7 +216,8 @@ class NumbaAttention(PlainAttention):
     ) -> None:
         """Write `lse` and `out`. All queries of a KV head are one sequence of n * G queries."""
         kv = self.read_blocks(layer, prefix.rows).unsqueeze(1)
-        tokens, split = torch.from_numpy(prefix.tokens), (len(prefix.tokens), self.group_size)
+        tokens = torch.from_numpy(prefix.tokens)
+        split = len(prefix.tokens), self.group_size
         queries = q[tokens].unflatten(1, (self.kv_heads, -1)).transpose(0, 1)  # [K, n, G, D]
         attended, logs = flash_attention(queries.flatten(1, 2)[None], *kv)
         out[tokens] = attended[0].unflatten(1, split).transpose(0, 1).flatten(1, 2)
@@ -259,25 +230,28 @@ def follow_torch() -> None:
     numba.set_num_threads(min(torch.get_num_threads(), limit))
 
 
-def shared_prefixes(tables: np.ndarray, contexts: np.ndarray, block_size: int) -> list[Family]:
-    """Return families of the sequences with these block tables [n, blocks] and contexts [n].
+def shared_prefixes(seqs: Sequences, members: np.ndarray, block_size: int) -> list[Family]:
+    """Return families of the sequences `members` [n].
 
     Sequences with the same first block are a family if sharing saves enough. All others are one
-    family that shares nothing. Each sequence keeps at least one token outside of the prefix.
+    family that shares nothing. A prefix ends before the first query of each sequence.
     """
     families = []
-    alone = np.ones(len(tables), bool)
-    first_blocks, counts = np.unique(tables[:, 0], return_counts=True)
-    for block in first_blocks[counts > 1]:
-        members = np.flatnonzero(tables[:, 0] == block)
-        limit = (int(contexts[members].min()) - 1) // block_size
-        same = (tables[members, :limit] == tables[members[0], :limit]).all(axis=0)
-        shared = limit if same.all() else int(same.argmin())
-        if shared * block_size * (len(members) - 1) >= MIN_SAVED_TOKENS:
-            families.append(Family(members, shared))
-            alone[members] = False
-    if alone.any():
-        families.append(Family(np.flatnonzero(alone), 0))
+    is_single = np.ones(len(members), bool)
+    first_blocks = seqs.tables[members, 0]
+    blocks, counts = np.unique(first_blocks, return_counts=True)
+    for block in blocks[counts > 1]:
+        matches = first_blocks == block
+        family = members[matches]
+        past = int((seqs.context_lens[family] - seqs.query_lens[family]).min())
+        tables = seqs.tables[family, : past // block_size]
+        same = (tables == tables[0]).all(axis=0)
+        shared = len(same) if same.all() else int(same.argmin())
+        if shared * block_size * (len(family) - 1) >= MIN_SAVED_TOKENS:
+            families.append(Family(family, shared))
+            is_single[matches] = False
+    if is_single.any():
+        families.append(Family(members[is_single], 0))
     return families
 
 

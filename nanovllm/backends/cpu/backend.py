@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,11 +47,7 @@ class CpuBackend(Backend):
         return fused_decode.fuse_layers(model, attention)
 
     def step_context(self) -> AbstractContextManager[object]:
-        return self._guard
-
-    @cached_property
-    def _guard(self) -> AbstractContextManager[object]:
-        return jit.guard()  # once: it starts a thread
+        return jit.guard()
 
 
 class CpuInt8Backend(CpuBackend):

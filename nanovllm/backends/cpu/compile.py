@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numba import boolean, float32, float64, int32, int64, typeof, types
+from numba import typeof
 
 from nanovllm.api.child import python
 from nanovllm.api.log import logger
@@ -24,37 +24,24 @@ from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.parallel import Types
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.units.amx import AMX
-from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend
-from nanovllm.backends.cpu.units.unit import Unit, units
+from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, Unit, attend
+from nanovllm.backends.cpu.units.unit import units
 
 
-def kernels_in_parts(
-    dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype
-) -> dict[Kernel, Types]:
-    """Return the kernels that backends/cpu/parallel.py calls, with the types of their arguments.
-
-    The types are as in the signatures of the kernels: int64 is an address or a size.
-    """
-    example, cached = typeof(DTYPE_EXAMPLE[dtype]), typeof(DTYPE_EXAMPLE[cache_dtype])
-    qkv, cache = example[:, :, ::1], cached[:, :, :, ::1]
-    ints, floats, tables = int64[::1], float32[::1], float32[:, ::1]
-    blocks, logits = (int64[:, ::1], int64[:, ::1], int32[:, ::1]), (int64, boolean, int64)
-    weighed = boolean[::1], tables, tables, tables
-    found = {
-        unit.attend_groups: (qkv, qkv, tables, cache, cache, *blocks, boolean),
-        pointwise.add_rms_norm_rows: (*[int64] * 5, float64, example),
-        pointwise.silu_and_mul_rows: (*[int64] * 4, example),
-        pointwise.norm_rope_store_rows: tuple(
-            [int64] * 7 + [ints] + [int64] * 5 + [float64, example, cached, float64, float64]
-        ),
-        sampler._weigh_chunks: (*logits, floats, *weighed),
-        sampler._draw_rows: (*logits, floats, ints, ints, tables, *weighed, ints),
-        sampler._logprobs_of_rows: (*logits, ints, float64[:, ::1]),
-        **int8.types_of_code(dtype),
-    }
-    if unit.linear_blocks is not None:
-        found[unit.linear_blocks] = (int64,) * 7
-    return {kernel: (*argument_types, int64, int64) for kernel, argument_types in found.items()}
+def kernels_in_parts(unit: Unit) -> list[Kernel]:
+    """Return the kernels that backends/cpu/parallel.py calls."""
+    return [
+        unit.attend_groups,
+        *([unit.linear_blocks] if unit.linear_blocks else []),
+        pointwise.add_rms_norm_rows,
+        pointwise.silu_and_mul_rows,
+        pointwise.norm_rope_store_rows,
+        sampler._weigh_chunks,
+        sampler._draw_rows,
+        sampler._logprobs_of_rows,
+        int8.quantize_rows,
+        int8.product_blocks,
+    ]
 
 
 def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tuple[Kernel, Types]]:
@@ -63,29 +50,30 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
     The later ones call the earlier ones.
     """
     example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
+    in_parts = [
+        (kernel, parallel.example_arguments(kernel, dtype, cache_dtype))
+        for kernel in kernels_in_parts(unit)
+    ]
     queries, shape = np.empty((0, 0), np.int64), (1,) * 4
     groups = QueryGroups(queries, queries, queries.astype(np.int32))
     work = AttentionWork(groups, groups, queries.astype(np.float32))
-    in_parts = kernels_in_parts(dtype, unit, cache_dtype)
-    found = list(in_parts.items())
-    for argument_types in in_parts.values():
-        arguments = types.BaseTuple.from_types(argument_types[:-2])
-        found.append((parallel.in_parts, (int64, arguments, int64, int64)))
-    samples = [
+    callers = [
+        *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
         (attend, (*[0] * 6, shape, work, example, cached, 0, 1)),
         (int8.product, ((0, 0), *[0] * 8, example, 1)),
     ]
     if unit.linear_blocks is not None:
         code, slots = fused_decode.Code(*[0] * 6), np.empty(0, np.int64)
         sizes = 1, 1, 0.0, shape, slots, work, 1
-        samples.append((fused_decode.decode_layers, (code, queries, *[0] * 6, *sizes)))
-    return found + [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in samples]
+        callers.append((fused_decode.decode_layers, (code, queries, *[0] * 6, *sizes)))
+    called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
+    return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]
 
 
-def compile_all(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> dict[Kernel, int]:
+def compile_all(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> None:
     """Compile all kernels for the dtypes of the model and the KV cache, or load their code.
 
-    No kernel is called. Return the addresses of the kernels of `kernels_in_parts`.
+    No kernel is called.
     """
     with jit.guard():
         missed = False
@@ -96,8 +84,6 @@ def compile_all(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> dic
                 missed = True
                 kept = "and keeping them" if jit.DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
                 logger.info(f"compiling the CPU kernels, which takes 15 to 30 s ({kept})")
-    in_parts = kernels_in_parts(dtype, unit, cache_dtype)
-    return {call[0]: parallel.address_of(*call) for call in in_parts.items()}
 
 
 def marker(dtype: torch.dtype) -> Path | None:

@@ -1,4 +1,4 @@
-"""The layers of a decode step in one call: on a CPU, what a CUDA graph is on a GPU.
+"""Computes the layers of a decode step in one call, which on a GPU is the task of a CUDA graph.
 
 Between two calls from Python only one thread works and the memory is idle. A product with few rows
 takes as long as reading its weights, and units with AMX or AVX512-BF16 read them faster than oneDNN
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from nanovllm.backends.cpu import pointwise
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by
-from nanovllm.backends.cpu.parallel import in_parts
+from nanovllm.backends.cpu.parallel import address_for, in_parts
 from nanovllm.backends.cpu.primitives import BFLOAT16
 from nanovllm.backends.cpu.units.any import attend
 from nanovllm.models.batch import ForwardBatch
@@ -90,18 +90,19 @@ def decode_layers(code, addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin
 
 
 class FusedLayers:
-    """Has the `forward` and `logits` of a model, and owns the addresses of its weights."""
+    """Computes `forward` and `logits` of a model from the addresses of its weights."""
 
     def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
         self.model = model
         unit = attention.unit
+        dtypes = torch.bfloat16, torch.bfloat16
         self.code = Code(
-            norm=attention.code[pointwise.add_rms_norm_rows],
-            store=attention.code[pointwise.norm_rope_store_rows],
-            attend_groups=attention.code[unit.attend_groups],
-            linear=attention.code[unit.linear_blocks],
+            norm=address_for(pointwise.add_rms_norm_rows, *dtypes),
+            store=address_for(pointwise.norm_rope_store_rows, *dtypes),
+            attend_groups=attention.attend_groups,
+            linear=address_for(unit.linear_blocks, *dtypes),
             width=unit.width,
-            activation=attention.code[pointwise.silu_and_mul_rows],
+            activation=address_for(pointwise.silu_and_mul_rows, *dtypes),
         )
         layers = zip(model.layers, attention.kv_addresses, strict=True)
         self.addresses = np.array([(*addresses(layer), *kv) for layer, kv in layers], np.int64)
@@ -109,35 +110,35 @@ class FusedLayers:
         self.head = address(head) if is_packed_by(unit.width, head) else 0
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
-        """Compute Qwen3.forward, and leave to it large steps and steps with torch's attention."""
-        step, model, config = batch.attention_metadata, self.model, self.model.config
-        by_torch = step.prompts or step.chunks or step.prefixes
+        """Compute Qwen3.forward. Large steps and steps with torch's attention are left to it."""
+        step = batch.attention_metadata
+        model, config = self.model, self.model.config
+        by_torch = step.chunks or step.prefixes
         if by_torch or len(batch.input_ids) > PACKED_FOR:
             return model.forward(batch, attention)
         x = F.embedding(batch.input_ids, model.embed_tokens)
         residual = torch.zeros_like(x)
         cos, sin = model.rotary.at(batch.positions)
-        eps, threads = config.rms_norm_eps, numba.get_num_threads()
-        tensors = (x.data_ptr(), residual.data_ptr(), *x.shape, cos.data_ptr(), sin.data_ptr())
-        sizes = (config.intermediate_size, config.num_heads, eps, attention.shape)
-        work = (step.slot_mapping, step.work, threads)
-        decode_layers(self.code, self.addresses, *tensors, *sizes, *work)
-        return pointwise.add_rms_norm(x, residual, model.norm, eps)[0]
+        decode_layers(self.code, self.addresses, x.data_ptr(), residual.data_ptr(), *x.shape,
+                      cos.data_ptr(), sin.data_ptr(), config.intermediate_size, config.num_heads,
+                      config.rms_norm_eps, attention.shape, step.slot_mapping, step.work,
+                      numba.get_num_threads())
+        return pointwise.add_rms_norm(x, residual, model.norm, config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> logits [R, V]."""
+        """Compute logits [R, V] from hidden [R, E]."""
         if len(hidden) > PACKED_FOR or not self.head:
             return self.model.logits(hidden)
         vocab_size = self.model.config.vocab_size
         logits = hidden.new_empty((len(hidden), vocab_size))
-        pointers = (hidden.data_ptr(), self.head, 0, logits.data_ptr())
-        arguments, blocks = (*pointers, *hidden.shape, vocab_size), vocab_size // self.code.width
+        arguments = hidden.data_ptr(), self.head, 0, logits.data_ptr(), *hidden.shape, vocab_size
+        blocks = vocab_size // self.code.width
         in_parts(self.code.linear, arguments, blocks, numba.get_num_threads())
         return logits
 
 
 def fuse_layers(model: Qwen3, attention: NumbaAttention) -> FusedLayers | None:
-    """Return None if the unit has no products, or if a weight has another layout than they read."""
+    """Return None if the unit has no kernel for products, or none for the layout of a weight."""
     if attention.unit.linear_blocks is None:
         return None
     weights = {m.weight.shape: m.weight for layer in model.layers for m in layer.linears()}

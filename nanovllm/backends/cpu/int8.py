@@ -19,24 +19,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from llvmlite.binding import get_host_cpu_features
-from numba import get_num_threads, int64, typeof, types
+from numba import get_num_threads
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.llvm.dot import INT8, dot_rows
-from nanovllm.backends.cpu.parallel import (
-    SERIAL_ELEMENTS,
-    Types,
-    address_of,
-    call_at,
-    code_at,
-    in_parts,
-)
+from nanovllm.backends.cpu.parallel import SERIAL_ELEMENTS, address_for, call_at, code_at, in_parts
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
 from nanovllm.backends.int8 import LARGEST, SMALLEST, Int8Weight
 from nanovllm.models.layers import Linear
@@ -85,23 +76,20 @@ class PackedWeight(Int8Weight):
         return (values * self.scale[rows, None]).to(self.dtype)
 
 
-def has_vnni() -> bool:
-    named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
-    return not named and bool(get_host_cpu_features().get("avx512vnni"))
-
-
 @compiled()
 def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     """Compute sums [tokens, 64] int32 += x [tokens, 4 * steps] int8 times a block of weights.
 
-    tokens is TOKENS or 1. The first three arguments are addresses. The rows of x begin `stride`
+    tokens is at most TOKENS. The first three arguments are addresses. The rows of x begin `stride`
     bytes apart.
     """
-    x, w = (x_ptr, stride, 4), (weight_ptr, 4 * OUTPUTS)
+    w = weight_ptr, 4 * OUTPUTS
     if tokens == TOKENS:
-        dot_rows(INT8, 4, 4, 1, x, w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0))
+        dot_rows(INT8, 4, 4, 1, (x_ptr, stride, 4), w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0))
     else:
-        dot_rows(INT8, 1, 4, 1, x, w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0))
+        for t in range(tokens):
+            x, sums = (x_ptr + t * stride, stride, 4), (sums_ptr + 4 * OUTPUTS * t, 4 * OUTPUTS)
+            dot_rows(INT8, 1, 4, 1, x, w, steps, sums, (0, 0))
 
 
 @compiled()
@@ -119,7 +107,7 @@ def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
                 sums[t, o] += total
 
 
-tile: Any = vnni_tile if has_vnni() else plain_tile
+tile: Any = vnni_tile if has_feature("avx512vnni") else plain_tile
 
 
 @compiled(exact=True)
@@ -169,12 +157,7 @@ def product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr,
                 rows = min(TOKENS, last - t)
                 sums[:rows] = 0
                 sums_ptr, x = np.int64(sums.ctypes.data), np.int64(values.ctypes.data) + t * size
-                if rows == TOKENS:
-                    tile(sums_ptr, x, weight, size // 4, size, TOKENS)
-                else:
-                    for i in range(rows):
-                        row_ptr = sums_ptr + 4 * OUTPUTS * i
-                        tile(row_ptr, x + i * size, weight, size // 4, size, 1)
+                tile(sums_ptr, x, weight, size // 4, size, rows)
                 for i in range(rows):
                     scale_dequantized(
                         sums[i], excess[t + i], token_scale[t + i], scale[o:], addend,
@@ -198,20 +181,10 @@ def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size,
     in_parts(blocks, arguments, (outputs + OUTPUTS - 1) // OUTPUTS, parts)
 
 
-def types_of_code(dtype: torch.dtype) -> dict[Any, Types]:
-    """Return the types of the arguments without (start, stop) of the kernels `product` calls."""
-    example = typeof(DTYPE_EXAMPLE[dtype])
-    values, scale, excess = types.int8[:, ::1], types.float32[::1], types.int32[::1]
-    return {
-        quantize_rows: (int64, values, scale, excess, int64, example),
-        product_blocks: (values, scale, excess, *[int64] * 5, example),
-    }
-
-
 @cache
 def code(dtype: torch.dtype) -> tuple[int, ...]:
-    called = types_of_code(dtype).items()
-    return tuple(address_of(kernel, (*types, int64, int64)) for kernel, types in called)
+    """Return the addresses of the kernels that `product` calls."""
+    return tuple(address_for(kernel, dtype, dtype) for kernel in (quantize_rows, product_blocks))
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:

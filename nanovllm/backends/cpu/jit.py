@@ -1,11 +1,12 @@
 """How a kernel is compiled, and where its code is kept: `compiled` is the decorator of all kernels.
 
-Numba keeps compiled code in __pycache__ or in NUMBA_CACHE_DIR. It compiles a function again if the
-file of the function has changed, but not if the file of a function that it calls has. The code of
-all kernels is therefore kept in one subdirectory, whose name is a digest of all files of this
+Numba keeps compiled code in __pycache__ or in NUMBA_CACHE_DIR. It compiles a function again if its
+file has changed, but it does not notice a change in the file of a function that it calls. The code
+of all kernels is therefore kept in one subdirectory. Its name is a digest of all files of this
 folder and the folders in it.
 """
 
+import functools
 import hashlib
 import os
 import shutil
@@ -37,23 +38,15 @@ MAX_AGE = 7 * 24 * 3600
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
-class Guard:
-    """Hold `lock` while kernels run. Afterwards Numba has as many threads as before."""
-
-    def __init__(self, lock: AbstractContextManager[object]) -> None:
-        self.lock = lock
-
-    def __enter__(self) -> None:
-        self.lock.__enter__()
-        self.threads = get_num_threads()
-
-    def __exit__(self, *error: Any) -> None:
-        numba.set_num_threads(self.threads)
-        self.lock.__exit__(*error)
+def has_feature(name: str) -> bool:
+    """Return whether Numba compiles for the processor of this process, and it has a feature."""
+    is_other = config.CPU_NAME or config.CPU_FEATURES
+    return not is_other and bool(get_host_cpu_features().get(name))
 
 
-def guard() -> Guard:
-    """Return the context for calls of kernels. It holds LOCK if concurrent calls are unsafe.
+@functools.cache
+def kernel_lock() -> AbstractContextManager[object]:
+    """Return LOCK if concurrent calls of kernels are unsafe, otherwise a context without effect.
 
     Without OpenMP and TBB, Numba uses "workqueue", which is not safe for several threads.
     """
@@ -61,7 +54,18 @@ def guard() -> Guard:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(get_num_threads).result()
     layer = numba.threading_layer()  # type: ignore[attr-defined]
-    return Guard(LOCK if layer == "workqueue" else nullcontext())
+    return LOCK if layer == "workqueue" else nullcontext()
+
+
+@contextmanager
+def guard() -> Iterator[None]:
+    """Hold `kernel_lock` while kernels run. Afterwards Numba has as many threads as before."""
+    with kernel_lock():
+        threads = get_num_threads()
+        try:
+            yield
+        finally:
+            numba.set_num_threads(threads)
 
 
 def digest() -> str:

@@ -1,15 +1,17 @@
-"""Kernels that compute a part of their items, and all items with several threads.
+"""Runs a kernel on several threads, each of which computes a part of its items.
 
 The last two arguments of such a kernel are (start, stop), the range of items that it computes.
-Numba compiles a function again within each one that names it, and three times for a parallel loop.
-A parallel loop therefore calls such a kernel at its address: to compile all kernels for float32 and
-bfloat16 takes 36 s of one core instead of 81 s (EPYC with AVX512-BF16).
+Numba compiles a function again in each function that calls it, and three times in a parallel loop.
+One parallel loop therefore calls all these kernels at their addresses: to compile all kernels for
+float32 and bfloat16 takes 36 s of one core instead of 81 s (EPYC with AVX512-BF16).
 """
 
 import hashlib
+import inspect
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from numba import get_num_threads, prange, typeof, types
 from numba._dispatcher import compute_fingerprint
 from numba.core import cgutils
@@ -17,14 +19,48 @@ from numba.extending import intrinsic
 
 from nanovllm.backends.cpu.jit import Kernel, compiled
 from nanovllm.backends.cpu.llvm.calls import INT, element, pointer_to
+from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 
 # The calling thread computes up to this many elements alone, because waking others takes 10 us.
 SERIAL_ELEMENTS = 1 << 17
 
 Types: TypeAlias = tuple[Any, ...]
-# What is at the addresses: [2] uint64, the address of the code and the number of its types.
-CODE: dict[tuple[Kernel, Types], np.ndarray] = {}
-ADDRESSES: dict[tuple[Kernel, bytes], int] = {}  # what `run` found
+# The compiled code of a kernel for arguments with a fingerprint. The address of a kernel is the
+# address of such an array: [2] uint64, a pointer to the code and the number of the types.
+CODE: dict[tuple[Kernel, bytes], np.ndarray] = {}
+
+
+def example_arguments(
+    kernel: Kernel, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> tuple[Any, ...]:
+    """Return arguments without (start, stop) that have the types of a kernel's arguments.
+
+    A name has the same type in all kernels that run in parts. A name that is not listed here is an
+    address or a size. The dtypes are of the model and of the KV cache.
+    """
+    example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
+    arguments: dict[str, Any] = {
+        **dict.fromkeys(("eps", "k_scale", "v_scale"), 0.0),
+        **dict.fromkeys(("is_bf16", "is_prefix"), True),
+        **{"example": example, "cache_example": cached},
+    }
+    for element_type, dims, names_of_arrays in (
+        (np.int64, 1, "slot_mapping seeds positions tokens"),
+        (np.int64, 2, "queries context_lens"),
+        (np.int32, 1, "excess"),
+        (np.int32, 2, "block_tables"),
+        (np.int8, 2, "values"),
+        (np.bool_, 1, "filtered"),
+        (np.float32, 1, "temperatures scale token_scale"),
+        (np.float32, 2, "lse filters maxima chunk_max sums"),
+        (np.float64, 2, "packed"),
+        (type(example), 3, "qkv out"),
+        (type(cached), 4, "k_cache v_cache"),
+    ):
+        array = np.empty((0,) * dims, element_type)
+        arguments |= dict.fromkeys(names_of_arrays.split(), array)
+    *names, _start, _stop = inspect.signature(kernel.py_func).parameters
+    return tuple(arguments.get(name, 0) for name in names)
 
 
 def number_of(argument_types: Types) -> int:
@@ -35,16 +71,26 @@ def number_of(argument_types: Types) -> int:
     return int.from_bytes(hashlib.sha256(str(argument_types).encode()).digest()[:8], "little")
 
 
-def address_of(kernel: Kernel, argument_types: Types) -> int:
-    """Return the address by which a kernel is called. Compile it for these types if necessary."""
-    key = kernel, argument_types
+def address_of(kernel: Kernel, arguments: tuple[Any, ...]) -> int:
+    """Return the address by which a kernel is called with arguments of these types.
+
+    `arguments` are without (start, stop). The kernel is compiled if necessary. Numba tells types by
+    a fingerprint in less than 1 us; to derive them takes 100 us.
+    """
+    key = kernel, compute_fingerprint(arguments)
     if key not in CODE:
+        argument_types = tuple(map(typeof, (*arguments, 0, 0)))
         kernel.compile(argument_types)
         code = kernel.overloads[argument_types]
         pointer = code.library.get_pointer_to_function(code.fndesc.llvm_func_name)
-        found = np.array([pointer, number_of(argument_types[:-2])], np.uint64)
-        CODE.setdefault(key, found)  # two threads can be here: the address must stay valid
+        entry = np.array([pointer, number_of(argument_types[:-2])], np.uint64)
+        CODE.setdefault(key, entry)  # two threads can be here: the address must stay valid
     return int(CODE[key].ctypes.data)
+
+
+def address_for(kernel: Kernel, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
+    """Return the address by which a kernel is called for the dtypes of a model and its KV cache."""
+    return address_of(kernel, example_arguments(kernel, dtype, cache_dtype))
 
 
 @intrinsic
@@ -93,16 +139,9 @@ def in_parts(kernel, arguments, items, parts):
 
 
 def run(kernel: Kernel, arguments: tuple[Any, ...], items: int, elements: int) -> None:
-    """Compute all items of a kernel, with several threads if it computes many elements.
-
-    The address is kept for all arguments of the same types. Numba tells these by a fingerprint in
-    less than 1 us; to derive the types takes 100 us.
-    """
+    """Compute all items of a kernel, with several threads if it computes many elements."""
     parts = min(items, get_num_threads())
     if elements <= SERIAL_ELEMENTS or parts == 1:
         kernel(*arguments, 0, items)
-        return
-    key = kernel, compute_fingerprint(arguments)
-    if key not in ADDRESSES:
-        ADDRESSES[key] = address_of(kernel, tuple(map(typeof, (*arguments, 0, items))))
-    in_parts(ADDRESSES[key], arguments, items, parts)
+    else:
+        in_parts(address_of(kernel, arguments), arguments, items, parts)

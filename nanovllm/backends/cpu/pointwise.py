@@ -1,4 +1,4 @@
-"""Kernels for what is between two matrix products: norms, activation, rotary embedding, stores.
+"""Kernels for the operations between two matrix products: norm, activation, rotary embedding.
 
 These are Python functions that Numba compiles, as Triton compiles the kernels of a GPU. Between two
 products PyTorch makes about twelve calls. Each takes 10 to 15 us however little it computes,

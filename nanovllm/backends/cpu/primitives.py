@@ -1,4 +1,4 @@
-"""What all kernels of a CPU are made of: numbers as they are stored, addresses, exp and maximum.
+"""Functions that all kernels of a CPU use: stored numbers, arrays at addresses, exp, maximum.
 
 NumPy has no bfloat16, so it is stored as uint16, the upper half of a float32. The type of a
 kernel's argument `example` selects the stored dtype. The type of `cache_example` selects the dtype
@@ -23,10 +23,10 @@ f32 = np.float32
 
 @compiled()
 def array(address, shape, example):
-    """The array at an address, of numbers like `example`.
+    """Return the array at an address, of numbers like `example`.
 
-    It does not keep alive the array whose memory it shows: Numba frees an array after the last
-    statement or loop that names it. Kernels therefore read `.ctypes.data` in the loop that uses it.
+    It does not keep its memory alive: Numba frees an array after the last statement or loop that
+    names it. Kernels therefore read `.ctypes.data` of an array in the loop that uses the address.
     """
     return carray(pointer(address, example), shape)
 
@@ -74,7 +74,7 @@ def _from_float32(x, example):
 
 
 def store_in_cache(x, cache, scale, example):
-    """Write x [D] to cache [D]. A cache in fp8 gets x / scale, and x becomes what it then holds."""
+    """Write x [D] to cache [D]. With fp8, x is divided by the scale, and set to what was stored."""
     raise NotImplementedError("compiled code only")
 
 
@@ -96,31 +96,31 @@ def _store_in_cache(x, cache, scale, example):
 def exp(x):
     """Return e^x for x clamped to [-87, 87]; the relative error is at most 3e-7 + 1e-7 |x|.
 
-    LLVM vectorizes it, unlike libm's. If x / ln 2 = whole + part, then 2^whole is the exponent of a
-    float, and a polynomial on [0, 1) approximates 2^part: the minimax polynomial that is 1 at 0 and
-    2 - 2^-23 at 1. Then e^0 is exactly 1, and e^x is less than 1 for every x < 0.
+    LLVM vectorizes it, unlike libm's. If x / ln 2 = n + part with an integer n, then 2^n is the
+    exponent of a float, and a polynomial on [0, 1) approximates 2^part: the minimax polynomial that
+    is 1 at 0 and 2 - 2^-23 at 1. Then e^0 is exactly 1, and e^x is less than 1 for every x < 0.
     """
     x = min(max(x * f32(1.44269504), f32(-126)), f32(126))
-    whole = np.floor(x)
-    part = x - whole
+    n = np.floor(x)
+    part = x - n
     power = f32(1.8701225e-3) * part + f32(9.0106837e-3)
     power = (power * part + f32(5.5804454e-2)) * part + f32(2.4016321e-1)
     power = (power * part + f32(6.9315141e-1)) * part + f32(1)
-    return power * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return power * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @compiled(no_nan=True)
 def maximum_in(x, lanes):
     """Return the maximum of x [n], n >= 1. It uses `lanes` [16]: LLVM vectorizes no plain loop."""
     lanes[:] = x[0]
-    whole = len(x) // 16 * 16
-    for i in range(0, whole, 16):
+    end = len(x) // 16 * 16
+    for i in range(0, end, 16):
         for c in range(16):
             lanes[c] = max(lanes[c], x[i + c])
     top = lanes[0]
     for c in range(1, 16):
         top = max(top, lanes[c])
-    for i in range(whole, len(x)):
+    for i in range(end, len(x)):
         top = max(top, x[i])
     return top
 

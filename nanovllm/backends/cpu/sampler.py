@@ -27,9 +27,10 @@ CHUNK, GROUP = 1024, 256
 GROUPS = CHUNK // GROUP
 # The lowest temperature used: its reciprocal is finite.
 MIN_TEMPERATURE = f32(1.2e-38)
-# For more candidates than this, top-p searches the bits of floats, because the branches of a
-# quickselect cost more.
-MANY = 4096
+# Less than any weight of a token that can be drawn, e^-87 or more.
+MIN_WEIGHT = f32(1e-38)
+# The places of floats in their order, from minus infinity to infinity; 0.0 has place 0.
+LOWEST, HIGHEST = -0x7F800001, 0x7F800000
 # `_logprobs_of_rows` inserts the most likely tokens one by one, which is slow for more of them.
 MAX_LOGPROBS = 64
 
@@ -39,20 +40,23 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     values = batch.filters
     if not values.keys() <= set(IN_KERNEL):
         return sampler.sample(logits, batch)
-    logits, (rows, size) = logits.contiguous(), logits.shape
-    tokens, filters = np.empty(rows, np.int64), np.empty((len(IN_KERNEL), rows), np.float32)
+    logits = logits.contiguous()
+    rows, size = logits.shape
+    filters = np.empty((len(IN_KERNEL), rows), np.float32)
     for i, name in enumerate(IN_KERNEL):
         filters[i] = values[name].numpy() if name in values else FILTERS[name]
     top_k, top_p, min_p = filters
-    filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    temperatures = batch.temperature.numpy()
+    filtered = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
     chunks = -(-size // CHUNK)
     chunk_max, sums = np.empty((2, rows, chunks), np.float32)
     maxima = np.empty((rows, chunks * GROUPS), np.float32)
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, size
-    temperature, found = batch.temperature.numpy(), (filtered, maxima, chunk_max, sums)
-    run(_weigh_chunks, (*source, temperature, *found), rows * chunks, rows * size)
-    numbers = temperature, batch.seeds.numpy(), batch.positions.numpy()
-    run(_draw_rows, (*source, *numbers, filters, *found, tokens), rows, rows * size)
+    weighed = filtered, maxima, chunk_max, sums
+    run(_weigh_chunks, (*source, temperatures, *weighed), rows * chunks, rows * size)
+    tokens = np.empty(rows, np.int64)
+    numbers = temperatures, batch.seeds.numpy(), batch.positions.numpy()
+    run(_draw_rows, (*source, *numbers, filters, *weighed, tokens), rows, rows * size)
     return torch.from_numpy(tokens)
 
 
@@ -60,7 +64,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     """Compute models.logit_rules.token_logprobs in one pass over each row."""
     if k > MAX_LOGPROBS:
         return logit_rules.token_logprobs(logits, tokens, k)
-    logits, packed = logits.contiguous(), np.empty((len(logits), 2 + 2 * k))
+    logits = logits.contiguous()
+    packed = np.empty((len(logits), 2 + 2 * k))
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[1]
     run(_logprobs_of_rows, (*source, tokens.numpy(), packed), len(logits), logits.numel())
     return torch.from_numpy(packed)
@@ -96,14 +101,6 @@ def _uniform(seed, position):
 
 
 @compiled()
-def _group_maxima(wide, lanes, maxima):
-    """Set maxima [GROUPS] to the maximum of each group of a chunk; -inf for groups past its end."""
-    for group in range(GROUPS):
-        part = wide[group * GROUP : (group + 1) * GROUP]
-        maxima[group] = maximum_in(part, lanes) if len(part) else -INFINITY
-
-
-@compiled()
 def _weight(power):
     """Return e^power, or 0 below e^-87."""
     return exp(power) if power > f32(-87) else f32(0)
@@ -121,11 +118,24 @@ def _exp_weights(logits, top, temperature, weights):
 
 
 @compiled()
-def _search_cumsum(weights, target):
-    """Return (first index of positive weight with a cumulative sum above target, sum before it)."""
+def _sum_from(weights, smallest):
+    """Return the sum of the weights that are at least `smallest`."""
+    total = f32(0)
+    for i in range(len(weights)):
+        total += weights[i] if weights[i] >= smallest else f32(0)
+    return total
+
+
+@compiled()
+def _search_cumsum(weights, smallest, target):
+    """Return (index, sum before it) of the first weight at which their sum exceeds `target`.
+
+    Weights below `smallest`, which is positive, do not count. If the sum of all others does not
+    exceed `target`, the result is the last of them.
+    """
     index, before, total = 0, 0.0, 0.0
     for i in range(len(weights)):
-        if weights[i] > 0:
+        if weights[i] >= smallest:
             index, before = i, total
             total += weights[i]
             if total > target:
@@ -134,129 +144,73 @@ def _search_cumsum(weights, target):
 
 
 @compiled()
-def _smallest_kept(values, weights, target):
-    """Return the largest value v of values [n] so that all values >= v weigh `target` or more.
-
-    This is a quickselect, which reorders both arrays: larger values move to the front.
-    """
-    start, stop = 0, len(values)
-    while stop - start > 1:
-        pivot = values[(start + stop) // 2]
-        above, i, below = start, start, stop
-        larger, equal = 0.0, 0.0
-        while i < below:
-            value, weight = values[i], weights[i]
-            if value > pivot:
-                values[i], weights[i] = values[above], weights[above]
-                values[above], weights[above] = value, weight
-                larger += weight
-                above += 1
-                i += 1
-            elif value < pivot:
-                below -= 1
-                values[i], weights[i] = values[below], weights[below]
-                values[below], weights[below] = value, weight
-            else:
-                equal += weight
-                i += 1
-        if larger >= target:
-            stop = above
-        elif larger + equal >= target or below == stop:
-            return pivot
-        else:
-            target -= larger + equal
-            start = below
-    return values[start]
+def _float_at(place):
+    """Return the float at a place in the order of floats, or infinity beyond its place."""
+    place = min(place, HIGHEST)
+    return np.int32(place if place >= 0 else place ^ 0x7FFFFFFF).view(np.float32)
 
 
 @compiled()
-def _sum_from(weights, bound):
-    """Return the sum of the weights that are at least `bound`."""
-    total = f32(0)
-    for i in range(len(weights)):
-        total += weights[i] if weights[i] >= bound else f32(0)
-    return total
+def _smallest_kept(values, weights, target, low):
+    """Return the largest bound so that the weights of values >= bound add up to `target` or more.
 
-
-@compiled()
-def _smallest_kept_of_many(weights, target):
-    """Compute `_smallest_kept` of the weights themselves by a search over the bits of floats.
-
-    It is for many weights. Positive floats have the order of their bits. One pass sums the weights
-    above three bounds.
+    The search begins at the place `low`, LOWEST or 0; with 0, values are at most 1. They are not
+    sorted: each pass sums the weights above three bounds, which gives two bits of the result. If
+    all weights add up to less than `target`, the bound is the float at `low`.
     """
-    low, step = 0, 1 << 28
+    step = 1 << 30 if low < 0 else 1 << 28  # the place of 1 is less than 1 << 30
     while step > 0:
-        first, second, third = _float(low + step), _float(low + 2 * step), _float(low + 3 * step)
+        first, second = _float_at(low + step), _float_at(low + 2 * step)
+        third = _float_at(low + 3 * step)
         sum_1, sum_2, sum_3 = f32(0), f32(0), f32(0)
-        for i in range(len(weights)):
-            sum_1 += weights[i] if weights[i] >= first else f32(0)
-            sum_2 += weights[i] if weights[i] >= second else f32(0)
-            sum_3 += weights[i] if weights[i] >= third else f32(0)
+        for i in range(len(values)):
+            sum_1 += weights[i] if values[i] >= first else f32(0)
+            sum_2 += weights[i] if values[i] >= second else f32(0)
+            sum_3 += weights[i] if values[i] >= third else f32(0)
         low += step * (int(sum_1 >= target) + int(sum_2 >= target) + int(sum_3 >= target))
         step >>= 2
-    return _float(low)
+    return _float_at(low)
 
 
 @compiled()
-def _float(bits):
-    return np.int32(bits).view(np.float32)
+def _load_candidates(address, is_bf16, start, size, maxima, top_k, values, tokens):
+    """Set values and tokens to logits and ids that include the k most likely. Return their number.
 
-
-@compiled()
-def _draw_filtered(address, is_bf16, start, size, maxima, temperature, filters, u, scratch, tokens):
-    """Draw from a row whose logits begin at `start`; maxima [groups] has the maximum of each group.
-
-    scratch [2, V] float32 and tokens [V] int32 are overwritten.
+    The logits of the row begin at `start`; maxima [groups] has the maximum of each group. Unless k
+    is small, all tokens are candidates, and their ids are not set.
     """
-    top_k, top_p, min_p = np.int64(filters[0]), filters[1], filters[2]
-    top, num, count = maximum(maxima), len(maxima), 0
-    values, few = scratch[0], 0 < top_k <= num
-    if few:
-        bound = _smallest_kept(maxima.copy(), np.ones(num, f32), top_k)
-        wide = np.empty(GROUP, f32)
-        for group in range(num):
-            if maxima[group] >= bound:
-                first = group * GROUP
-                part = wide[: min(GROUP, size - first)]
-                _load(address, is_bf16, start + first, part)
-                for i in range(len(part)):
-                    if part[i] >= bound:
-                        values[count], tokens[count] = part[i], first + i
-                        count += 1
-    else:
-        count = size
+    if not 0 < top_k <= len(maxima):
         _load(address, is_bf16, start, values)
-    values, weights = values[:count], scratch[1, :count]
+        return size
+    bound = _smallest_kept(maxima, np.ones(len(maxima), f32), f32(top_k), LOWEST)
+    wide, count = np.empty(GROUP, f32), 0
+    for group in range(len(maxima)):
+        if maxima[group] >= bound:
+            first = group * GROUP
+            part = wide[: min(GROUP, size - first)]
+            _load(address, is_bf16, start + first, part)
+            for i in range(len(part)):
+                if part[i] >= bound:
+                    values[count], tokens[count] = part[i], first + i
+                    count += 1
+    return count
+
+
+@compiled()
+def _weigh_candidates(values, weights, top, temperature, filters):
+    """Set weights [n] for the logits of the candidates. Return the smallest weight that is kept."""
+    top_k, top_p, min_p = np.int64(filters[0]), filters[1], filters[2]
     total = _exp_weights(values, top, temperature, weights)
-    smallest = f32(0)  # of the weights that are kept
-    if 0 < top_k < count:
-        kth = _smallest_kept(values.copy(), np.ones(count, f32), top_k)
-        for i in range(count):
-            weights[i] = weights[i] if values[i] >= kth else f32(0)
-        total = _sum_from(weights, smallest)
+    if 0 < top_k < len(values):
+        bound = _smallest_kept(values, np.ones(len(values), f32), f32(top_k), LOWEST)
+        for i in range(len(values)):
+            weights[i] = weights[i] if values[i] >= bound else f32(0)
+        total = _sum_from(weights, f32(0))
+    smallest = max(min_p, MIN_WEIGHT)
     if top_p < 1:
-        if count > MANY:
-            smallest = _smallest_kept_of_many(weights, top_p * total)
-        else:
-            smallest = _smallest_kept(weights.copy(), weights.copy(), top_p * total)
+        smallest = max(smallest, _smallest_kept(weights, weights, top_p * total, 0))
     # The weight of the most likely token is 1. It is always kept, whatever the rounding.
-    smallest = min(max(smallest, min_p), f32(1))
-    # The chunk in which the cumulative sum exceeds the target, or the last with a weight.
-    target, total = u * _sum_from(weights, smallest), 0.0
-    chosen, before = 0, 0.0
-    for first in range(0, count, CHUNK):
-        chunk_sum = _sum_from(weights[first : first + CHUNK], smallest)
-        if chunk_sum > 0:
-            chosen, before = first, total
-            total += chunk_sum
-            if total > target:
-                break
-    part = weights[chosen : chosen + CHUNK]
-    for i in range(len(part)):
-        part[i] = part[i] if part[i] >= smallest else f32(0)
-    index, _ = _search_cumsum(part, target - before)
-    return tokens[chosen + index] if few else chosen + index
+    return min(smallest, f32(1))
 
 
 @compiled()
@@ -264,7 +218,7 @@ def _weigh_chunks(address, is_bf16, size, temperatures, filtered, maxima, chunk_
                   stop):
     """Fill maxima [R, chunks * GROUPS], chunk_max and sums [R, chunks] in one pass over all logits.
 
-    An item is a chunk of a row. Rows that are greedy or filtered need no sums.
+    An item is a chunk of a row. The sums of rows that are greedy or filtered are 1.
     """
     chunks, wide, weights = chunk_max.shape[1], np.empty(CHUNK, f32), np.empty(CHUNK, f32)
     for item in range(start, stop):
@@ -273,9 +227,11 @@ def _weigh_chunks(address, is_bf16, size, temperatures, filtered, maxima, chunk_
         part = wide[: min(CHUNK, size - first)]
         _load(address, is_bf16, row * size + first, part)
         groups = maxima[row, chunk * GROUPS : (chunk + 1) * GROUPS]
-        _group_maxima(part, weights[:16], groups)
+        for i in range(GROUPS):
+            group = part[i * GROUP : (i + 1) * GROUP]
+            groups[i] = maximum_in(group, weights[:16]) if len(group) else -INFINITY
         top = max(max(groups[0], groups[1]), max(groups[2], groups[3]))
-        chunk_max[row, chunk], sums[row, chunk] = top, 0
+        chunk_max[row, chunk], sums[row, chunk] = top, 1
         if temperatures[row] > 0 and top > -np.inf and not filtered[row]:
             temperature = max(temperatures[row], MIN_TEMPERATURE)
             sums[row, chunk] = _exp_weights(part, top, temperature, weights)
@@ -285,41 +241,42 @@ def _weigh_chunks(address, is_bf16, size, temperatures, filtered, maxima, chunk_
 def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, filtered, maxima,
                chunk_max, sums, tokens, start, stop):
     """Draw tokens [R] from what _weigh_chunks found; filters [3, R] are top_k, top_p and min_p."""
-    chunks, wide, weights = chunk_max.shape[1], np.empty(CHUNK, f32), np.empty(CHUNK, f32)
-    # Allocating it for each row would cost more than drawing the row.
-    length = size if filtered[start:stop].any() else 0
-    scratch, ids = np.empty((2, length), f32), np.empty(length, np.int32)
+    # Allocating them for each row would cost more than drawing the row.
+    length = size if filtered[start:stop].any() else CHUNK
+    values, weights = np.empty(length, f32), np.empty(length, f32)
+    ids = np.empty(length, np.int32)
     for row in range(start, stop):
         top, temperature = maximum(chunk_max[row]), max(temperatures[row], MIN_TEMPERATURE)
-        u = _uniform(seeds[row], positions[row])
         if not -INFINITY < top < INFINITY:
             tokens[row] = -1
-        elif temperatures[row] > 0 and filtered[row]:
+            continue
+        count, smallest, chunk_sums = size, MIN_WEIGHT, sums[row]
+        if filtered[row]:
             groups = maxima[row, : (size + GROUP - 1) // GROUP]
-            tokens[row] = _draw_filtered(
-                address, is_bf16, row * size, size, groups, temperature, filters[:, row], u,
-                scratch, ids)
-        elif temperatures[row] > 0:
-            total = 0.0
-            for chunk in range(chunks):
-                sums[row, chunk] *= _weight((chunk_max[row, chunk] - top) / temperature)
-                total += sums[row, chunk]
-            chunk, before = _search_cumsum(sums[row], u * total)
-            some = wide[: min(CHUNK, size - chunk * CHUNK)]
-            _load(address, is_bf16, row * size + chunk * CHUNK, some)
-            _exp_weights(some, top, temperature, weights)
-            index, _ = _search_cumsum(weights[: len(some)], u * total - before)
-            tokens[row] = chunk * CHUNK + index
+            count = _load_candidates(
+                address, is_bf16, row * size, size, groups, filters[0, row], values, ids)
+            smallest = _weigh_candidates(
+                values[:count], weights[:count], top, temperature, filters[:, row])
+        total = 0.0
+        for chunk in range(len(chunk_sums)):
+            if filtered[row]:
+                part = weights[min(chunk * CHUNK, count) : min((chunk + 1) * CHUNK, count)]
+                chunk_sums[chunk] = _sum_from(part, smallest)
+            else:
+                chunk_sums[chunk] *= _weight((chunk_max[row, chunk] - top) / temperature)
+            total += chunk_sums[chunk]
+        # A greedy row takes the first token whose weight is not 0.
+        u = _uniform(seeds[row], positions[row]) if temperatures[row] > 0 else 0.0
+        chunk, before = _search_cumsum(chunk_sums, MIN_WEIGHT, u * total)
+        first = chunk * CHUNK
+        if filtered[row]:
+            part = weights[first : min(first + CHUNK, count)]
         else:
-            chunk = 0
-            while chunk < chunks - 1 and chunk_max[row, chunk] != top:
-                chunk += 1
-            some = wide[: min(CHUNK, size - chunk * CHUNK)]
-            _load(address, is_bf16, row * size + chunk * CHUNK, some)
-            index = 0
-            while index < len(some) - 1 and some[index] != top:
-                index += 1
-            tokens[row] = chunk * CHUNK + index
+            part, logits = weights[: min(CHUNK, size - first)], values[: min(CHUNK, size - first)]
+            _load(address, is_bf16, row * size + first, logits)
+            _exp_weights(logits, top, temperature, part)
+        index, _ = _search_cumsum(part, smallest, u * total - before)
+        tokens[row] = ids[first + index] if count < size else first + index
 
 
 @compiled()

@@ -2,9 +2,8 @@
 
 A parallel region ends when its slowest thread does. If a thread waits for a core that another
 process occupies, all others wait for it and spin: with one busy process on two cores, two threads
-are up to thirty times slower than one. Linux counts for each thread how long it was ready to run
-and waited for a core. A process with a low priority is therefore ignored: it uses a core that is
-free, but no thread waits for it.
+are up to thirty times slower than one. Linux counts how long each thread was ready to run and
+waited for a core. This ignores a process with a low priority, because no thread waits for it.
 """
 
 import ctypes
@@ -21,22 +20,26 @@ import torch
 # Seconds between two measurements. Linux counts in units of 10 ms. A longer time between two steps
 # is a pause.
 INTERVAL = 0.1
-# While there is a limit, one more thread is tried for TRIAL seconds: first after RETRY seconds,
-# then each time after twice as long, at most LONGEST.
-TRIAL, RETRY, LONGEST = 0.05, 1.0, 4.0
+# While there is a limit, one more thread is tried for TRIAL seconds. The delay before a trial is
+# MIN_DELAY seconds at first, and doubles up to MAX_DELAY.
+TRIAL = 0.05
+MIN_DELAY, MAX_DELAY = 1.0, 4.0
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
-class Look(NamedTuple):
-    """Clock readings in seconds. All but `time` are sums over cores or threads."""
+class Clocks(NamedTuple):
+    """Readings of clocks, or differences between two readings, in seconds.
+
+    All but `time` are sums over cores or threads.
+    """
 
     time: float
     idle: float  # of the cores
     used: float  # by this process
     waited: float  # by threads of this process that were ready to run
 
-    def since(self, last: "Look") -> "Look":
-        return Look(*(now - then for now, then in zip(self, last, strict=True)))
+    def since(self, start: "Clocks") -> "Clocks":
+        return Clocks(*(now - then for now, then in zip(self, start, strict=True)))
 
 
 class ThreadLimit:
@@ -54,14 +57,14 @@ class ThreadLimit:
         self.default = torch.get_num_threads()
         self.limit = self.max_threads = min(quota(len(self.cores)), self.default)
         self.running = False
-        self.ended = -float("inf")  # time of the last step's end
-        self.retry = -float("inf")  # time of the next trial
-        self.patience = RETRY
-        self.last = Look(0, 0, 0, 0)
+        self.last_end = -float("inf")  # time of the last step's end
+        self.next_trial = -float("inf")  # time
+        self.delay = MIN_DELAY  # before the trial after the next one
+        self.last = Clocks(0, 0, 0, 0)
 
-    def look(self) -> Look:
+    def read_clocks(self) -> Clocks:
         idle = idle_ticks(Path("/proc/stat").read_text(), self.cores) / TICKS_PER_SECOND
-        return Look(time.monotonic(), idle, time.process_time(), waited_seconds())
+        return Clocks(time.monotonic(), idle, time.process_time(), waited_seconds())
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -71,14 +74,15 @@ class ThreadLimit:
             return
         self.running = True
         try:
-            if time.monotonic() - self.ended > INTERVAL:
+            if time.monotonic() - self.last_end > INTERVAL:
                 self.resume()
             self.adjust()
             self.set_num_threads(self.limit)
             yield
         finally:
             self.set_num_threads(before)
-            self.running, self.ended = False, time.monotonic()
+            self.running = False
+            self.last_end = time.monotonic()
 
     def resume(self) -> None:
         """Choose the number of threads after a pause, when old measurements do not apply."""
@@ -88,27 +92,27 @@ class ThreadLimit:
             self.limit = self.max_threads
         elif others is not None or self.limit < self.max_threads:
             self.try_threads(self.max_threads)
-        self.last = self.look()
+        self.last = self.read_clocks()
 
     def adjust(self) -> None:
-        """Change the number of threads of a running step if the last look is INTERVAL ago."""
+        """Change the threads of a running step if the last measurement was INTERVAL ago."""
         if not self.running or time.monotonic() - self.last.time < INTERVAL:
             return
-        self.judge(self.look().since(self.last))
+        self.set_limit(self.read_clocks().since(self.last))
         if self.limit == self.max_threads:
-            self.patience = RETRY
-        elif time.monotonic() > self.retry:
+            self.delay = MIN_DELAY
+        elif time.monotonic() > self.next_trial:
             self.try_threads(self.limit + 1)
-        self.last = self.look()
+        self.last = self.read_clocks()
         self.set_num_threads(self.limit)
 
-    def judge(self, past: Look) -> None:
-        """Set the limit from the measurements since the last one."""
+    def set_limit(self, past: Clocks) -> None:
+        """Set the limit from how the clocks advanced with the present limit."""
         # With n - 1 threads, the work takes n / (n - 1) times as long, but none waits.
         if self.limit > 1 and past.waited * self.limit > past.time:
             self.limit = max(1, self.limit - max(1, round(past.waited / past.time)))
-            self.retry = time.monotonic() + self.patience
-            self.patience = min(2 * self.patience, LONGEST)
+            self.next_trial = time.monotonic() + self.delay
+            self.delay = min(2 * self.delay, MAX_DELAY)
         else:
             free = round((past.idle + past.used) / past.time)
             self.limit = max(self.limit, min(self.max_threads, free))
@@ -123,11 +127,11 @@ class ThreadLimit:
         work = torch.zeros(number << 15)  # enough elements for each thread
         # In the first half, Linux finds a core for each thread.
         for _ in range(2):
-            start = self.look()
+            start = self.read_clocks()
             while time.monotonic() - start.time < TRIAL / 2:
                 work.cos_()
         # The units of Linux are too coarse for the idle time of a trial.
-        self.judge(self.look().since(start)._replace(idle=0, used=0))
+        self.set_limit(self.read_clocks().since(start)._replace(idle=0, used=0))
 
 
 def idle_ticks(stat: str, cores: list[int]) -> int:

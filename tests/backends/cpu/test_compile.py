@@ -139,6 +139,7 @@ def test_with_amx_every_block_size_is_compiled_in_the_background(
     monkeypatch.setattr(jit, "DIRECTORY", tmp_path)
     for module in (attention, compile):
         monkeypatch.setattr(module, "compile_all", lambda *arguments: compiled.append(arguments))
+    monkeypatch.setattr(attention, "address_for", lambda *arguments: 0)
     directory = Path(nanovllm.__file__).parent / "loading" / "qwen3-nano"
     config = Checkpoint(directory).model_config
     for dtype in (torch.float32, torch.bfloat16):

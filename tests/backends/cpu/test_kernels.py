@@ -19,7 +19,7 @@ from nanovllm.models.rope import RopeConfig
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.backends.cpu import compile, fused_decode, int8, parallel, primitives  # noqa: E402
+from nanovllm.backends.cpu import fused_decode, int8, parallel, primitives  # noqa: E402
 from nanovllm.backends.cpu import pointwise as cpu  # noqa: E402
 from nanovllm.backends.cpu import sampler as cpu_sampler  # noqa: E402
 from nanovllm.backends.cpu.fused_decode import FusedLayers  # noqa: E402
@@ -115,8 +115,7 @@ def test_numbers_of_any_type() -> None:
     """
     code = """
 import random, numba, numpy as np, torch
-from numba import float64, int64, typeof
-from nanovllm.backends.cpu import compile, parallel, pointwise
+from nanovllm.backends.cpu import parallel, pointwise
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.models.layers import add_rms_norm
 numba.set_num_threads(2)
@@ -131,7 +130,7 @@ for eps in [1, 1e-6, 1, *rng.choices(numbers, k=30)]:
     torch.testing.assert_close(found, wanted)
 x, weight = torch.randn(2, 4, 8), torch.ones(8)
 kernel, example = pointwise.add_rms_norm_rows, DTYPE_EXAMPLE[torch.float32]
-address = parallel.address_of(kernel, (*[int64] * 5, float64, typeof(example), int64, int64))
+address = parallel.address_for(kernel, torch.float32, torch.float32)
 start = x[0].data_ptr(), x[1].data_ptr(), weight.data_ptr(), 4, 8
 parallel.in_parts(address, (*start, 1e-6, example), 4, 2)
 ints = (1, example), (1e-6, np.uint16(0))
@@ -279,6 +278,23 @@ def test_sample_with_filters(dtype: torch.dtype, scale: float, size: int) -> Non
     assert torch.equal(found[::4], logits.float().argmax(dim=-1)[::4])
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_the_smallest_value_that_is_kept(scale: float) -> None:
+    """By a search over all floats, or over weights, compared with a sort."""
+    rng = np.random.default_rng(0)
+    logits = (rng.standard_normal(500) * scale).astype(np.float32)
+    logits[:6] = [-np.inf, -np.inf, 0.0, -0.0, logits[10], logits[11]]
+    weights = rng.integers(1, 9, 500).astype(np.float32)  # whose sums are exact
+    for values, low in ((logits, cpu_sampler.LOWEST), (weights / 8, 0)):
+        order = np.argsort(-values)
+        sums = weights[order].cumsum()
+        for target in (1, 17, 900, sums[-1]):
+            found = cpu_sampler._smallest_kept(values, weights, np.float32(target), low)
+            assert found == values[order][np.searchsorted(sums, target)]
+    too_much = np.float32(sums[-1] + 1)
+    assert cpu_sampler._smallest_kept(logits, weights, too_much, cpu_sampler.LOWEST) == -np.inf
+
+
 def test_a_filter_that_the_kernel_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch applies it, with the others and in their order; see docs/contributing.md."""
 
@@ -320,7 +336,7 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     shape, like = (2, 1, 16, 32), primitives.DTYPE_EXAMPLE[dtype]
     unit = units(dtype)[0]
-    kernel = compile.compile_all(dtype, unit, dtype)[unit.attend_groups]
+    kernel = parallel.address_for(unit.attend_groups, dtype, dtype)
     count = min(12, unit.max_rows)
     qkv, k, v = (torch.randn(n).to(dtype) for n in ((count, 3, 32), shape, shape))
     none = np.empty((0, count), np.int64)
@@ -410,7 +426,7 @@ def test_without_amx(tmp_path) -> None:
         "same = [sampler._weigh_chunks, sampler._draw_rows, sampler._logprobs_of_rows]\n"
         "same += [int8.quantize_rows, int8.product_blocks]\n"
         "every, int8.product.compile = compile.kernels_in_parts, lambda _: None\n"
-        "def other(*types): return {k: t for k, t in every(*types).items() if k not in same}\n"
+        "def other(unit): return [kernel for kernel in every(unit) if kernel not in same]\n"
         "compile.kernels_in_parts = other\n"
         "backend.CpuBackend.sample = lambda _, logits, batch: plain.sample(logits, batch)\n"
         "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"

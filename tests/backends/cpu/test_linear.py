@@ -57,13 +57,13 @@ def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_kernel_reads_what_torch_packed(shape: tuple[int, int], bias: bool) -> None:
     pytest.importorskip("numba")
-    from nanovllm.backends.cpu import compile, parallel
+    from nanovllm.backends.cpu import parallel
     from nanovllm.backends.cpu.units.unit import units
 
     unit = units(torch.bfloat16)[0]
     if unit.linear_blocks is None:
         pytest.skip("neither AMX nor AVX512-BF16 on this processor")
-    linear_blocks = compile.compile_all(torch.bfloat16, unit, torch.bfloat16)[unit.linear_blocks]
+    linear_blocks = parallel.address_for(unit.linear_blocks, torch.bfloat16, torch.bfloat16)
     torch.manual_seed(0)
     weight = weights(*shape)
     tiles, b = packed(weight), weights(shape[0]) if bias else None

@@ -10,7 +10,7 @@ from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import SamplingParams
 from nanovllm.backends.cpu import threads
-from nanovllm.backends.cpu.threads import Look, ThreadLimit, idle_ticks, quota, waited_seconds
+from nanovllm.backends.cpu.threads import Clocks, ThreadLimit, idle_ticks, quota, waited_seconds
 
 STAT = """cpu  300 0 60 900 40 0 0 0 0 0
 cpu0 100 2 30 400 20 1 2 3 0 0
@@ -76,14 +76,14 @@ class Cores:
     """Two cores, and neighbours that come and go. Clocks advance as they did when recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, visible: bool = True) -> None:
-        self.who, self.clocks = "none", Look(100, 0, 0, 0)
+        self.who, self.clocks = "none", Clocks(100, 0, 0, 0)
         torch.set_num_threads(2)
         monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
         monkeypatch.setattr(threads.os, "cpu_count", lambda: 2 if visible else 64)
         monkeypatch.setattr(threads, "quota", lambda cores: cores)
         monkeypatch.setattr(threads, "ready_threads", self.ready_threads)
         monkeypatch.setattr(threads.time, "monotonic", self.monotonic)
-        monkeypatch.setattr(ThreadLimit, "look", lambda limited: self.clocks)
+        monkeypatch.setattr(ThreadLimit, "read_clocks", lambda limited: self.clocks)
 
     def ready_threads(self) -> int:
         return 1 + sum(self.who.startswith(word) for word in ("one", "two", "two"))
@@ -94,13 +94,13 @@ class Cores:
 
     def spend(self, seconds: float) -> None:
         rates = (1.0, *RECORDED[torch.get_num_threads(), self.who])
-        self.clocks = Look(
+        self.clocks = Clocks(
             *(clock + seconds * rate for clock, rate in zip(self.clocks, rates, strict=True))
         )
 
     def pause(self, seconds: float) -> None:
         idle = seconds * (3 - self.ready_threads())
-        self.clocks = Look(self.clocks[0] + seconds, self.clocks[1] + idle, *self.clocks[2:])
+        self.clocks = Clocks(self.clocks[0] + seconds, self.clocks[1] + idle, *self.clocks[2:])
 
     def steps(self, limited: ThreadLimit, seconds: float) -> list[int]:
         """Run steps of 60 ms for so long. Returns the threads of each."""
@@ -138,7 +138,7 @@ def test_neighbours_during_a_call(who: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("who", NEIGHBOURS)
 def test_a_call_begins_beside_neighbours(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that takes less time than the first look."""
+    """Also one that takes less time than the first measurement."""
     cores = Cores(monkeypatch)
     limited = ThreadLimit()
     cores.who = who
@@ -191,14 +191,14 @@ def test_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(16)
     limited = ThreadLimit()
     for past, number in (
-        (Look(1, 0, 15.9, 0.05), 16),  # the sixteenth thread still gains
-        (Look(1, 0, 15.4, 0.5), 15),
-        (Look(1, 0, 13, 2.1), 13),
-        (Look(1, 0.4, 12.6, 0), 13),
-        (Look(1, 8, 7, 0), 15),  # only a part of the work is parallel
-        (Look(2, 6, 26, 0), 16),
+        (Clocks(1, 0, 15.9, 0.05), 16),  # the sixteenth thread still gains
+        (Clocks(1, 0, 15.4, 0.5), 15),
+        (Clocks(1, 0, 13, 2.1), 13),
+        (Clocks(1, 0.4, 12.6, 0), 13),
+        (Clocks(1, 8, 7, 0), 15),  # only a part of the work is parallel
+        (Clocks(2, 6, 26, 0), 16),
     ):
-        limited.judge(past)
+        limited.set_limit(past)
         assert limited.limit == number
 
 

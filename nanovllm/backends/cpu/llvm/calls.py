@@ -1,7 +1,7 @@
-"""Calls of LLVM's functions, and pointers: all that is below Python here is emitted with these.
+"""Emits calls of LLVM's functions, pointers and conversions that Numba cannot express in Python.
 
-A function with a `builder` emits code while a kernel is compiled. An intrinsic at the end of this
-file is what kernels call.
+A function with the argument `builder` emits code while a kernel is compiled. Kernels call the
+intrinsics at the end of this file.
 """
 
 from llvmlite import ir

@@ -1,8 +1,9 @@
 """The two products of attention for few rows, in LLVM's vectors of 16 numbers, for any processor.
 
-LLVM vectorizes such loops in Python too, but it then keeps sums in memory, and tests before each of
-these short loops whether it may. With keys and values in the processor's caches, attention of 16
-sequences of 700 tokens with the heads of Qwen3-0.6B took 2.2 ms in Python's loops and takes 1.4 ms.
+LLVM also vectorizes these short loops if they are written in Python, but then it keeps the sums in
+memory, and checks before each loop that its arrays do not overlap. With keys and values in the
+processor's caches, attention of 16 sequences of 700 tokens with the heads of Qwen3-0.6B took 2.2 ms
+in loops in Python and takes 1.4 ms.
 """
 
 from llvmlite import ir
@@ -67,13 +68,13 @@ def load_stored(builder, address, ahead, number, mask, example):
 
 def for_columns(builder, dim, body):
     """Call body(column, mask) for every 16 columns, with a mask if fewer are left."""
-    whole, rest = builder.udiv(dim, INT(LANES)), builder.urem(dim, INT(LANES))
-    with cgutils.for_range(builder, whole) as step:
+    vectors, rest = builder.udiv(dim, INT(LANES)), builder.urem(dim, INT(LANES))
+    with cgutils.for_range(builder, vectors) as step:
         body(builder.mul(step.index, INT(LANES)), None)
     with builder.if_then(builder.icmp_unsigned("!=", rest, INT(0))):
         lanes = ir.Constant(ir.VectorType(INT, LANES), list(range(LANES)))
         mask = builder.icmp_unsigned("<", lanes, copies(builder, rest))
-        body(builder.mul(whole, INT(LANES)), mask)
+        body(builder.mul(vectors, INT(LANES)), mask)
 
 
 def add_product(builder, total, x, y):

@@ -10,16 +10,13 @@ pairs, which are neighbours in a row of A and in a row of B, and sums in float32
 """
 
 import ctypes
-import platform
 import sys
 
-import numba
 import numpy as np
-from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.extending import intrinsic
 
-from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.llvm.calls import BYTE, INT, VOID, call, instruction, pointer_to
 from nanovllm.backends.cpu.primitives import (
     BFLOAT16,
@@ -31,7 +28,13 @@ from nanovllm.backends.cpu.primitives import (
     prefetch_range,
     to_float32,
 )
-from nanovllm.backends.cpu.units.any import MAX_ROWS, PREFETCH_TILES, count_queries, kv_address
+from nanovllm.backends.cpu.units.any import (
+    MAX_ROWS,
+    PREFETCH_TILES,
+    Unit,
+    count_queries,
+    kv_address,
+)
 
 TILE_ROWS = 16
 WIDTH = 32  # outputs of a block of the packed weight
@@ -289,24 +292,21 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
     tile_release()
 
 
-class AmxUnit:
-    max_rows = MAX_ROWS
-    reads_prompts = False
-    attend_groups: Kernel = staticmethod(attend_groups)
-    linear_blocks: Kernel | None = staticmethod(linear_blocks)
-    width = WIDTH
-
-    def is_available(self) -> bool:
-        named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
-        if named or sys.platform != "linux" or platform.machine() != "x86_64":
-            return False
-        if not get_host_cpu_features().get("amx-bf16"):
-            return False
-        arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-        return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
-
-    def fits(self, group_size: int, block_size: int, head_dim: int) -> bool:
-        return group_size <= MAX_ROWS and block_size % TILE_ROWS == 0 and head_dim % 32 == 0
+def is_available():
+    """Return whether Linux permits this process to use tiles, and Numba compiles for them."""
+    if sys.platform != "linux" or not has_feature("amx-bf16"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
-AMX = AmxUnit()
+AMX = Unit(
+    max_rows=MAX_ROWS,
+    reads_prompts=False,
+    attend_groups=attend_groups,
+    linear_blocks=linear_blocks,
+    width=WIDTH,
+    is_available=is_available,
+    fits=lambda group_size, block_size, head_dim: (
+        group_size <= MAX_ROWS and block_size % TILE_ROWS == 0 and head_dim % 32 == 0),
+)

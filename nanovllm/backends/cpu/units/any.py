@@ -4,6 +4,8 @@ Queries that read the same blocks are computed in groups. The rules and shapes a
 backends/cpu/pointwise.py.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,25 @@ from nanovllm.backends.cpu.primitives import array, exp, f32, from_float32, maxi
 PREFETCH_TILES = 2
 # The largest number of rows of a group of several queries: with AMX each takes two of a tile's 16.
 MAX_ROWS = 8
+
+
+@dataclass(eq=False)
+class Unit:
+    """Attention, and products of few rows, for processors that have the same instructions."""
+
+    # A group of several queries has at most so many rows: queries times the heads of a KV head.
+    max_rows: int
+    # Whether attention of many queries is faster than torch's.
+    reads_prompts: bool
+    attend_groups: Kernel
+    # The kernel of products in bfloat16, which reads blocks of `width` outputs of a packed weight.
+    # With None, oneDNN computes all products.
+    linear_blocks: Kernel | None
+    width: int
+    # Return whether Numba compiles for this processor, and this process can use the unit.
+    is_available: Callable[[], bool]
+    # Return whether `attend_groups` supports G heads per KV head, B slots, head size D.
+    fits: Callable[[int, int, int], bool]
 
 
 class QueryGroups(NamedTuple):
@@ -171,20 +192,12 @@ def attend(qkv_ptr, rows, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example
             in_parts(attend_groups_at, arguments, num_kv_heads * len(queries), parts)
 
 
-class AnyUnit:
-    """Any processor. oneDNN computes its products."""
-
-    max_rows = MAX_ROWS
-    reads_prompts = False
-    attend_groups: Kernel = staticmethod(attend_groups)
-    linear_blocks: Kernel | None = None
-    width = 0
-
-    def is_available(self) -> bool:
-        return True
-
-    def fits(self, group_size: int, block_size: int, head_dim: int) -> bool:
-        return True
-
-
-ANY = AnyUnit()
+ANY = Unit(
+    max_rows=MAX_ROWS,
+    reads_prompts=False,
+    attend_groups=attend_groups,
+    linear_blocks=None,
+    width=0,
+    is_available=lambda: True,
+    fits=lambda group_size, block_size, head_dim: True,
+)

@@ -7,17 +7,13 @@ A product of few rows takes as long as reading its weights. On the 2 cores of an
 16 GB/s of them for one row and this kernel 27; docs/performance.md has more rows.
 """
 
-import sys
-
-import numba
 import numpy as np
-from llvmlite.binding import get_host_cpu_features
 
-from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.llvm.dot import BF16, dot_rows
 from nanovllm.backends.cpu.primitives import BFLOAT16, array, exp, f32, from_float32, to_float32
+from nanovllm.backends.cpu.units.any import Unit, count_queries, kv_address
 from nanovllm.backends.cpu.units.any import attend_groups as attend_small_groups
-from nanovllm.backends.cpu.units.any import count_queries, kv_address
 
 WIDTH = 64  # outputs of a block of the packed weight: four vectors of 16
 # With several panels of rows, a product takes this many inputs of a block at a time. Their weights,
@@ -206,20 +202,12 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
                 result[d] = from_float32(acc[r, d] / row_sum[r], BFLOAT16)
 
 
-class Avx512Unit:
-    max_rows = MAX_ROWS
-    reads_prompts = True
-    attend_groups: Kernel = staticmethod(attend_groups)
-    linear_blocks: Kernel | None = staticmethod(linear_blocks)
-    width = WIDTH
-
-    def is_available(self) -> bool:
-        named = numba.config.CPU_NAME or numba.config.CPU_FEATURES
-        has_instructions = get_host_cpu_features().get("avx512bf16", False)
-        return not named and sys.byteorder == "little" and has_instructions
-
-    def fits(self, group_size: int, block_size: int, head_dim: int) -> bool:
-        return head_dim % 32 == 0
-
-
-AVX512 = Avx512Unit()
+AVX512 = Unit(
+    max_rows=MAX_ROWS,
+    reads_prompts=True,
+    attend_groups=attend_groups,
+    linear_blocks=linear_blocks,
+    width=WIDTH,
+    is_available=lambda: has_feature("avx512bf16"),
+    fits=lambda group_size, block_size, head_dim: head_dim % 32 == 0,
+)
