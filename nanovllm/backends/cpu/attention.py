@@ -26,7 +26,7 @@ from nanovllm.backends.cpu.parallel import run
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend
 from nanovllm.backends.cpu.units.unit import select_unit, units
-from nanovllm.models.attention import Gathered, PlainAttention
+from nanovllm.models.attention import PlainAttention, SequenceMetadata
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
@@ -66,7 +66,7 @@ class Prefix:
     """Blocks that many tokens of the step attend to, read by torch's flash attention."""
 
     tokens: np.ndarray  # [n] int64
-    rows: Tensor  # [2 * K * blocks] int64, of a layer's cache [rows, B * D]: keys, then values
+    blocks: Tensor  # [blocks] int32
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class AttentionPlan:
     prefixes: list[Prefix]
     # Per whole prompt: its tokens, and the tokens of its keys, padded with the first.
     prompts: list[tuple[slice, Tensor]]
-    chunks: list[Gathered]  # other chunks, for PlainAttention
+    chunks: list[SequenceMetadata]  # other chunks, for PlainAttention
 
 
 class NumbaAttention(PlainAttention):
@@ -98,7 +98,6 @@ class NumbaAttention(PlainAttention):
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group_size, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
         self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
-        self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
         sizes = self.group_size, block_size, self.dim
@@ -132,7 +131,7 @@ class NumbaAttention(PlainAttention):
         plan = AttentionPlan(batch.slot_mapping.numpy(), None, [], [], [])
         for i in chunks:
             if seqs.query_lens[i] < contexts[i]:
-                plan.chunks.append(self.gather(batch, int(i)))
+                plan.chunks.append(self.sequence_metadata(batch, int(i)))
             else:
                 keys = np.arange(-(-contexts[i] // self.key_padding) * self.key_padding)
                 padded = starts[i] + np.where(keys < contexts[i], keys, 0)
@@ -189,7 +188,7 @@ class NumbaAttention(PlainAttention):
             num_tokens = int(seqs.query_lens[members].sum())
             if shared and by_torch and num_tokens * self.group_size > FLASH_QUERIES:
                 blocks = torch.from_numpy(seqs.tables[members[0], :shared])
-                plan.prefixes.append(Prefix(tokens_of(seqs, members), self.block_rows(blocks)))
+                plan.prefixes.append(Prefix(tokens_of(seqs, members), blocks))
             elif shared and max_queries > 1:
                 with_prefix.append(family)
             else:
@@ -230,7 +229,7 @@ class NumbaAttention(PlainAttention):
                 )
                 out[tokens] = attended[0].transpose(0, 1)
         if step.chunks:
-            self.attend_gathered(layer, qkv[:, : self.heads], step.chunks, out)
+            self.attend_sequences(layer, qkv[:, : self.heads], step.chunks, out)
         if step.work is not None:
             for prefix in step.prefixes:
                 self._attend_prefix(prefix, step.work.lse, layer, qkv[:, : self.heads], out)
@@ -245,7 +244,7 @@ class NumbaAttention(PlainAttention):
         self, prefix: Prefix, lse: np.ndarray, layer: int, q: Tensor, out: Tensor
     ) -> None:
         """Write `lse` and `out`. All queries of a KV head are one sequence of n * G queries."""
-        kv = self.read_blocks(layer, prefix.rows).unsqueeze(1)
+        kv = self.read_blocks(layer, prefix.blocks).unsqueeze(1)
         tokens, split = torch.from_numpy(prefix.tokens), (len(prefix.tokens), self.group_size)
         queries = q[tokens].unflatten(1, (self.kv_heads, -1)).transpose(0, 1)  # [K, n, G, D]
         attended, logs = flash_attention(queries.flatten(1, 2)[None], *kv)

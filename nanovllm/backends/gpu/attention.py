@@ -26,8 +26,6 @@ class TritonAttention(PlainAttention):
             instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
             check_capability(device, (8, 9), "kv_cache_dtype='fp8' needs", instead)
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
-        # They are numbers on the host: a captured launch contains them, and no kernel loads them.
-        self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
         self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype)
