@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.models import layers, logit_rules, sampler
+from nanovllm.models import layers, logprobs, sampler
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.config import ModelConfig
@@ -114,8 +114,8 @@ class Backend:
         return sampler.sample(logits, batch)
 
     def token_logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-        """See models.logit_rules.token_logprobs."""
-        return logit_rules.token_logprobs(logits, tokens, k)
+        """See models/logprobs.py."""
+        return logprobs.token_logprobs(logits, tokens, k)
 
     # ---- steps ----
 

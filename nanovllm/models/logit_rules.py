@@ -25,7 +25,7 @@ from torch import Tensor
 from nanovllm.api.sampling_params import takes_prompt
 from nanovllm.models.batch import to_device
 from nanovllm.models.sampler import MASKED
-from nanovllm.plan import LogitRules, NewRow, TokenLogprobs
+from nanovllm.plan import LogitRules, NewRow
 
 NO_END = 2**62
 # Penalties process at most this many known tokens at a time, in 50 MB of memory. 256 rows of 40,960
@@ -259,26 +259,3 @@ class RulesBatch:
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Compute log-probabilities of tokens [Q] (>= 0) and the k most likely from raw logits [Q, V].
-
-    Returns [Q, 2 + 2k] float64: log-probability and rank of the token, k log-probabilities, k ids.
-    """
-    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    own = logprobs.gather(1, tokens[:, None])
-    rank = (logprobs > own).sum(dim=-1, keepdim=True) + 1
-    return torch.cat((own.double(), rank, *logprobs.topk(k)), dim=1)
-
-
-def unpack_logprobs(packed: list[float], token: int, k: int) -> TokenLogprobs:
-    """Unpack an entry of `token_logprobs` -> (token, log-probability, rank), for `token` first."""
-    likely = [(other, p, i + 1) for i, (other, p) in enumerate(likely_tokens(packed[2:], k))]
-    return [(token, packed[0], int(packed[1])), *(entry for entry in likely if entry[0] != token)]
-
-
-def likely_tokens(packed: list[float], k: int) -> list[tuple[int, float]]:
-    """Return (token, log-probability) of the first k from n log-probabilities and n token ids."""
-    half = len(packed) // 2
-    return list(zip(map(int, packed[half : half + k]), packed[:k], strict=True))
