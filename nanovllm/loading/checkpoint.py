@@ -22,6 +22,7 @@ from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.loading.optional import find_optional
 from nanovllm.models.config import (
+    Fields,
     ModelConfig,
     check_field,
     check_fields,
@@ -37,6 +38,7 @@ from nanovllm.plan import FILTERS
 SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
     name: name for name in ("temperature", *FILTERS, "repetition_penalty")
 }
+OTHER_FIELDS: Fields = {"do_sample": (bool, ())}  # of generation_config.json
 
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickles, no code
@@ -155,7 +157,8 @@ class Checkpoint:
             raise ValueError(
                 f"{self.directory} has no config.json; it is not a model in Hugging Face layout"
             )
-        return override(read_json(self.config_path), self.overrides, self.config_path)
+        raw: dict[str, Any] = read_json(self.config_path)
+        return override(raw, self.overrides) if self.overrides else raw
 
     @cached_property
     def model_config(self) -> ModelConfig:
@@ -170,7 +173,7 @@ class Checkpoint:
         """
         path = self.directory / "generation_config.json"
         has_file = path.is_file()
-        raw = check_fields(read_json(path), path) if has_file else {}
+        raw = check_fields(read_json(path), path, OTHER_FIELDS) if has_file else {}
         eos, source = raw.get("eos_token_id"), path
         if eos is None:
             eos, source = self.config.get("eos_token_id"), self.config_path
