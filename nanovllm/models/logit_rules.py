@@ -1,4 +1,4 @@
-"""Logit rules: changes to the logits beyond temperature and filters, and log-probabilities.
+"""Logit rules: penalties, bias, masks and grammars, which change a row's logits before sampling.
 
 A row without rules costs nothing. The rules of all rows of a step are applied together, in few
 operations on the device and without waiting for it. Three kinds of rules need the sampled tokens on
@@ -27,7 +27,7 @@ from nanovllm.models.batch import to_device
 from nanovllm.models.sampler import MASKED
 from nanovllm.plan import LogitRules, NewRow
 
-NO_END = 2**62
+NO_END = 2**62  # above every position
 # Penalties process at most this many known tokens at a time, in 50 MB of memory. 256 rows of 40,960
 # tokens would take 0.5 GB, which the memory profile does not measure because its rows are short.
 TOKENS_AT_A_TIME = 2**20
@@ -46,7 +46,7 @@ class RowRules:
         self.owner = weakref.ref(rules)
         self.rules, self.row = replace(rules, logits_processors=()), new_row.row
         self.prompt, self.output = new_row.prompt, list(new_row.output)
-        self.phrases = [word for word in rules.bad_words if len(word) > 1]
+        self.phrases = [word for word in rules.bad_words if len(word) > 1]  # bad words
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
         self.matcher = None if rules.grammar is None else rules.grammar.matcher()
         # Whether `output` must be complete before the next token is sampled.
@@ -58,8 +58,8 @@ class RowRules:
         self.allowed = None if allowed is None else np.array(allowed, np.int64)
         # (token, value added to its logit, first position at which nothing is added)
         self.edits = [(word[0], MASKED, NO_END) for word in rules.bad_words if len(word) == 1]
-        first_end = len(new_row.prompt) + rules.min_tokens
-        self.edits += [(token, MASKED, first_end) for token in rules.stops]
+        min_length = len(new_row.prompt) + rules.min_tokens
+        self.edits += [(token, MASKED, min_length) for token in rules.stops]
         self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
         check_ids([token for token, *_ in self.edits], vocab_size)
         check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
@@ -87,8 +87,8 @@ class RowRules:
             logits.copy_(changed)
         if processors and not (logits < float("inf")).all():
             # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
-            infinite = logits.isposinf()
-            logits.copy_(torch.where(infinite & ~logits.isnan().any(), 0.0, MASKED))
+            kept = logits.isposinf() & ~logits.isnan().any()
+            logits.copy_(torch.where(kept, 0.0, MASKED))
 
 
 def check_ids(ids: list[int], vocab_size: int) -> None:
@@ -99,8 +99,8 @@ def check_ids(ids: list[int], vocab_size: int) -> None:
 class RulesState:
     """The state of rules on the device between steps, and a buffer for the logits that they change.
 
-    `tokens` has the known tokens of each row with penalties. `counts` has the occurrences of each
-    token in the output of the row. Equal tokens of a row always have equal counts.
+    `tokens` has the known tokens of each row with penalties. `counts` has, at the same index, how
+    often this token occurs in the output of the row. Equal tokens of a row have equal counts.
     """
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
@@ -123,17 +123,16 @@ class RulesState:
     def read(self, rows: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return tokens and counts [P, length] of `rows` [P] before `positions` [P].
 
-        Later entries repeat the first entry, so they only write its logit again.
+        Entries from the position on repeat the first entry, so they only write its logit again.
         """
         known = torch.arange(length, device=rows.device) < positions[:, None]
         tokens, counts = self.tokens[:, :length][rows], self.counts[:, :length][rows]
         return torch.where(known, tokens, tokens[:, :1]), torch.where(known, counts, counts[:, :1])
 
     def append(
-        self, rows: Tensor, positions: Tensor, known: tuple[Tensor, Tensor], sampled: Tensor
+        self, rows: Tensor, positions: Tensor, tokens: Tensor, counts: Tensor, sampled: Tensor
     ) -> None:
-        """Add `sampled` [P] int32 at `positions` [P], each below the length of `known`."""
-        tokens, counts = known
+        """Add `sampled` [P] int32 at `positions` [P] to the tokens and counts that `read` gave."""
         equal = tokens == sampled[:, None]
         counts = counts + equal
         self.counts[:, : counts.shape[1]][rows] = counts
@@ -144,12 +143,13 @@ class RulesState:
 class RulesBatch:
     """The rules of a step as tensors. Steps with the same rows share one RulesBatch.
 
-    `rows` has (index of the row's logits, rules) for each row with rules. P of the rows have
-    penalties and Q report log-probabilities.
+    P of the rows have penalties and Q report log-probabilities.
     """
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
-        self.state, device, vocab_size = state, state.logits.device, state.logits.shape[1]
+        """`rows` has (index of the row's logits, rules) for each row with rules."""
+        device, vocab_size = state.logits.device, state.logits.shape[1]
+        self.state = state
         self.rows = [row.row for _, row in rows]
         self.length = 0  # above the positions of all tokens to be sampled; set by Rows
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
@@ -175,15 +175,14 @@ class RulesBatch:
         penalized = [(i, row) for i, row in rows if row.rules.has_penalties]
         self.penalized = send([i for i, _ in penalized])
         self.penalized_rows = send([row.row for _, row in penalized])
-        # For `append`: (rows, positions, (tokens, counts)) of each part that `apply` has read.
-        self.known: list[tuple[Tensor, Tensor, tuple[Tensor, Tensor]]] = []
+        # What the last `apply` read, in several parts: rows, positions, tokens, counts.
+        self.known: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         names = "repetition_penalty", "frequency_penalty", "presence_penalty"
         factors = [[[getattr(row.rules, name)] for _, row in penalized] for name in names]
         self.repetition, self.frequency, self.presence = send(factors, np.float32)
         # 4. Log-probabilities.
-        self.reported = [
-            (i, row.row, k) for i, row in rows if (k := row.rules.logprobs) is not None
-        ]
+        reported = [(i, row.row, row.rules.logprobs) for i, row in rows]
+        self.reported = [(i, row, k) for i, row, k in reported if k is not None]
         self.reported_index = send([i for i, *_ in self.reported])
         self.num_logprobs = max((k for *_, k in self.reported), default=0)
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
@@ -203,20 +202,26 @@ class RulesBatch:
             active = positions[self.edited // vocab_size] < self.until
             flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
         if len(self.penalized):
-            self.known, size = [], max(1, TOKENS_AT_A_TIME // self.length)
-            rows, factors = self.penalized_rows, (self.repetition, self.frequency, self.presence)
-            columns = self.penalized, rows, positions[self.penalized], *factors
-            for part in zip(*(x.split(size) for x in columns), strict=True):
-                index, rows, at, repetition, frequency, presence = part
-                tokens, counts = self.state.read(rows, at, self.length)
-                self.known.append((rows, at, (tokens, counts)))
-                where = tokens + index[:, None] * vocab_size
-                x = flat[where]
-                scaled = torch.where(x > 0, x / repetition, x * repetition)
-                flat[where] = scaled - (frequency * counts + presence * (counts > 0))
+            self._penalize(flat, vocab_size, positions)
         if self.host_rules:
             self._apply_on_host(logits)
         return logits
+
+    def _penalize(self, flat: Tensor, vocab_size: int, positions: Tensor) -> None:
+        """Apply penalties, in place, to logits flat [R * V]."""
+        self.known = []
+        size = max(1, TOKENS_AT_A_TIME // self.length)
+        for start in range(0, len(self.penalized), size):
+            part = slice(start, start + size)
+            index, rows = self.penalized[part], self.penalized_rows[part]
+            at, repetition = positions[index], self.repetition[part]
+            tokens, counts = self.state.read(rows, at, self.length)
+            self.known.append((rows, at, tokens, counts))
+            where = tokens + index[:, None] * vocab_size
+            x = flat[where]
+            scaled = torch.where(x > 0, x / repetition, x * repetition)
+            penalty = self.frequency[part] * counts + self.presence[part] * (counts > 0)
+            flat[where] = scaled - penalty
 
     def _apply_on_host(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to logits [R, V]."""
@@ -253,9 +258,9 @@ class RulesBatch:
         next step.
         """
         if len(self.penalized):
-            sampled = tokens[self.penalized].int()
-            for part, read in zip(sampled.split(len(self.known[0][0])), self.known, strict=True):
-                self.state.append(*read, part)
+            sampled = tokens[self.penalized].int().split([len(rows) for rows, *_ in self.known])
+            for known, part in zip(self.known, sampled, strict=True):
+                self.state.append(*known, part)
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i

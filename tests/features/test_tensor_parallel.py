@@ -416,8 +416,8 @@ def test_slices_make_the_whole(size: int) -> None:
         places = {part.name: part.store.__self__ for part in model.checkpoint_tensors()}
         for part in tensors_of_rank(model.checkpoint_tensors(), whole, rank, size):
             assert part.shape == sources[part.name].shape
-            part.store(sources[part.name][part.wanted])
-            counts[part.name][part.wanted] += 1
+            part.store(sources[part.name][part.slices])
+            counts[part.name][part.slices] += 1
             stored[part.name].append(places[part.name])
     for name, source in sources.items():
         if "norm" in name:
