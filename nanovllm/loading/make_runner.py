@@ -20,9 +20,9 @@ from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
 from nanovllm.models.backend import Attention, Backend
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.fp8 import FP8, Scales
+from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import random_weights
+from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
@@ -59,7 +59,7 @@ def make_runner(
         load_model(config, model, full_config, checkpoint, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
         is_fp8 = config.kv_cache_dtype != "auto"
-        scales = checkpoint.fp8_scales(model_config.num_layers) if is_fp8 else None
+        scales = read_fp8_scales(checkpoint.files, model_config.num_layers) if is_fp8 else None
         make_cache(runner, room, longest, scales, ranks)
         runner.max_model_len = room.fitted_length(longest, runner.num_blocks)
         make_fast_steps(config, runner, ranks)
@@ -96,7 +96,7 @@ def load_model(
     """Load the weights of `model`, which is this rank's part."""
     tensors = ranks.tensors_of_rank(model.checkpoint_tensors(), full_config)
     if checkpoint.has_weights:
-        checkpoint.load_weights(tensors)
+        load_weights(tensors, checkpoint.files)
     else:
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory

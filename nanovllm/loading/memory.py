@@ -122,7 +122,7 @@ class Room:
                 f"{before.device}; lower num_kvcache_blocks, kvcache_block_size or "
                 "kv_cache_memory_bytes"
             )
-        _ = self.num_host_blocks
+        _ = self.num_host_blocks  # raises ValueError if they do not fit
 
     def fitted_length(self, max_model_len: int, num_blocks: int) -> int:
         """Return max_model_len, or what the blocks hold if no option sets either."""
@@ -144,15 +144,10 @@ class Room:
             scratch = sum(_scratch_bytes(run, plan) for plan in plans)
         if self.requested_blocks is not None:
             return self.requested_blocks
-        per_sequence = -(-max_model_len // config.kvcache_block_size)
-        # A prompt and an output have at least one token each.
-        needed = -(-2 // config.kvcache_block_size)
-        what = "one block and the null block need" if needed == 1 else "a request of 2 tokens needs"
+        shortest = 2  # a prompt and an output have at least one token each
         if before.device.type == "cuda":
             size, where = _cuda_room(config, before, scratch)
-            if config.max_model_len is not None:
-                needed = per_sequence
-                what = f"one request of max_model_len={max_model_len} needs"
+            shortest = config.max_model_len or shortest
             remedy = (
                 "Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, "
                 "or raise gpu_memory_utilization"
@@ -165,13 +160,15 @@ class Room:
             size //= config.tensor_parallel_size
             where = f"{size / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
             remedy = "Lower kvcache_block_size, or end other programs"
-        num = min(size // block_bytes - 1, per_sequence * config.max_num_seqs)
+        num = size // block_bytes - 1
+        needed = -(-shortest // config.kvcache_block_size)
         if num < needed:
             raise ValueError(
-                f"too little memory for the KV cache: it may take {where}; {what} "
-                f"{(needed + 1) * block_bytes / 2**20:,.0f} MiB. {remedy}"
+                f"too little memory for the KV cache: it may take {where}; the null block and a "
+                f"request of {shortest:,} tokens need {(needed + 1) * block_bytes / 2**20:,.0f} "
+                f"MiB. {remedy}"
             )
-        return num
+        return min(num, -(-max_model_len // config.kvcache_block_size) * config.max_num_seqs)
 
 
 def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
@@ -213,14 +210,14 @@ def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:
 def _cuda_room(config: EngineConfig, before: Snapshot, scratch: int) -> tuple[int, str]:
     """Return (bytes that the KV cache may take, explanation)."""
     now = Snapshot.of(before.device)
-    # Memory taken since `before` is ours; memory taken earlier belongs to other processes.
-    ours = before.free - now.free
-    allowed = int(config.gpu_memory_utilization * now.total) - ours
+    # Memory taken since `before` holds the weights; memory taken earlier is of other processes.
+    weights = before.free - now.free
+    allowed = int(config.gpu_memory_utilization * now.total) - weights
     room = max(0, min(allowed, now.free - CUDA_MARGIN) - scratch)
     gib = 2**30
     return room, (
         f"{room / gib:.2f} GiB of the GPU's {now.total / gib:.2f}, of which {now.free / gib:.2f} "
-        f"is free (weights hold {ours / gib:.2f}, the largest step needs {scratch / gib:.2f}, "
+        f"is free (weights hold {weights / gib:.2f}, the largest step needs {scratch / gib:.2f}, "
         f"gpu_memory_utilization={config.gpu_memory_utilization})"
     )
 
@@ -241,7 +238,7 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
 def available_host_memory() -> int:
     """Return the bytes that can be allocated without swapping, within the container's limit."""
     info = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(info["MemAvailable:"]) * 1024  # it is in KiB
+    available = int(info["MemAvailable:"]) * 1024
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip() != "max":

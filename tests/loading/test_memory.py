@@ -68,11 +68,11 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
     assert blocks_of_a_gpu(monkeypatch, 25_600) == 2559
     assert blocks_of_a_gpu(monkeypatch, 20) == 1
     assert blocks_of_a_gpu(monkeypatch, 25_610, max_model_len=40_960) == 2560
-    with pytest.raises(ValueError, match="one block and the null block need"):
+    with pytest.raises(ValueError, match="the null block and a request of 2 tokens need"):
         blocks_of_a_gpu(monkeypatch, 19)
-    with pytest.raises(ValueError, match="a request of 2 tokens needs"):
+    with pytest.raises(ValueError, match="the null block and a request of 2 tokens need"):
         blocks_of_a_gpu(monkeypatch, 29, kvcache_block_size=1)
-    with pytest.raises(ValueError, match="one request of max_model_len=40960 needs"):
+    with pytest.raises(ValueError, match="a request of 40,960 tokens need"):
         blocks_of_a_gpu(monkeypatch, 25_600, max_model_len=40_960)
 
 
@@ -140,7 +140,9 @@ def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it names no option that has an effect on a GPU only."""
     monkeypatch.setattr(memory, "available_host_memory", lambda: 64 << 20)
-    with pytest.raises(ValueError, match="block and the null block need .* MiB. Lower") as error:
+    with pytest.raises(
+        ValueError, match="the null block and a request of 2 tokens need .* MiB. Lower"
+    ) as error:
         random_llm(path, kvcache_block_size=2**20, num_kvcache_blocks=None)
     assert str(error.value).endswith("Lower kvcache_block_size, or end other programs")
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import SamplingParams
 from nanovllm.loading import checkpoint, memory
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.weights import CheckpointTensor
+from nanovllm.models.weights import CheckpointTensor, load_weights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -103,7 +103,7 @@ def test_nothing_is_stored_if_a_tensor_does_not_fit(tmp_path: Path) -> None:
     stored: list[torch.Tensor] = []
     parts = [CheckpointTensor("a", (2,), stored.append), CheckpointTensor("b", (4,), stored.append)]
     with pytest.raises(ValueError, match=r"misshapen: b is \(3,\) of F32"):
-        Checkpoint(tmp_path).load_weights(parts)
+        load_weights(parts, Checkpoint(tmp_path).files)
     assert not stored
 
 
@@ -171,6 +171,7 @@ from pathlib import Path
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.models.weights import load_weights
 
 def private():
     lines = open("/proc/self/status")
@@ -181,8 +182,7 @@ torch.ones(8, 8) @ torch.ones(8, 8)
 checkpoint = Checkpoint(path)
 before = private()
 model = Qwen3(checkpoint.model_config, 512, Backend(torch.device("cpu"), dtype))
-with checkpoint:
-    checkpoint.load_weights(model.checkpoint_tensors())
+load_weights(model.checkpoint_tensors(), checkpoint.files)
 size = sum(dtype.itemsize * math.prod(p.shape) for p in model.checkpoint_tensors())
 assert size > 100e6, size
 print((private() - before) / size)
