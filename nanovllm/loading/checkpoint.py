@@ -10,6 +10,7 @@ import os
 import shlex
 import stat
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,7 @@ class Checkpoint:
         self.directory, self.has_weights = directory, has_weights
         self.overrides = overrides or {}
         self.config_path = directory / "config.json"
+        self.open_files = ExitStack()  # a context manager that closes the weight files
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -194,7 +196,7 @@ class Checkpoint:
         files = {}
         for path in self.weight_files() if self.has_weights else []:
             try:
-                files[path] = safe_open(path, framework="pt")
+                files[path] = self.open_files.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # the error types of safetensors are not public
                 raise unreadable(path, "a readable safetensors file", error) from None
         return files

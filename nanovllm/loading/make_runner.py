@@ -8,7 +8,7 @@ come last, because they read the KV cache.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
-from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
 from nanovllm.models.qwen3 import Qwen3
@@ -130,12 +130,11 @@ def make_cache(
 ) -> None:
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
 
-    def make_attention(num_blocks: int) -> Attention:
-        block_size = room.config.kvcache_block_size
-        attention: Attention = runner.backend.attention(
-            runner.model.config, num_blocks, block_size, scales
-        )
-        return attention
+    backend, model_config = runner.backend, runner.model.config
+
+    def make_attention(num_blocks: int) -> Any:
+        sizes = num_blocks, room.config.kvcache_block_size
+        return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
     def profile(plan: StepPlan) -> None:
         if runner.device_rows is not None:  # for the rules; decodes do not read these

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from nanovllm.models import layers, logprobs, sampler
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.batch import ForwardBatch, SamplingBatch
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.fp8 import Scales
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear, Norms, Rope
 
 
@@ -51,7 +49,7 @@ class Attention(Protocol):
 class Backend:
     """The backend in plain torch, for any device. loading/select_backend.py selects a backend."""
 
-    attention_class: type[PlainAttention] = PlainAttention
+    attention_class: type[PlainAttention] = PlainAttention  # implements Attention
     fused_attention = False  # whether attention has `norm_rope_store` instead of `store`
     captures = False  # whether `capture_decode` is implemented
 
@@ -81,41 +79,14 @@ class Backend:
 
     # ---- layers, as in models/layers.py; x and the residual may be overwritten ----
 
-    def linear(self, x: Tensor, module: Linear) -> Tensor:
-        """Map x [T, I] to [T, O]."""
-        return layers.linear(x, module)
+    linear = staticmethod(layers.linear)
+    add_rms_norm = staticmethod(layers.add_rms_norm)
+    silu_and_mul = staticmethod(layers.silu_and_mul)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return layers.add_rms_norm(x, residual, weight, eps)
+    # ---- results, as in models/sampler.py and models/logprobs.py ----
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        return layers.silu_and_mul(x)
-
-    # ---- attention and sampling ----
-
-    def attention(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        fp8_scales: list[Scales] | None = None,
-    ) -> Any:
-        """Return an Attention with a KV cache of `num_blocks` blocks, the null block included.
-
-        The cache is in fp8 if the scales of each layer are given.
-        """
-        place = self.dtype, self.device
-        return self.attention_class(config, num_blocks, block_size, *place, fp8_scales)
-
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Sample from logits [R, V] -> token ids [R] int64."""
-        return sampler.sample(logits, batch)
-
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-        """See models/logprobs.py."""
-        return logprobs.token_logprobs(logits, tokens, k)
+    sample = staticmethod(sampler.sample)
+    token_logprobs = staticmethod(logprobs.token_logprobs)
 
     # ---- steps ----
 

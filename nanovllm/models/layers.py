@@ -71,6 +71,7 @@ class Linear:
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
+    """Map x [T, I] to [T, O]."""
     return F.linear(x, module.weight, module.bias)
 
 

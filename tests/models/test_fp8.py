@@ -136,10 +136,7 @@ def rounded_llm(path: Path, scales: list[Scales], **options: Any) -> LLM:
     """An engine in float32 whose keys and values are rounded as for fp8."""
 
     class RoundedBackend(Backend):
-        def attention(self, *sizes: Any) -> references.RoundedAttention:
-            config, num_blocks, block_size, _ = sizes
-            arguments = config, num_blocks, block_size, self.dtype, self.device
-            return references.RoundedAttention(*arguments, rounded_by=scales)
+        attention_class = partial(references.RoundedAttention, rounded_by=scales)  # type: ignore[assignment]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "Backend", RoundedBackend)

@@ -182,7 +182,8 @@ torch.ones(8, 8) @ torch.ones(8, 8)
 checkpoint = Checkpoint(path)
 before = private()
 model = Qwen3(checkpoint.model_config, 512, Backend(torch.device("cpu"), dtype))
-load_weights(model.checkpoint_tensors(), checkpoint.files)
+with checkpoint.open_files:
+    load_weights(model.checkpoint_tensors(), checkpoint.files)
 size = sum(dtype.itemsize * math.prod(p.shape) for p in model.checkpoint_tensors())
 assert size > 100e6, size
 print((private() - before) / size)
