@@ -1,6 +1,6 @@
 """Rows: the runner's data about each running sequence, and the batches that are built from it.
 
-Every running sequence has a row (vLLM: `InputBatch`). Host arrays contain all data except the last
+Every running sequence has a row (vLLM: `InputBatch`). The data is in host arrays, except the last
 sampled tokens. On a GPU, runner/device_rows.py has the same arrays and builds the decode steps.
 
     rows   [ 4 | 0 | 7 | N ]   a decode of 3 rows, padded to the captured size of 4
@@ -71,7 +71,7 @@ class Rows:
             self.params[:, row] = (sampling.temperature, *sampling.filters)
             self.seeds[row] = sampling.seed
             if row in self.rules or sampling.rules is not None:
-                self.rules_batch = None  # before `rules`: a second Ctrl-C may come between
+                self.rules_batch = None  # first, because a second Ctrl-C may interrupt this
                 self.rules.pop(row, None)
             if sampling.rules is not None:
                 self.rules[row] = self._make_rules(new_row, sampling.rules)
@@ -86,10 +86,11 @@ class Rows:
             if rules.has_penalties:
                 self.rules_state.add_row(new_row.row, new_row.prompt, new_row.output)
             return RowRules(rules, new_row, self.vocab_size)
-        except Exception as error:  # It ends only this request, when the row samples.
-            row = RowRules(LogitRules(), new_row, self.vocab_size)
-            row.error, row.needs_output = error, True
-            return row
+        except Exception as error:
+            row_rules = RowRules(LogitRules(), new_row, self.vocab_size)
+            row_rules.error = error  # ends only this request, when the row samples
+            row_rules.needs_output = True
+            return row_rules
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Build the batch of a plan from the host arrays. Call `apply` first."""
@@ -124,25 +125,25 @@ class Rows:
             query_lens=step.query_lens,
             num_decodes=step.num_decodes,
         )
-        step.rules = self.with_rules(rows[step.samples].tolist()) if self.rules else None
+        step.rules = self.rules_of(rows[step.samples].tolist()) if self.rules else None
         step.sampling_batch.positions = sampling_positions
         return step
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Record the sampled tokens of `rows` [R], which are the inputs of their next step.
 
-        Returns the tokens, with 0 in place of -1, which means an error (models/sampler.py).
+        Returns the tokens, with 0 in place of -1, which means no token (models/sampler.py).
         """
         self.last_tokens[rows] = tokens = tokens.clamp(min=0)
         return tokens
 
-    def with_rules(self, rows: list[int]) -> RulesBatch | None:
+    def rules_of(self, rows: list[int]) -> RulesBatch | None:
         """Return the rules of `rows`, or None if no row has rules."""
         if not self.rules or self.rules.keys().isdisjoint(rows):
             return None
         if self.rules_batch is None or self.rules_batch[0] != rows:
-            ruled = [(i, self.rules[row]) for i, row in enumerate(rows) if row in self.rules]
-            self.rules_batch = rows, RulesBatch(ruled, self.rules_state)
+            with_rules = [(i, self.rules[row]) for i, row in enumerate(rows) if row in self.rules]
+            self.rules_batch = rows, RulesBatch(with_rules, self.rules_state)
         batch = self.rules_batch[1]
         batch.length = int(self.positions[batch.rows].max()) + 1
         return batch
@@ -169,12 +170,12 @@ class Rows:
             self.seeds[sampling_rows],
             *params,
         )
-        # The rows are a placeholder for the positions, which `build` sets.
+        # `build` sets the positions; the rows have the right shape until then.
         sampling = sampling_batch(sent_params, seeds, positions=sent_rows)
-        random = params[0] > 0
-        sampling.all_greedy = not random.any()
+        is_random = params[0] > 0
+        sampling.all_greedy = not is_random.any()
         for (name, off), values in zip(FILTERS.items(), params[1:], strict=True):
-            if not (random & (values != off)).any():
+            if not (is_random & (values != off)).any():
                 del sampling.filters[name]
         return StepBatch(
             # A step with chunks must not be reused: [] never equals a decode plan's rows.
