@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint, random_llm, weights_of
 from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
-from nanovllm.loading import checkpoint, memory
+from nanovllm.loading import checkpoint, make_runner, memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.weights import CheckpointTensor, load_weights
 
@@ -138,7 +138,7 @@ def test_weights_that_do_not_fit(
     make_checkpoint(tmp_path, **config)
     parts = random_llm(tmp_path).engine.runner.model.checkpoint_tensors()
     size = sum(4 * math.prod(part.shape) for part in parts)
-    monkeypatch.setattr(Checkpoint, "load_weights", None)
+    monkeypatch.setattr(make_runner, "load_weights", None)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size - 1)
     with pytest.raises(
         ValueError, match=r"weights of .* GiB in float32.* free on cpu; use a small"
