@@ -41,8 +41,11 @@ class PlainAttention:
         device: torch.device,
         fp8_scales: list[Scales] | None = None,
     ) -> None:
-        """Allocate an uninitialized cache. `num_blocks` includes the null block. q, k and v have
-        `dtype`. The cache has it too, or is in fp8 if the scales of each layer are given."""
+        """Allocate an uninitialized cache. `num_blocks` includes the null block.
+
+        q, k and v have `dtype`. The cache is in fp8 if the scales of each layer are given, and has
+        `dtype` otherwise.
+        """
         heads, dim = config.num_kv_heads, config.head_dim
         shape = (config.num_layers, 2, num_blocks, heads, block_size, dim)
         self.cache = self.allocate(shape, FP8 if fp8_scales else dtype, device)

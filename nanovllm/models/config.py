@@ -61,7 +61,7 @@ class ModelConfig:
     attention_bias: bool  # whether the query, key and value projections have a bias
     output_bias: bool  # whether the output projection of attention has a bias
     qk_norm: bool
-    sliding_window: int | None  # the most tokens that a layer attends to; None: all
+    sliding_window: int | None  # the number of tokens that a layer attends to; None: all
     dtype: str | None  # the stored dtype of the weights, if config.json names it
 
     @classmethod
@@ -70,7 +70,7 @@ class ModelConfig:
 
         Raises ValueError for missing or unsupported fields.
         """
-        fields = raw.keys()  # also those that are null
+        fields = raw.keys()  # with the fields that are null
         raw = check_fields(raw, path)
         architectures = raw.get("architectures") or []
         known = [name for name in ARCHITECTURES if name in architectures]
@@ -135,8 +135,8 @@ class ModelConfig:
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
 
 
-# Properties that follow from the architecture's name and may be absent from config.json.
-# Where attention_bias is not given here, config.json's is for all four projections of attention.
+# Properties that follow from the name of the architecture and may be absent from config.json. If
+# attention_bias is not given here, the one of config.json is for all four projections of attention.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 128},
     "Qwen2ForCausalLM": {"qk_norm": False, "attention_bias": True},
@@ -236,8 +236,8 @@ def read_json(path: Path, kind: type = dict) -> Any:
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise unreadable(path, "valid JSON", error) from None
     if not isinstance(raw, kind):
-        what = type(raw).__name__
-        raise ValueError(f"{path} is not valid: it must hold {KINDS[kind]}, not {what}")
+        name = type(raw).__name__
+        raise ValueError(f"{path} is not valid: it must hold {KINDS[kind]}, not {name}")
     return raw
 
 

@@ -57,7 +57,7 @@ class SelfAttention:
         yield from self.qkv_proj.checkpoint_tensors(prefix)
         yield from self.o_proj.checkpoint_tensors(prefix)
         for name, norm in zip(("q_norm", "k_norm"), self.norms or (), strict=False):
-            yield CheckpointTensor.whole(f"{prefix}{name}.weight", norm)
+            yield CheckpointTensor.of(f"{prefix}{name}.weight", norm)
 
 
 class MLP:
@@ -87,9 +87,9 @@ class DecoderLayer:
         yield from self.self_attn.checkpoint_tensors(prefix + "self_attn.")
         for module in (self.mlp.gate_up_proj, self.mlp.down_proj):
             yield from module.checkpoint_tensors(prefix + "mlp.")
-        yield CheckpointTensor.whole(prefix + "input_layernorm.weight", self.input_layernorm)
-        name = prefix + "post_attention_layernorm.weight"
-        yield CheckpointTensor.whole(name, self.post_attention_layernorm)
+        yield CheckpointTensor.of(prefix + "input_layernorm.weight", self.input_layernorm)
+        post_norm = self.post_attention_layernorm
+        yield CheckpointTensor.of(prefix + "post_attention_layernorm.weight", post_norm)
 
     def __call__(
         self,
@@ -165,9 +165,9 @@ class Qwen3:
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Yield the tensors of a checkpoint, each with the function that stores it."""
-        yield CheckpointTensor.whole("model.embed_tokens.weight", self.embed_tokens)
+        yield CheckpointTensor.of("model.embed_tokens.weight", self.embed_tokens)
         for i, layer in enumerate(self.layers):
             yield from layer.checkpoint_tensors(f"model.layers.{i}.")
-        yield CheckpointTensor.whole("model.norm.weight", self.norm)
+        yield CheckpointTensor.of("model.norm.weight", self.norm)
         if not self.config.tie_word_embeddings:
             yield from self.lm_head.checkpoint_tensors("")

@@ -1,7 +1,7 @@
 """Loads open safetensors files into a model, one tensor at a time.
 
 All headers are checked first. The files are memory-mapped, so loading needs memory only for the
-weights and one tensor's pages.
+weights of the model and for the tensor that is being copied.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +33,8 @@ class CheckpointTensor:
     slices: tuple[slice, ...] = (slice(None),)
 
     @classmethod
-    def whole(cls, name: str, weight: Tensor) -> "CheckpointTensor":
-        """Return a checkpoint tensor that is copied to `weight` as a whole."""
+    def of(cls, name: str, weight: Tensor) -> "CheckpointTensor":
+        """Return a checkpoint tensor that is copied to `weight` without slicing it."""
         return cls(name, tuple(weight.shape), weight.copy_)
 
 
