@@ -8,7 +8,7 @@ come last, because they read the KV cache.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -18,6 +18,7 @@ from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
+from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
@@ -132,7 +133,7 @@ def make_cache(
 
     backend, model_config = runner.backend, runner.model.config
 
-    def make_attention(num_blocks: int) -> Any:
+    def make_attention(num_blocks: int) -> PlainAttention:
         sizes = num_blocks, room.config.kvcache_block_size
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 

@@ -2,7 +2,8 @@
 
 PlainAttention owns the KV cache [layers, 2, blocks, K, B, D]: keys, then values, of K KV heads, in
 B slots per block. The slots of one head in a block are contiguous. An unwritten slot may contain
-anything, including NaN, and never affects a result. models/fp8.py describes the fp8 cache.
+anything, including NaN, and never affects a result. models/fp8.py describes the fp8 cache. T is the
+number of tokens of the step, and H the number of query heads.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from nanovllm.models.batch import ForwardBatch, to_device
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
+from nanovllm.models.layers import Norms, Rope, rms_norm, rotate
 
 
 class SequenceMetadata(NamedTuple):
@@ -49,7 +51,9 @@ class PlainAttention:
         heads, dim = config.num_kv_heads, config.head_dim
         shape = (config.num_layers, 2, num_blocks, heads, block_size, dim)
         self.cache = self.allocate(shape, FP8 if fp8_scales else dtype, device)
-        self.block_size, self.dtype = block_size, dtype
+        self.block_size, self.dtype, self.eps = block_size, dtype, config.rms_norm_eps
+        self.qkv_heads = [config.num_heads, heads, heads]
+        # On the host: a captured launch contains these numbers, and no kernel loads them.
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
 
     @staticmethod
@@ -57,6 +61,7 @@ class PlainAttention:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def prepare(self, batch: ForwardBatch) -> None:
+        """Set the data that all layers share. Called once per step."""
         sequences = range(len(batch.context_lens))
         batch.attention_metadata = [self.sequence_metadata(batch, i) for i in sequences]
 
@@ -84,7 +89,24 @@ class PlainAttention:
         # `kv[:, :, blocks]` takes several times as long on a CPU.
         return kv.index_select(2, blocks).flatten(2, 3).to(self.dtype)
 
+    def norm_rope_store(
+        self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
+    ) -> Tensor:
+        """Normalize and rotate q and k, and store k and v.
+
+        A backend may overwrite `qkv` [T, (H + 2K) D], and returns what its `attend` takes: here
+        q [T, H, D].
+        """
+        q, k, v = qkv.unflatten(-1, (sum(self.qkv_heads), -1)).split(self.qkv_heads, dim=1)
+        if norms is not None:
+            q_norm, k_norm = norms
+            q, k = rms_norm(q, q_norm, self.eps), rms_norm(k, k_norm, self.eps)
+        q, k = rotate(q, rope), rotate(k, rope)
+        self.store(layer, k, v, batch)
+        return q
+
     def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+        """Write k and v [T, K, D] to the slots of their tokens."""
         block, offset = batch.slot_mapping // self.block_size, batch.slot_mapping % self.block_size
         k_cache, v_cache = self.cache[layer]
         if self.cache.dtype == FP8:
@@ -92,6 +114,7 @@ class PlainAttention:
         k_cache[block, :, offset], v_cache[block, :, offset] = k, v
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
+        """Compute causal attention of q [T, H, D] over each sequence's context -> [T, H * D]."""
         k_scale, v_scale = self.scales[layer]
         out = torch.empty_like(q)
         self.attend_sequences(layer, q * k_scale, batch.attention_metadata, out)
@@ -112,5 +135,6 @@ class PlainAttention:
             out[seq.tokens] = attended[0].transpose(0, 1)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, target) in all layers. All reads precede all writes."""
         source, target = to_device(np.array(copies).T.copy(), self.cache.device)
         self.cache[:, :, target] = self.cache[:, :, source]  # indexing on the right makes a copy

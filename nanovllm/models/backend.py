@@ -6,51 +6,22 @@ backends/gpu/backend.py and backends/cpu/backend.py extend it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.models import layers, logprobs, sampler
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.batch import ForwardBatch
-from nanovllm.models.layers import Linear, Norms, Rope
-
-
-class Attention(Protocol):
-    """Attention over a paged KV cache. T tokens, H query heads, K KV heads, D head size."""
-
-    cache: Tensor
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Prepare the data that all layers share. Called once per step."""
-
-    def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        """Write k and v [T, K, D] to the slots of their tokens."""
-
-    def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Compute causal attention of q [T, H, D] over each sequence's context -> [T, H * D]."""
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, target) in all layers. All reads precede all writes."""
-
-    def norm_rope_store(
-        self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
-    ) -> Tensor:
-        """Normalize and rotate q and k, and store k and v, in one kernel.
-
-        `qkv` [T, (H + 2K) D] may be overwritten. Returns the `q` to pass to `attend`: q [T, H, D],
-        or qkv with q first.
-        """
+from nanovllm.models.layers import Linear
 
 
 class Backend:
     """The backend in plain torch, for any device. loading/select_backend.py selects a backend."""
 
-    attention_class: type[PlainAttention] = PlainAttention  # implements Attention
-    fused_attention = False  # whether attention has `norm_rope_store` instead of `store`
+    attention_class: type[PlainAttention] = PlainAttention
     captures = False  # whether `capture_decode` is implemented
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -20,17 +20,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding, rms_norm, rotate
+from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding
 from nanovllm.models.weights import CheckpointTensor
 
 
 class SelfAttention:
     def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
-        self.layer, self.backend, self.eps = layer, backend, config.rms_norm_eps
-        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self.layer = layer
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(config.hidden_size, qkv, backend, config.attention_bias)
@@ -39,18 +39,12 @@ class SelfAttention:
         if config.qk_norm:
             self.norms = backend.empty(config.head_dim), backend.empty(config.head_dim)
 
-    def __call__(self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: Attention) -> Tensor:
+    def __call__(
+        self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: PlainAttention
+    ) -> Tensor:
         qkv = self.qkv_proj(x)  # [T, (H + 2K) D]
-        if self.backend.fused_attention:
-            q = attention.norm_rope_store(self.layer, qkv, self.norms, rope, batch)
-        else:
-            q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=1)
-            if self.norms is not None:
-                q_norm, k_norm = self.norms
-                q, k = rms_norm(q, q_norm, self.eps), rms_norm(k, k_norm, self.eps)
-            q, k = rotate(q, rope), rotate(k, rope)
-            # All tokens are stored before any query attends, because sequences can share blocks.
-            attention.store(self.layer, k, v, batch)
+        # All tokens are stored before any query attends, because sequences can share blocks.
+        q = attention.norm_rope_store(self.layer, qkv, self.norms, rope, batch)
         return self.o_proj(attention.attend(self.layer, q, batch))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
@@ -97,7 +91,7 @@ class DecoderLayer:
         residual: Tensor | None,
         rope: Rope,
         batch: ForwardBatch,
-        attention: Attention,
+        attention: PlainAttention,
     ) -> tuple[Tensor, Tensor]:
         """Map (x, residual) to (x, residual), whose sum is the hidden state [T, E].
 
@@ -144,7 +138,7 @@ class Qwen3:
         num_others = self.num_weights - sum(math.prod(weight.shape) for weight in linears)
         return sum(weight.nbytes for weight in linears) + num_others * self.norm.itemsize
 
-    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
+    def forward(self, batch: ForwardBatch, attention: PlainAttention) -> Tensor:
         """Return the hidden states [T, E] of the step's tokens, after the last norm."""
         x = self.embed_tokens[batch.input_ids]
         rope, residual = self.rotary.at(batch.positions), None

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch, to_device
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
@@ -23,7 +24,7 @@ from nanovllm.runner.rows import Rows
 
 
 class ModelRunner:
-    attention: Attention  # set by loading/make_runner.py, once the size of its KV cache is known
+    attention: PlainAttention  # set by loading/make_runner.py, when the size of its cache is known
     num_blocks: int  # for requests; the null block is not counted
     max_model_len: int  # tokens of the longest request
     host_pool: Any = None  # a HostPool of features/host_cache, if there is a host cache

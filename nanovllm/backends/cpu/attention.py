@@ -96,7 +96,7 @@ class NumbaAttention(PlainAttention):
     ) -> None:
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.group_size, self.eps = self.heads // self.kv_heads, config.rms_norm_eps
+        self.group_size = self.heads // self.kv_heads
         self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]

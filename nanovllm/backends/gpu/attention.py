@@ -36,7 +36,7 @@ class TritonAttention(PlainAttention):
                 f"attention_backend='triton' supports at most {limit} query heads per KV head, and "
                 f"the model has {self.group_size}; use attention_backend='sdpa'"
             )
-        self.num_kv_heads, self.eps = config.num_kv_heads, config.rms_norm_eps
+        self.num_kv_heads = config.num_kv_heads
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Compute the arguments that all layers share: of a launch for chunks, one for decodes."""

@@ -35,7 +35,6 @@ class GpuBackend(Backend):
     """Triton kernels, and decode steps as CUDA graphs."""
 
     attention_class = TritonAttention
-    fused_attention = True
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
     sample = staticmethod(sampling.sample)
