@@ -138,7 +138,7 @@ def make_cache(
         return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
     def profile(plan: StepPlan) -> None:
-        if runner.device_rows is not None:  # for the rules; decodes do not read these
+        if runner.device_rows is not None:  # then these positions are for logit rules only
             runner.rows.positions[:-1] = max_model_len - 2
         runner.attention = make_attention(1)  # everything is written to the null block
         runner.attention.copy_blocks([(0, 0)])

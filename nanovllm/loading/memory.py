@@ -125,7 +125,7 @@ class Room:
         _ = self.num_host_blocks  # raises ValueError if they do not fit
 
     def fitted_length(self, max_model_len: int, num_blocks: int) -> int:
-        """Return max_model_len, or what the blocks hold if no option sets either."""
+        """Return max_model_len, or if no option limits them, the tokens that the blocks hold."""
         if self.config.max_model_len is not None or self.requested_blocks is not None:
             return max_model_len
         return min(max_model_len, num_blocks * self.config.kvcache_block_size)
@@ -133,9 +133,9 @@ class Room:
     def num_kv_blocks(self, max_model_len: int, run: Callable[[StepPlan], None]) -> int:
         """Return the number of KV blocks for requests. Call it after the weights are loaded.
 
-        On a GPU, the largest steps are run to measure scratch memory. The sum is reserved, because
-        graphs use a separate memory pool. Raises ValueError if there is no room for the shortest
-        request or, on a GPU, for a request of the option max_model_len.
+        On a GPU, the largest steps are run to measure their scratch memory. The sum over the steps
+        is reserved, because graphs use a separate memory pool. Raises ValueError if there is no
+        room for the shortest request or, on a GPU, for a request of the option max_model_len.
         """
         config, before, block_bytes = self.config, self.before, self.block_bytes
         scratch = 0

@@ -37,12 +37,14 @@ class Backend:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an uninitialized weight."""
-        # Changing torch's default dtype and device would also affect other threads.
+        # The defaults of torch are not changed, because they also apply to other threads.
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def make_weight(self, outputs: int, inputs: int) -> Any:
-        """Return the weight of a Linear: a tensor [O, I], or an object that is loaded, split and
-        indexed like a tensor."""
+        """Return the weight of a Linear: a tensor [O, I], or an object that is used like one.
+
+        Such an object has `shape`, `nbytes`, `split` and `copy_`, and is indexed by rows.
+        """
         return self.empty(outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
@@ -62,7 +64,7 @@ class Backend:
     # ---- steps ----
 
     def fuse_layers(self, model: Any, attention: Any) -> Any:
-        """Return an object that computes `forward` and `logits` in fewer calls, or None."""
+        """Return an object with `forward` and `logits` of `model` in fewer calls, or None."""
         return None
 
     def capture_decode(

@@ -41,8 +41,8 @@ class RowRules:
     """
 
     def __init__(self, rules: LogitRules, new_row: NewRow, vocab_size: int) -> None:
-        # RowRules can outlive the request, until its row is reused. A weak reference keeps no large
-        # object of a logits processor alive.
+        # Weak, because a row is reused some time after its request has ended. Until then, this must
+        # not keep the logits processors in memory.
         self.owner = weakref.ref(rules)
         self.rules, self.row = replace(rules, logits_processors=()), new_row.row
         self.prompt, self.output = new_row.prompt, list(new_row.output)
@@ -72,7 +72,7 @@ class RowRules:
             if self.output[-len(start) :] == start:
                 logits[last] = MASKED
         owner = self.owner()
-        processors = () if owner is None else owner.logits_processors  # None: the request has ended
+        processors = owner.logits_processors if owner else ()  # None: the request has ended
         for processor, with_prompt in zip(processors, self.take_prompt, strict=False):
             token_ids = (self.prompt, self.output) if with_prompt else (self.output,)
             changed = processor(*map(list, token_ids), logits)
@@ -161,7 +161,7 @@ class RulesBatch:
         def send(values: Any, dtype: Any = np.int64) -> Tensor:
             return to_device(np.array(values, dtype), device)
 
-        # 1. Allowed tokens, as indices of the flat logits [R * V].
+        # 1. Allowed tokens, as indices in the flat logits [R * V].
         allowed = [(i, row.allowed) for i, row in rows if row.allowed is not None]
         self.restricted = send([i for i, _ in allowed])
         indices = [ids + i * vocab_size for i, ids in allowed]
