@@ -70,7 +70,7 @@ def make_runner(
 
 def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Backend:
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
-    num_weights = Qwen3.on_meta(model_config).num_weights
+    num_weights = memory.num_weights(Qwen3.on_meta(model_config))
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
     if config.quantization is None:
         return backend
@@ -82,7 +82,7 @@ def make_room(
     config: EngineConfig, model_config: ModelConfig, backend: Backend, before: memory.Snapshot
 ) -> memory.Room:
     cache_dtype = backend.dtype if config.kv_cache_dtype == "auto" else FP8
-    weight_bytes = Qwen3.on_meta(model_config, backend).weight_bytes
+    weight_bytes = memory.weight_bytes(Qwen3.on_meta(model_config, backend))
     block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
     return memory.Room(config, before, weight_bytes, block_bytes)
 

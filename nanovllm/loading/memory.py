@@ -1,6 +1,7 @@
-"""Computes how many KV blocks fit into memory."""
+"""Computes the memory of the weights, and how many KV blocks fit next to them."""
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.api.config import EngineConfig
+from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 
 # The messages of torch's RuntimeError for a failed allocation on a CPU.
@@ -38,6 +40,18 @@ class Snapshot:
             return cls(device, *torch.cuda.mem_get_info(device))
         free = available_host_memory() // ranks
         return cls(device, free, free)
+
+
+def num_weights(model: Qwen3) -> int:
+    """Return the number of weights. A tied head counts once."""
+    return sum(math.prod(tensor.shape) for tensor in model.checkpoint_tensors())
+
+
+def weight_bytes(model: Qwen3) -> int:
+    """Return the bytes of the weights as the backend stores them before `after_load`."""
+    linears = [linear.weight for linear in model.linears()]
+    num_others = num_weights(model) - sum(math.prod(weight.shape) for weight in linears)
+    return sum(weight.nbytes for weight in linears) + num_others * model.norm.itemsize
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ D head size, F feed-forward size, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -125,18 +124,6 @@ class Qwen3:
         meta = torch.device("meta")
         backend = backend or Backend(meta, torch.bfloat16)
         return cls(config, 1, type(backend)(meta, backend.dtype))
-
-    @property
-    def num_weights(self) -> int:
-        """The number of weights. A tied head counts once."""
-        return sum(math.prod(tensor.shape) for tensor in self.checkpoint_tensors())
-
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of the weights as the backend stores them before `after_load`."""
-        linears = [linear.weight for linear in self.linears()]
-        num_others = self.num_weights - sum(math.prod(weight.shape) for weight in linears)
-        return sum(weight.nbytes for weight in linears) + num_others * self.norm.itemsize
 
     def forward(self, batch: ForwardBatch, attention: PlainAttention) -> Tensor:
         """Return the hidden states [T, E] of the step's tokens, after the last norm."""

@@ -22,6 +22,7 @@ from nanovllm.backends.int8 import quantized
 from nanovllm.engine.sequence import Sequence
 from nanovllm.features.beam_search import BeamSearchParams
 from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
+from nanovllm.loading.memory import num_weights, weight_bytes
 from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -381,15 +382,15 @@ BILLIONS = {  # the shapes of Qwen3-14B and Qwen3-32B
 @pytest.mark.parametrize("billions", BILLIONS)
 def test_an_eighth_of_the_bytes(billions: float, quantization: str | None) -> None:
     whole = BILLIONS[billions]
-    assert Qwen3.on_meta(whole).num_weights / 1e9 == pytest.approx(billions, abs=0.05)
+    assert num_weights(Qwen3.on_meta(whole)) / 1e9 == pytest.approx(billions, abs=0.05)
     backend = Backend(torch.device("meta"), torch.bfloat16)
     backend = quantized(backend) if quantization else backend
     model = Qwen3(config_of_rank(whole, 8), 64, backend)
     stored = sum(module.weight.nbytes for module in model.linears()) + model.embed_tokens.nbytes
     norms = [model.norm, *(w for layer in model.layers for w in norms_of(layer))]
     stored += sum(norm.nbytes for norm in norms)
-    assert stored == model.weight_bytes
-    eighth = Qwen3.on_meta(whole, backend).weight_bytes / 8
+    assert stored == weight_bytes(model)
+    eighth = weight_bytes(Qwen3.on_meta(whole, backend)) / 8
     print(f"{stored / 1e9:.3f} GB, {stored / eighth - 1:.4%} more than an eighth")
     assert eighth <= stored < 1.002 * eighth  # norms; in int8 also scales
     assert model.config.block_bytes(16, 2) == whole.block_bytes(16, 2) / 8
