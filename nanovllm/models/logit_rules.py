@@ -11,6 +11,8 @@ tokens, bad words, minimum length, bias, penalties, logits processors, and last 
 no other rule can override. The sampler follows.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import weakref
@@ -24,20 +26,17 @@ from torch import Tensor
 
 from nanovllm.api.sampling_params import takes_prompt
 from nanovllm.models.batch import to_device
+from nanovllm.models.penalties import Penalties, PenaltyState, check_ids
 from nanovllm.models.sampler import MASKED
 from nanovllm.plan import LogitRules, NewRow
 
 NO_END = 2**62  # above every position
-# Penalties process at most this many known tokens at a time, in 50 MB of memory. 256 rows of 40,960
-# tokens would take 0.5 GB, which the memory profile does not measure because its rows are short.
-TOKENS_AT_A_TIME = 2**20
 
 
 class RowRules:
     """The rules of one row, and the tokens of the row if the host needs them.
 
-    Raises ValueError for a token id outside the vocabulary, because its index in the flat logits
-    [R * V] could belong to another row.
+    Raises ValueError for a token id outside the vocabulary.
     """
 
     def __init__(self, rules: LogitRules, new_row: NewRow, vocab_size: int) -> None:
@@ -46,7 +45,7 @@ class RowRules:
         self.owner = weakref.ref(rules)
         self.rules, self.row = replace(rules, logits_processors=()), new_row.row
         self.prompt, self.output = new_row.prompt, list(new_row.output)
-        self.phrases = [word for word in rules.bad_words if len(word) > 1]  # bad words
+        self.phrases = [word for word in rules.bad_words if len(word) > 1]
         self.take_prompt = [takes_prompt(processor) for processor in rules.logits_processors]
         self.matcher = None if rules.grammar is None else rules.grammar.matcher()
         # Whether `output` must be complete before the next token is sampled.
@@ -91,59 +90,56 @@ class RowRules:
             logits.copy_(torch.where(kept, 0.0, MASKED))
 
 
-def check_ids(ids: list[int], vocab_size: int) -> None:
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(f"token ids {min(ids)} to {max(ids)} exceed a vocabulary of {vocab_size}")
-
-
 class RulesState:
-    """The state of rules on the device between steps, and a buffer for the logits that they change.
-
-    `tokens` has the known tokens of each row with penalties. `counts` has, at the same index, how
-    often this token occurs in the output of the row. Equal tokens of a row have equal counts.
-    """
+    """The rules of all rows, the state of their penalties, and a buffer for changed logits."""
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
+        self.penalties = PenaltyState(num_rows, length, vocab_size, device)
         # On a CPU, torch.empty takes no memory until it is written.
-        self.tokens = torch.empty((num_rows, length), dtype=torch.int32, device=device)
-        self.counts = torch.empty((num_rows, length), dtype=torch.float32, device=device)
         self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
         # [256, 8]: for each byte of a grammar's mask, the upper limits of the logits of its tokens.
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
         self.caps = to_device(np.where(bits, np.inf, MASKED).astype(np.float32), device)
+        self.rows: dict[int, RowRules] = {}  # rules of the rows that have any
+        self.last_batch: tuple[list[int], RulesBatch] | None = None  # of these rows
 
-    def add_row(self, row: int, prompt: list[int], output: list[int]) -> None:
-        known = np.array([*prompt, *output], np.int32)
-        ids, index = np.unique(known, return_inverse=True)
-        check_ids([*ids[:1], *ids[-1:]], self.logits.shape[1])
-        counts = np.bincount(index[len(prompt) :], minlength=len(ids))[index]
-        self.tokens[row, : len(known)] = to_device(known, self.tokens.device)
-        self.counts[row, : len(known)] = to_device(counts, self.counts.device)
+    def replace_row(self, new_row: NewRow) -> None:
+        """Replace the rules of a row. The new sequence may have none."""
+        row, rules = new_row.row, new_row.sampling.rules
+        if row in self.rows or rules is not None:
+            self.last_batch = None  # first, because a second Ctrl-C may interrupt this
+            self.rows.pop(row, None)
+        if rules is not None:
+            vocab_size = self.logits.shape[1]
+            try:
+                if rules.has_penalties:
+                    self.penalties.add_row(row, new_row.prompt, new_row.output)
+                self.rows[row] = RowRules(rules, new_row, vocab_size)
+            except Exception as error:
+                failed = RowRules(LogitRules(), new_row, vocab_size)
+                failed.error = error  # ends only this request, when the row samples
+                failed.needs_output = True
+                self.rows[row] = failed
 
-    def read(self, rows: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and counts [P, length] of `rows` [P] before `positions` [P].
+    def batch(self, rows: list[int], positions: np.ndarray) -> RulesBatch | None:
+        """Return the rules of `rows` as tensors, or None if no row has rules.
 
-        Entries from the position on repeat the first entry, so they only write its logit again.
+        `positions` [N] are the positions of all rows.
         """
-        known = torch.arange(length, device=rows.device) < positions[:, None]
-        tokens, counts = self.tokens[:, :length][rows], self.counts[:, :length][rows]
-        return torch.where(known, tokens, tokens[:, :1]), torch.where(known, counts, counts[:, :1])
-
-    def append(
-        self, rows: Tensor, positions: Tensor, tokens: Tensor, counts: Tensor, sampled: Tensor
-    ) -> None:
-        """Add `sampled` [P] int32 at `positions` [P] to the tokens and counts that `read` gave."""
-        equal = tokens == sampled[:, None]
-        counts = counts + equal
-        self.counts[:, : counts.shape[1]][rows] = counts
-        self.counts[rows, positions] = (counts * equal).amax(dim=1).clamp(min=1)
-        self.tokens[rows, positions] = sampled
+        if not self.rows or self.rows.keys().isdisjoint(rows):
+            return None
+        if self.last_batch is None or self.last_batch[0] != rows:
+            with_rules = [(i, self.rows[row]) for i, row in enumerate(rows) if row in self.rows]
+            self.last_batch = rows, RulesBatch(with_rules, self)
+        batch = self.last_batch[1]
+        batch.length = int(positions[batch.rows].max()) + 1
+        return batch
 
 
 class RulesBatch:
     """The rules of a step as tensors. Steps with the same rows share one RulesBatch.
 
-    P of the rows have penalties and Q report log-probabilities.
+    Q of the rows report log-probabilities.
     """
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
@@ -151,7 +147,7 @@ class RulesBatch:
         device, vocab_size = state.logits.device, state.logits.shape[1]
         self.state = state
         self.rows = [row.row for _, row in rows]
-        self.length = 0  # above the positions of all tokens to be sampled; set by Rows
+        self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
         self.has_grammar = any(row.matcher for _, row in rows)
         # From the last `apply`: errors by row, and the indices of logits with a complete grammar.
@@ -172,14 +168,8 @@ class RulesBatch:
         self.added = send([value for _, value, _ in edits], np.float32)
         self.until = send([end for _, _, end in edits])
         # 3. Penalties.
-        penalized = [(i, row) for i, row in rows if row.rules.has_penalties]
-        self.penalized = send([i for i, _ in penalized])
-        self.penalized_rows = send([row.row for _, row in penalized])
-        # What the last `apply` read, in several parts: rows, positions, tokens, counts.
-        self.known: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        names = "repetition_penalty", "frequency_penalty", "presence_penalty"
-        factors = [[[getattr(row.rules, name)] for _, row in penalized] for name in names]
-        self.repetition, self.frequency, self.presence = send(factors, np.float32)
+        penalized = [(i, row.row, row.rules) for i, row in rows if row.rules.has_penalties]
+        self.penalties = Penalties(penalized, state.penalties) if penalized else None
         # 4. Log-probabilities.
         reported = [(i, row.row, row.rules.logprobs) for i, row in rows]
         self.reported = [(i, row, k) for i, row, k in reported if k is not None]
@@ -201,27 +191,11 @@ class RulesBatch:
         if len(self.edited):
             active = positions[self.edited // vocab_size] < self.until
             flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
-        if len(self.penalized):
-            self._penalize(flat, vocab_size, positions)
+        if self.penalties is not None:
+            self.penalties.apply(logits, positions, self.length)
         if self.host_rules:
             self._apply_on_host(logits)
         return logits
-
-    def _penalize(self, flat: Tensor, vocab_size: int, positions: Tensor) -> None:
-        """Apply penalties, in place, to logits flat [R * V]."""
-        self.known = []
-        size = max(1, TOKENS_AT_A_TIME // self.length)
-        for start in range(0, len(self.penalized), size):
-            part = slice(start, start + size)
-            index, rows = self.penalized[part], self.penalized_rows[part]
-            at, repetition = positions[index], self.repetition[part]
-            tokens, counts = self.state.read(rows, at, self.length)
-            self.known.append((rows, at, tokens, counts))
-            where = tokens + index[:, None] * vocab_size
-            x = flat[where]
-            scaled = torch.where(x > 0, x / repetition, x * repetition)
-            penalty = self.frequency[part] * counts + self.presence[part] * (counts > 0)
-            flat[where] = scaled - penalty
 
     def _apply_on_host(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to logits [R, V]."""
@@ -251,16 +225,14 @@ class RulesBatch:
             caps = self.state.caps.index_select(0, index).view(len(logits), -1)
             torch.minimum(logits, caps[:, : logits.shape[1]], out=logits)
 
-    def append(self, positions: Tensor, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
+    def append(self, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
         """Add the tokens [R] that were sampled from the logits of `apply`.
 
         `token_ids` waits for the device and returns the tokens. Rules on the host call it in the
         next step.
         """
-        if len(self.penalized):
-            sampled = tokens[self.penalized].int().split([len(rows) for rows, *_ in self.known])
-            for known, part in zip(self.known, sampled, strict=True):
-                self.state.append(*known, part)
+        if self.penalties is not None:
+            self.penalties.append(tokens)
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i

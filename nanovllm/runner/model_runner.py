@@ -77,7 +77,7 @@ class ModelRunner:
             hidden, tokens = self.graphs.replay(decode_rows)
         else:
             hidden, tokens = self.decode(to_device(np.array(decode_rows), self.device))
-        rules = self.rows.rules_of(decode_rows)
+        rules = self.rows.rules.batch(decode_rows, self.rows.positions)
         if rules is None:
             return PendingOutput(start_copy(tokens))
         rows = to_device(np.array(decode_rows), self.device)
@@ -107,7 +107,7 @@ class ModelRunner:
         if rules is None:
             return output
         if rules.changes_logits:
-            rules.append(sampling.positions, tokens, output.token_ids)
+            rules.append(tokens, output.token_ids)
             output.errors, rules.errors = rules.errors, {}
             output.completed, rules.completed = rules.completed, []
         if rules.reported:

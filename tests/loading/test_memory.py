@@ -10,8 +10,9 @@ from checkpoints import make_checkpoint, random_llm
 from nanovllm import SamplingParams
 from nanovllm.api.config import EngineConfig
 from nanovllm.loading import memory
-from nanovllm.models import logit_rules
+from nanovllm.models import logit_rules, penalties
 from nanovllm.models.logit_rules import RulesState
+from nanovllm.models.penalties import PenaltyState
 
 POSITIONS = 512
 
@@ -79,7 +80,7 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
 def test_memory_of_logit_rules() -> None:
     """At Qwen3-0.6B's sizes: 8 bytes for each known token, and all rows' logits in float32."""
     state = RulesState(256, 40_960, 151_936, torch.device("meta"))
-    size = sum(x.nbytes for x in (state.tokens, state.counts, state.logits))
+    size = sum(x.nbytes for x in (state.penalties.tokens, state.penalties.counts, state.logits))
     assert size == 256 * (40_960 * 8 + 151_936 * 4)
 
 
@@ -99,7 +100,8 @@ def test_logit_rules_take_no_memory_after_the_cache(
         return num_kv_blocks(*args)
 
     def addresses(state: RulesState) -> list[int]:
-        return [x.data_ptr() for x in vars(state).values() if isinstance(x, torch.Tensor)]
+        kept = (*vars(state).values(), *vars(state.penalties).values())
+        return [x.data_ptr() for x in kept if isinstance(x, torch.Tensor)]
 
     monkeypatch.setattr("nanovllm.runner.rows.RulesState", Recorded)
     monkeypatch.setattr(memory.Room, "num_kv_blocks", measured)
@@ -107,33 +109,33 @@ def test_logit_rules_take_no_memory_after_the_cache(
     params = SamplingParams(max_tokens=5, presence_penalty=1.0, logit_bias={3: 1.0})
     llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
     (state,) = states
-    assert state is llm.engine.runner.rows.rules_state
+    assert state is llm.engine.runner.rows.rules
     assert addresses(state) == at_measurement
     assert len(at_measurement) == 4
 
 
 def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch memory that the profile does not measure: its rows are short."""
-    read, sizes = RulesState.read, []
+    read, sizes = PenaltyState.read, []
 
-    def recorded(state: RulesState, rows: torch.Tensor, *args: object) -> object:
+    def recorded(state: PenaltyState, rows: torch.Tensor, *args: object) -> object:
         tokens, counts = read(state, rows, *args)
         sizes.append(tokens.numel())
         return tokens, counts
 
-    monkeypatch.setattr(RulesState, "read", recorded)
-    monkeypatch.setattr(logit_rules, "TOKENS_AT_A_TIME", 100)
+    monkeypatch.setattr(PenaltyState, "read", recorded)
+    monkeypatch.setattr(penalties, "TOKENS_AT_A_TIME", 100)
     cpu, size = torch.device("cpu"), 8
     rules = logit_rules.LogitRules(presence_penalty=1.0)
     state, rows = RulesState(7, 64, size, cpu), []
     for row in range(7):
         new_row = logit_rules.NewRow(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
-        state.add_row(row, new_row.prompt, new_row.output)
+        state.penalties.add_row(row, new_row.prompt, new_row.output)
         rows.append((row, logit_rules.RowRules(rules, new_row, size)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
     batch.length = 31
     batch.apply(torch.zeros(7, size), positions)
-    batch.append(positions, torch.ones(7, dtype=torch.int64), lambda: [1] * 7)
+    batch.append(torch.ones(7, dtype=torch.int64), lambda: [1] * 7)
     assert sizes == [93, 93, 31]
 
 
