@@ -49,10 +49,10 @@ def make_runner(
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
     with on_device, memory.explain_out_of_memory(remedy):
-        before = memory.Snapshot.of(device, ranks.size)
+        free = memory.free_memory(device, ranks.size)
         model_config = ranks.config_of_rank(full_config)
         backend = make_backend(config, model_config, device)
-        room = make_room(config, model_config, backend, before)
+        room = make_room(config, model_config, backend, free)
         room.check(checkpoint.directory.name, backend.dtype)
         # The longest request that can fit limits the size of rows and rotary tables.
         longest = room.fitted_length(max_model_len, ranks.smallest(room.max_blocks))
@@ -79,12 +79,12 @@ def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.
 
 
 def make_room(
-    config: EngineConfig, model_config: ModelConfig, backend: Backend, before: memory.Snapshot
+    config: EngineConfig, model_config: ModelConfig, backend: Backend, free: int
 ) -> memory.Room:
     cache_dtype = backend.dtype if config.kv_cache_dtype == "auto" else FP8
     weight_bytes = memory.weight_bytes(Qwen3.on_meta(model_config, backend))
     block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
-    return memory.Room(config, before, weight_bytes, block_bytes)
+    return memory.Room(config, backend.device, free, weight_bytes, block_bytes)
 
 
 def load_model(

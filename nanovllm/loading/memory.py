@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.api.config import EngineConfig
+from nanovllm.loading.optional import load_optional
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 
@@ -20,26 +21,6 @@ OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 # 32 MiB for each thread that runs steps, and the profile measures the workspaces of one thread.
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The memory of a device at one moment, in bytes."""
-
-    device: torch.device
-    free: int
-    total: int
-
-    @classmethod
-    def of(cls, device: torch.device, ranks: int = 1) -> "Snapshot":
-        """Measure the memory of a device. `ranks` processes share the memory of a CPU."""
-        if device.type == "cuda":
-            # Memory that an earlier engine has released must not count as used by other processes.
-            gc.collect()
-            torch.cuda.empty_cache()
-            return cls(device, *torch.cuda.mem_get_info(device))
-        free = available_host_memory() // ranks
-        return cls(device, free, free)
 
 
 def num_weights(model: Qwen3) -> int:
@@ -59,7 +40,8 @@ class Room:
     """The memory for weights and KV blocks, computed before any of it is allocated."""
 
     config: EngineConfig
-    before: Snapshot  # taken before the weights are loaded
+    device: torch.device
+    free: int  # bytes that are free before the weights are loaded
     weight_bytes: int
     block_bytes: int
 
@@ -83,57 +65,38 @@ class Room:
     @cached_property
     def max_blocks(self) -> int:
         """An upper bound on `num_kv_blocks`."""
-        size = self.before.free - self.weight_bytes
-        if self.before.device.type == "cpu":
+        size = self.free - self.weight_bytes
+        if self.device.type == "cpu":
             size = min(size, CPU_CACHE_BYTES // self.config.tensor_parallel_size)
         return max(1, size // self.block_bytes)
 
     @cached_property
     def num_host_blocks(self) -> int:
-        """The number of blocks in the host cache, from the option swap_space.
-
-        Raises ValueError if they do not fit into host memory. On a CPU, host memory also contains
-        the weights and the KV cache.
-        """
-        config = self.config
-        if not config.swap_space:
+        """The number of blocks in the host cache. Raises ValueError if they do not fit."""
+        if not self.config.swap_space:
             return 0
-        size = int(config.swap_space * 2**30)
-        free = available_host_memory() // config.tensor_parallel_size
-        where = ""
-        if self.before.device.type == "cpu":
+        free, where = available_host_memory() // self.config.tensor_parallel_size, ""
+        if self.device.type == "cpu":
             cache = ((self.requested_blocks or 1) + 1) * self.block_bytes
-            free = self.before.free - self.weight_bytes - cache
-            where = " next to weights and KV cache"
-        if size > free:
-            raise ValueError(
-                f"swap_space={config.swap_space} takes {size:,} bytes of host memory, and {free:,} "
-                f"are free{where}; lower it, or end other programs"
-            )
-        if size < self.block_bytes:
-            raise ValueError(
-                f"swap_space={config.swap_space} has no room for one block: a block of "
-                f"{config.kvcache_block_size} tokens takes {self.block_bytes:,} bytes; raise it to "
-                f"{self.block_bytes / 2**30:.2g} or more, or set it to 0"
-            )
-        return size // self.block_bytes
+            free, where = self.free - self.weight_bytes - cache, " next to weights and KV cache"
+        pool = load_optional("features.host_cache.pool", "swap_space")
+        return int(pool.num_host_blocks(self.config, self.block_bytes, free, where))
 
     def check(self, name: str, dtype: torch.dtype) -> None:
         """Raise ValueError if the model `name` or a size that an option sets does not fit."""
-        before = self.before
-        if self.weight_bytes > before.free:
+        if self.weight_bytes > self.free:
             raise ValueError(
                 f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in "
-                f"{str(dtype)[6:]}, and {before.free / 2**30:,.2f} GiB of memory are free on "
-                f"{before.device}; use a smaller model, end other programs, or set "
+                f"{str(dtype)[6:]}, and {self.free / 2**30:,.2f} GiB of memory are free on "
+                f"{self.device}; use a smaller model, end other programs, or set "
                 "dtype='bfloat16', which takes half of float32, or quantization='int8', which "
                 "takes half of that"
             )
         size = ((self.requested_blocks or 0) + 1) * self.block_bytes
-        if self.requested_blocks is not None and size > before.free:
+        if self.requested_blocks is not None and size > self.free:
             raise ValueError(
-                f"a KV cache of {size:,} bytes does not fit the {before.free:,} that are free on "
-                f"{before.device}; lower num_kvcache_blocks, kvcache_block_size or "
+                f"a KV cache of {size:,} bytes does not fit the {self.free:,} that are free on "
+                f"{self.device}; lower num_kvcache_blocks, kvcache_block_size or "
                 "kv_cache_memory_bytes"
             )
         _ = self.num_host_blocks  # raises ValueError if they do not fit
@@ -151,16 +114,16 @@ class Room:
         is reserved, because graphs use a separate memory pool. Raises ValueError if there is no
         room for the shortest request or, on a GPU, for a request of the option max_model_len.
         """
-        config, before, block_bytes = self.config, self.before, self.block_bytes
+        config, block_bytes = self.config, self.block_bytes
         scratch = 0
-        if before.device.type == "cuda":
+        if self.device.type == "cuda":
             plans = largest_plans(config, max_model_len)
             scratch = sum(_scratch_bytes(run, plan) for plan in plans)
         if self.requested_blocks is not None:
             return self.requested_blocks
         shortest = 2  # a prompt and an output have at least one token each
-        if before.device.type == "cuda":
-            size, where = _cuda_room(config, before, scratch)
+        if self.device.type == "cuda":
+            size, where = _cuda_room(self, scratch)
             shortest = config.max_model_len or shortest
             remedy = (
                 "Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, "
@@ -221,18 +184,27 @@ def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:
     return torch.cuda.max_memory_allocated() - allocated
 
 
-def _cuda_room(config: EngineConfig, before: Snapshot, scratch: int) -> tuple[int, str]:
-    """Return (bytes that the KV cache may take, explanation)."""
-    now = Snapshot.of(before.device)
-    # Memory taken since `before` holds the weights; memory taken earlier is of other processes.
-    weights = before.free - now.free
-    allowed = int(config.gpu_memory_utilization * now.total) - weights
-    room = max(0, min(allowed, now.free - CUDA_MARGIN) - scratch)
+def free_memory(device: torch.device, ranks: int = 1) -> int:
+    """Return the free bytes of a device. `ranks` processes share the memory of a CPU."""
+    if device.type != "cuda":
+        return available_host_memory() // ranks
+    # Memory that an earlier engine has released must not count as used by other processes.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _cuda_room(room: Room, scratch: int) -> tuple[int, str]:
+    """Return (bytes that the KV cache may take, explanation). Call it after loading the weights."""
+    free, total = free_memory(room.device), torch.cuda.mem_get_info(room.device)[1]
+    weights = room.free - free  # what was taken before that belongs to other processes
+    utilization = room.config.gpu_memory_utilization
+    size = max(0, min(int(utilization * total) - weights, free - CUDA_MARGIN) - scratch)
     gib = 2**30
-    return room, (
-        f"{room / gib:.2f} GiB of the GPU's {now.total / gib:.2f}, of which {now.free / gib:.2f} "
+    return size, (
+        f"{size / gib:.2f} GiB of the GPU's {total / gib:.2f}, of which {free / gib:.2f} "
         f"is free (weights hold {weights / gib:.2f}, the largest step needs {scratch / gib:.2f}, "
-        f"gpu_memory_utilization={config.gpu_memory_utilization})"
+        f"gpu_memory_utilization={utilization})"
     )
 
 

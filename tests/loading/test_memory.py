@@ -56,9 +56,9 @@ def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) 
     """The number of blocks of 10 bytes that a GPU with `room` bytes gets; 40,960 positions."""
     monkeypatch.setattr(memory, "_cuda_room", lambda *_: (room, "that"))
     monkeypatch.setattr(memory, "_scratch_bytes", lambda *_: 0)
-    config, gpu = EngineConfig(**options), memory.Snapshot(torch.device("cuda", 0), room, room)
+    config = EngineConfig(**options)
     length = config.max_model_len or 40_960
-    space = memory.Room(config, gpu, 0, 10)
+    space = memory.Room(config, torch.device("cuda", 0), room, 0, 10)
     num = space.num_kv_blocks(length, lambda plan: None)
     assert space.fitted_length(length, num) == min(length, num * 16)
     return num
