@@ -52,14 +52,17 @@ def make_runner(
         free = memory.free_memory(device, ranks.size)
         model_config = ranks.config_of_rank(full_config)
         backend = make_backend(config, model_config, device)
-        room = make_room(config, model_config, backend, free)
+        is_fp8 = config.kv_cache_dtype != "auto"
+        cache_dtype = FP8 if is_fp8 else backend.dtype
+        block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
+        weight_bytes = memory.weight_bytes(Qwen3.on_meta(model_config, backend))
+        room = memory.Room(config, device, free, weight_bytes, block_bytes)
         room.check(checkpoint.directory.name, backend.dtype)
         # The longest request that can fit limits the size of rows and rotary tables.
         longest = room.fitted_length(max_model_len, ranks.smallest(room.max_blocks))
         model = Qwen3(model_config, longest, backend)
         load_model(config, model, full_config, checkpoint, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
-        is_fp8 = config.kv_cache_dtype != "auto"
         scales = read_fp8_scales(checkpoint.files, model_config.num_layers) if is_fp8 else None
         make_cache(runner, room, longest, scales, ranks)
         runner.max_model_len = room.fitted_length(longest, runner.num_blocks)
@@ -76,15 +79,6 @@ def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.
         return backend
     int8 = load_optional("backends.int8", f"quantization={config.quantization!r}")
     return cast(Backend, int8.quantized(backend))
-
-
-def make_room(
-    config: EngineConfig, model_config: ModelConfig, backend: Backend, free: int
-) -> memory.Room:
-    cache_dtype = backend.dtype if config.kv_cache_dtype == "auto" else FP8
-    weight_bytes = memory.weight_bytes(Qwen3.on_meta(model_config, backend))
-    block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
-    return memory.Room(config, backend.device, free, weight_bytes, block_bytes)
 
 
 def load_model(
