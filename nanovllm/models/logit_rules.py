@@ -150,7 +150,7 @@ class RulesBatch:
         self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
         self.has_grammar = any(row.matcher for _, row in rows)
-        # From the last `apply`: errors by row, and the indices of logits with a complete grammar.
+        # Results of the last `apply`: errors by row, and indices of logits with a complete grammar.
         self.errors: dict[int, Exception] = {}
         self.completed: list[int] = []
 
