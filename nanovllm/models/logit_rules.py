@@ -145,7 +145,8 @@ class RulesBatch:
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
         """`rows` has (index of the row's logits, rules) for each row with rules."""
         device, vocab_size = state.logits.device, state.logits.shape[1]
-        self.state = state
+        # Not `state` itself: a cycle of references would keep the memory of an unused engine.
+        self.logits, self.caps = state.logits, state.caps
         self.rows = [row.row for _, row in rows]
         self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
@@ -182,7 +183,7 @@ class RulesBatch:
 
         `positions` [R] are the positions of the tokens to be sampled.
         """
-        logits = self.state.logits[: len(logits)].copy_(logits)
+        logits = self.logits[: len(logits)].copy_(logits)
         flat, vocab_size = logits.view(-1), logits.shape[1]
         if len(self.restricted):
             kept = flat[self.allowed]
@@ -222,7 +223,7 @@ class RulesBatch:
         if self.has_grammar:
             # On a CPU, masked_fill takes several times as long.
             index = to_device(masks, logits.device).int().flatten()
-            caps = self.state.caps.index_select(0, index).view(len(logits), -1)
+            caps = self.caps.index_select(0, index).view(len(logits), -1)
             torch.minimum(logits, caps[:, : logits.shape[1]], out=logits)
 
     def append(self, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
