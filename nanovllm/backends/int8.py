@@ -26,9 +26,9 @@ from torch.nn import functional as F
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 
-LARGEST = 127
-# The smallest absolute maximum of a row, so that nothing is divided by 0.
-SMALLEST = 1e-30
+INT8_MAX = 127
+# A lower limit of the largest magnitude of a row, by which the row is divided.
+MIN_ABSMAX = 1e-30
 # Rows of a weight that are quantized together. Their float32 copies stay in the CPU's caches.
 ROWS = 256
 # Inputs of a product that is exact in float32, because 1,024 * 127 * 127 is less than 2^24.
@@ -42,9 +42,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     even. The scale of a row with NaN or infinity is NaN or infinity.
     """
     x = x.float()
-    largest = x.abs().amax(dim=1).clamp(min=SMALLEST)
-    inverse = torch.full_like(largest, LARGEST) / largest
-    return (x * inverse[:, None]).round().to(torch.int8), largest * (1 / LARGEST)
+    absmax = x.abs().amax(dim=1).clamp(min=MIN_ABSMAX)
+    inverse = torch.full_like(absmax, INT8_MAX) / absmax
+    return (x * inverse[:, None]).round().to(torch.int8), absmax * (1 / INT8_MAX)
 
 
 @dataclass(slots=True)
@@ -110,8 +110,8 @@ def integer_product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [T, I] by weight [O, I], both int8 -> [T, O] int32. Exact below 2^17 inputs."""
     total = x.new_zeros((len(x), len(weight)), dtype=torch.int32)
     inputs = zip(x.split(EXACT_INPUTS, dim=1), weight.split(EXACT_INPUTS, dim=1), strict=True)
-    for some_x, some_weights in inputs:
-        total += F.linear(some_x.float(), some_weights.float()).int()
+    for x_part, weight_part in inputs:
+        total += F.linear(x_part.float(), weight_part.float()).int()
     return total
 
 

@@ -114,7 +114,7 @@ def run() -> list[Question]:
         special case in which the difference is first the prompt and then one token.""")
     show_source(
         link(PlainAttention.store),
-        link(PlainAttention.attend_gathered, "read_blocks"),
+        link(PlainAttention.attend_sequences, "read_blocks"),
         link(Scheduler.schedule, "decode_rows.append"),
         link(ModelConfig.block_bytes),
     )

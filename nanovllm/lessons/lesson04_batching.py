@@ -19,6 +19,7 @@ from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import make_llm, runner_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.loading.memory import num_weights
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.tools.trace.trace import State
 
@@ -75,7 +76,7 @@ def show_timeline(name: str, lines: list[str]) -> None:
 def run() -> list[Question]:
     llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
     runner = runner_of(llm)
-    weights = runner.model.num_weights * runner.dtype.itemsize / 2**20
+    weights = num_weights(runner.model) * runner.dtype.itemsize / 2**20
     say(f"""A decode step reads {weights:.0f} MiB of weights and makes the same calls to torch's
         operators for the linear layers, whether it computes 1 row or {ROWS}. Only attention works
         on each row separately. Lesson 5 measures the cost of more rows.""")

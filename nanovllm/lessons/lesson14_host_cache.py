@@ -18,6 +18,7 @@ from nanovllm import LLM, Trace
 from nanovllm.features.host_cache.blocks import HostCacheBlockManager
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, shape_of
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.loading.memory import num_weights
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 
@@ -48,7 +49,7 @@ def converse(llm: LLM) -> tuple[int, int]:
 
 def micros(config: ModelConfig) -> tuple[float, float]:
     """Return the microseconds to load the KV of a token, and to compute it, in bfloat16."""
-    return 1e6 * config.block_bytes(1, 2) / LINK, 1e6 * 2 * Qwen3.on_meta(config).num_weights / GPU
+    return 1e6 * config.block_bytes(1, 2) / LINK, 1e6 * 2 * num_weights(Qwen3.on_meta(config)) / GPU
 
 
 def run() -> list[Question]:
@@ -81,7 +82,7 @@ def run() -> list[Question]:
         {GPU / 1e12:g} TFLOPs per second, a token in bfloat16 takes, calculated:""")
     small, rows = shape_of("qwen3-0.6b"), []
     for name, config in (("Qwen3-0.6B", small), ("Qwen3-14B", shape_of("qwen3-14b"))):
-        size, flops = config.block_bytes(1, 2), 2 * Qwen3.on_meta(config).num_weights / 1e9
+        size, flops = config.block_bytes(1, 2), 2 * num_weights(Qwen3.on_meta(config)) / 1e9
         load, compute = micros(config)
         rows.append((name, f"{size:,}", f"{load:.1f}", f"{flops:.1f}", f"{compute:.1f}"))
     show_table(("model", "bytes", "us to load", "GFLOPs", "us to compute"), rows)

@@ -32,6 +32,7 @@ from nanovllm.features.tensor_parallel.ranks import Ranks
 from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, shape_of, timed
 from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.loading.memory import num_weights
 from nanovllm.models.layers import Linear, silu_and_mul
 from nanovllm.models.qwen3 import Qwen3
 
@@ -79,7 +80,7 @@ def run_rank() -> dict[str, Any]:
     has = (
         c.num_heads,
         c.num_kv_heads,
-        f"{Qwen3.on_meta(c).num_weights * 4 / 2**20:.1f}",
+        f"{num_weights(Qwen3.on_meta(c)) * 4 / 2**20:.1f}",
         a_step,
         sum(calls[-a_step:]),
     )

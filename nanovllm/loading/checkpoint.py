@@ -9,7 +9,7 @@ import math
 import os
 import shlex
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.loading.optional import find_optional
 from nanovllm.models.config import (
+    Fields,
     ModelConfig,
     check_field,
     check_fields,
@@ -29,16 +30,15 @@ from nanovllm.models.config import (
     read_json,
     unreadable,
 )
-from nanovllm.models.fp8 import Scales, read_fp8_scales
-from nanovllm.models.weights import HEAD, CheckpointTensor, load_weights
+from nanovllm.models.weights import HEAD
 from nanovllm.plan import FILTERS
 
 # Names in generation_config.json -> names in SamplingParams.
 SAMPLING_FIELDS = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"} | {
     name: name for name in ("temperature", *FILTERS, "repetition_penalty")
 }
+OTHER_FIELDS: Fields = {"do_sample": (bool, ())}  # of generation_config.json
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]  # no pickles, no code
 
 
@@ -120,10 +120,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 class Checkpoint:
-    """A model in Hugging Face layout. Each file is opened once, when it is first needed.
-
-    A Checkpoint is a context manager that closes the weight files.
-    """
+    """A model in Hugging Face layout. Each file is opened once, when it is first needed."""
 
     def __init__(
         self,
@@ -138,15 +135,7 @@ class Checkpoint:
         self.directory, self.has_weights = directory, has_weights
         self.overrides = overrides or {}
         self.config_path = directory / "config.json"
-        self._open_files = ExitStack()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open_files.close()
-
-    # ---- configuration ----
+        self.open_files = ExitStack()  # a context manager that closes the weight files
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -155,12 +144,12 @@ class Checkpoint:
             raise ValueError(
                 f"{self.directory} has no config.json; it is not a model in Hugging Face layout"
             )
-        return override(read_json(self.config_path), self.overrides, self.config_path)
+        raw: dict[str, Any] = read_json(self.config_path)
+        return override(raw, self.overrides) if self.overrides else raw
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        # Messages name the path.
-        suffix = " with hf_overrides" * bool(self.overrides)
+        suffix = " with hf_overrides" if self.overrides else ""  # for messages
         return ModelConfig.from_json(self.config, Path(f"{self.config_path}{suffix}"))
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
@@ -170,12 +159,13 @@ class Checkpoint:
         """
         path = self.directory / "generation_config.json"
         has_file = path.is_file()
-        raw = check_fields(read_json(path), path) if has_file else {}
+        raw = check_fields(read_json(path), path, OTHER_FIELDS) if has_file else {}
         eos, source = raw.get("eos_token_id"), path
         if eos is None:
             eos, source = self.config.get("eos_token_id"), self.config_path
-        listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        eos_ids = [check_field(source, "eos_token_id", x, int, (0, math.inf)) for x in listed]
+        if not isinstance(eos, list):
+            eos = [] if eos is None else [eos]
+        eos_ids = [check_field(source, "eos_token_id", x, int, (0, math.inf)) for x in eos]
         declared = scalar_fields(SamplingParams)
         fields = {
             ours: check_field(path, theirs, raw[theirs], *declared[ours][:2])
@@ -186,12 +176,10 @@ class Checkpoint:
             sampling = SamplingParams(**fields)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from None
-        # The default of transformers is greedy, so a file without do_sample means greedy sampling.
+        # In transformers, do_sample is false by default, which means greedy sampling.
         if has_file and not raw.get("do_sample"):
             sampling.temperature = 0.0
         return frozenset(eos_ids), sampling
-
-    # ---- weights ----
 
     @cached_property
     def has_head(self) -> bool:
@@ -202,26 +190,16 @@ class Checkpoint:
             return self.model_config.architecture.endswith("ForCausalLM")
         return any(HEAD in file.keys() for file in self.files.values())  # noqa: SIM118
 
-    def fp8_scales(self, num_layers: int) -> list[Scales]:
-        """Return the scales of each layer for a KV cache in fp8."""
-        return read_fp8_scales(self.files, num_layers)
-
-    def load_weights(self, tensors: Iterable[CheckpointTensor]) -> None:
-        """Load all tensors. Raises ValueError, before any is loaded, if the files do not match."""
-        load_weights(tensors, self.files)
-
     @cached_property
     def files(self) -> dict[Path, Any]:
         """The open safetensors files. They are memory-mapped: a tensor is read when it is used."""
-        if not self.has_weights:
-            return {}
-        return {path: self._open(path) for path in self.weight_files()}
-
-    def _open(self, path: Path) -> Any:
-        try:
-            return self._open_files.enter_context(safe_open(path, framework="pt"))
-        except Exception as error:  # safetensors' own error types are not public
-            raise unreadable(path, "a readable safetensors file", error) from None
+        files = {}
+        for path in self.weight_files() if self.has_weights else []:
+            try:
+                files[path] = self.open_files.enter_context(safe_open(path, framework="pt"))
+            except Exception as error:  # the error types of safetensors are not public
+                raise unreadable(path, "a readable safetensors file", error) from None
+        return files
 
     def weight_files(self) -> list[Path]:
         """Return the safetensors files, from the index if any. Raises ValueError if none exist."""
@@ -243,16 +221,10 @@ class Checkpoint:
             return [directory / name for name in names]
         single = directory / "model.safetensors"
         files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
-        if files:
-            return files
-        pickles = [p.name for pattern in PICKLES for p in sorted(directory.glob(pattern))]
-        if pickles:
+        if not files:
             raise ValueError(
-                f"{directory} holds only pickle weights ({', '.join(pickles[:3])}), which can run "
-                "code when loaded; convert them to safetensors (transformers: "
-                "model.save_pretrained)"
+                f"{directory} has no *.safetensors weights. Pickled weights (*.bin, *.pt) can run "
+                "code and are not read: convert them with model.save_pretrained of transformers. "
+                "load_format='dummy' makes random weights and needs config.json only"
             )
-        raise ValueError(
-            f"{directory} has no *.safetensors weights (load_format='dummy' needs config.json only "
-            "and makes random weights)"
-        )
+        return files

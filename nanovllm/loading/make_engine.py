@@ -37,7 +37,7 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     with ranks.leave_if_it_fails():
         with ranks.rank_0_first():  # rank 0 downloads the files
             checkpoint, tokenizer_dir = find_files(config)
-        with checkpoint:
+        with checkpoint.open_files:
             engine = load_engine(config, checkpoint, tokenizer_dir, ranks)
     # This also runs at exit. Otherwise, a thread of Gloo may end the process with SIGABRT.
     weakref.finalize(engine, ranks.leave)

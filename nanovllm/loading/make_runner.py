@@ -18,11 +18,12 @@ from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.select_backend import pick_backend, pick_device, pick_dtype
-from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.fp8 import FP8, Scales
+from nanovllm.models.fp8 import FP8, Scales, read_fp8_scales
 from nanovllm.models.qwen3 import Qwen3
-from nanovllm.models.weights import random_weights
+from nanovllm.models.weights import load_weights, random_weights
 from nanovllm.plan import StepPlan
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.model_runner import ModelRunner
@@ -48,18 +49,21 @@ def make_runner(
     on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     remedy = "out of memory; lower max_num_seqs, max_model_len or max_num_batched_tokens"
     with on_device, memory.explain_out_of_memory(remedy):
-        before = memory.Snapshot.of(device, ranks.size)
+        free = memory.free_memory(device, ranks.size)
         model_config = ranks.config_of_rank(full_config)
         backend = make_backend(config, model_config, device)
-        room = make_room(config, model_config, backend, before)
+        is_fp8 = config.kv_cache_dtype != "auto"
+        cache_dtype = FP8 if is_fp8 else backend.dtype
+        block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
+        weight_bytes = memory.weight_bytes(Qwen3.on_meta(model_config, backend))
+        room = memory.Room(config, device, free, weight_bytes, block_bytes)
         room.check(checkpoint.directory.name, backend.dtype)
         # The longest request that can fit limits the size of rows and rotary tables.
         longest = room.fitted_length(max_model_len, ranks.smallest(room.max_blocks))
         model = Qwen3(model_config, longest, backend)
         load_model(config, model, full_config, checkpoint, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
-        is_fp8 = config.kv_cache_dtype != "auto"
-        scales = checkpoint.fp8_scales(model_config.num_layers) if is_fp8 else None
+        scales = read_fp8_scales(checkpoint.files, model_config.num_layers) if is_fp8 else None
         make_cache(runner, room, longest, scales, ranks)
         runner.max_model_len = room.fitted_length(longest, runner.num_blocks)
         make_fast_steps(config, runner, ranks)
@@ -69,21 +73,12 @@ def make_runner(
 
 def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Backend:
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
-    num_weights = Qwen3.on_meta(model_config).num_weights
+    num_weights = memory.num_weights(Qwen3.on_meta(model_config))
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
     if config.quantization is None:
         return backend
     int8 = load_optional("backends.int8", f"quantization={config.quantization!r}")
     return cast(Backend, int8.quantized(backend))
-
-
-def make_room(
-    config: EngineConfig, model_config: ModelConfig, backend: Backend, before: memory.Snapshot
-) -> memory.Room:
-    cache_dtype = backend.dtype if config.kv_cache_dtype == "auto" else FP8
-    weight_bytes = Qwen3.on_meta(model_config, backend).weight_bytes
-    block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
-    return memory.Room(config, before, weight_bytes, block_bytes)
 
 
 def load_model(
@@ -96,7 +91,7 @@ def load_model(
     """Load the weights of `model`, which is this rank's part."""
     tensors = ranks.tensors_of_rank(model.checkpoint_tensors(), full_config)
     if checkpoint.has_weights:
-        checkpoint.load_weights(tensors)
+        load_weights(tensors, checkpoint.files)
     else:
         random_weights(tensors, config.seed, model.norm.device)
     for linear in model.linears():  # one at a time, to save memory
@@ -130,15 +125,14 @@ def make_cache(
 ) -> None:
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
 
-    def make_attention(num_blocks: int) -> Attention:
-        block_size = room.config.kvcache_block_size
-        attention: Attention = runner.backend.attention(
-            runner.model.config, num_blocks, block_size, scales
-        )
-        return attention
+    backend, model_config = runner.backend, runner.model.config
+
+    def make_attention(num_blocks: int) -> PlainAttention:
+        sizes = num_blocks, room.config.kvcache_block_size
+        return backend.attention_class(model_config, *sizes, backend.dtype, backend.device, scales)
 
     def profile(plan: StepPlan) -> None:
-        if runner.device_rows is not None:  # for the rules; decodes do not read these
+        if runner.device_rows is not None:  # then these positions are for logit rules only
             runner.rows.positions[:-1] = max_model_len - 2
         runner.attention = make_attention(1)  # everything is written to the null block
         runner.attention.copy_blocks([(0, 0)])

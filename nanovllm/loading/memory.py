@@ -1,6 +1,7 @@
-"""Computes how many KV blocks fit into memory."""
+"""Computes the memory of the weights, and how many KV blocks fit next to them."""
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from pathlib import Path
 import torch
 
 from nanovllm.api.config import EngineConfig
+from nanovllm.loading.optional import load_optional
+from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 
 # The messages of torch's RuntimeError for a failed allocation on a CPU.
@@ -20,24 +23,16 @@ CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The memory of a device at one moment, in bytes."""
+def num_weights(model: Qwen3) -> int:
+    """Return the number of weights. A tied head counts once."""
+    return sum(math.prod(tensor.shape) for tensor in model.checkpoint_tensors())
 
-    device: torch.device
-    free: int
-    total: int
 
-    @classmethod
-    def of(cls, device: torch.device, ranks: int = 1) -> "Snapshot":
-        """Measure the memory of a device. `ranks` processes share the memory of a CPU."""
-        if device.type == "cuda":
-            # Memory that an earlier engine has released must not count as used by other processes.
-            gc.collect()
-            torch.cuda.empty_cache()
-            return cls(device, *torch.cuda.mem_get_info(device))
-        free = available_host_memory() // ranks
-        return cls(device, free, free)
+def weight_bytes(model: Qwen3) -> int:
+    """Return the bytes of the weights as the backend stores them before `after_load`."""
+    linears = [linear.weight for linear in model.linears()]
+    num_others = num_weights(model) - sum(math.prod(weight.shape) for weight in linears)
+    return sum(weight.nbytes for weight in linears) + num_others * model.norm.itemsize
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,8 @@ class Room:
     """The memory for weights and KV blocks, computed before any of it is allocated."""
 
     config: EngineConfig
-    before: Snapshot  # taken before the weights are loaded
+    device: torch.device
+    free: int  # bytes that are free before the weights are loaded
     weight_bytes: int
     block_bytes: int
 
@@ -69,63 +65,44 @@ class Room:
     @cached_property
     def max_blocks(self) -> int:
         """An upper bound on `num_kv_blocks`."""
-        size = self.before.free - self.weight_bytes
-        if self.before.device.type == "cpu":
+        size = self.free - self.weight_bytes
+        if self.device.type == "cpu":
             size = min(size, CPU_CACHE_BYTES // self.config.tensor_parallel_size)
         return max(1, size // self.block_bytes)
 
     @cached_property
     def num_host_blocks(self) -> int:
-        """The number of blocks in the host cache, from the option swap_space.
-
-        Raises ValueError if they do not fit into host memory. On a CPU, host memory also contains
-        the weights and the KV cache.
-        """
-        config = self.config
-        if not config.swap_space:
+        """The number of blocks in the host cache. Raises ValueError if they do not fit."""
+        if not self.config.swap_space:
             return 0
-        size = int(config.swap_space * 2**30)
-        free = available_host_memory() // config.tensor_parallel_size
-        where = ""
-        if self.before.device.type == "cpu":
+        free, where = available_host_memory() // self.config.tensor_parallel_size, ""
+        if self.device.type == "cpu":
             cache = ((self.requested_blocks or 1) + 1) * self.block_bytes
-            free = self.before.free - self.weight_bytes - cache
-            where = " next to weights and KV cache"
-        if size > free:
-            raise ValueError(
-                f"swap_space={config.swap_space} takes {size:,} bytes of host memory, and {free:,} "
-                f"are free{where}; lower it, or end other programs"
-            )
-        if size < self.block_bytes:
-            raise ValueError(
-                f"swap_space={config.swap_space} has no room for one block: a block of "
-                f"{config.kvcache_block_size} tokens takes {self.block_bytes:,} bytes; raise it to "
-                f"{self.block_bytes / 2**30:.2g} or more, or set it to 0"
-            )
-        return size // self.block_bytes
+            free, where = self.free - self.weight_bytes - cache, " next to weights and KV cache"
+        pool = load_optional("features.host_cache.pool", "swap_space")
+        return int(pool.num_host_blocks(self.config, self.block_bytes, free, where))
 
     def check(self, name: str, dtype: torch.dtype) -> None:
         """Raise ValueError if the model `name` or a size that an option sets does not fit."""
-        before = self.before
-        if self.weight_bytes > before.free:
+        if self.weight_bytes > self.free:
             raise ValueError(
                 f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in "
-                f"{str(dtype)[6:]}, and {before.free / 2**30:,.2f} GiB of memory are free on "
-                f"{before.device}; use a smaller model, end other programs, or set "
+                f"{str(dtype)[6:]}, and {self.free / 2**30:,.2f} GiB of memory are free on "
+                f"{self.device}; use a smaller model, end other programs, or set "
                 "dtype='bfloat16', which takes half of float32, or quantization='int8', which "
                 "takes half of that"
             )
         size = ((self.requested_blocks or 0) + 1) * self.block_bytes
-        if self.requested_blocks is not None and size > before.free:
+        if self.requested_blocks is not None and size > self.free:
             raise ValueError(
-                f"a KV cache of {size:,} bytes does not fit the {before.free:,} that are free on "
-                f"{before.device}; lower num_kvcache_blocks, kvcache_block_size or "
+                f"a KV cache of {size:,} bytes does not fit the {self.free:,} that are free on "
+                f"{self.device}; lower num_kvcache_blocks, kvcache_block_size or "
                 "kv_cache_memory_bytes"
             )
-        _ = self.num_host_blocks
+        _ = self.num_host_blocks  # raises ValueError if they do not fit
 
     def fitted_length(self, max_model_len: int, num_blocks: int) -> int:
-        """Return max_model_len, or what the blocks hold if no option sets either."""
+        """Return max_model_len, or if no option limits them, the tokens that the blocks hold."""
         if self.config.max_model_len is not None or self.requested_blocks is not None:
             return max_model_len
         return min(max_model_len, num_blocks * self.config.kvcache_block_size)
@@ -133,26 +110,21 @@ class Room:
     def num_kv_blocks(self, max_model_len: int, run: Callable[[StepPlan], None]) -> int:
         """Return the number of KV blocks for requests. Call it after the weights are loaded.
 
-        On a GPU, the largest steps are run to measure scratch memory. The sum is reserved, because
-        graphs use a separate memory pool. Raises ValueError if there is no room for the shortest
-        request or, on a GPU, for a request of the option max_model_len.
+        On a GPU, the largest steps are run to measure their scratch memory. The sum over the steps
+        is reserved, because graphs use a separate memory pool. Raises ValueError if there is no
+        room for the shortest request or, on a GPU, for a request of the option max_model_len.
         """
-        config, before, block_bytes = self.config, self.before, self.block_bytes
+        config, block_bytes = self.config, self.block_bytes
         scratch = 0
-        if before.device.type == "cuda":
+        if self.device.type == "cuda":
             plans = largest_plans(config, max_model_len)
             scratch = sum(_scratch_bytes(run, plan) for plan in plans)
         if self.requested_blocks is not None:
             return self.requested_blocks
-        per_sequence = -(-max_model_len // config.kvcache_block_size)
-        # A prompt and an output have at least one token each.
-        needed = -(-2 // config.kvcache_block_size)
-        what = "one block and the null block need" if needed == 1 else "a request of 2 tokens needs"
-        if before.device.type == "cuda":
-            size, where = _cuda_room(config, before, scratch)
-            if config.max_model_len is not None:
-                needed = per_sequence
-                what = f"one request of max_model_len={max_model_len} needs"
+        shortest = 2  # a prompt and an output have at least one token each
+        if self.device.type == "cuda":
+            size, where = _cuda_room(self, scratch)
+            shortest = config.max_model_len or shortest
             remedy = (
                 "Lower max_model_len, kvcache_block_size, max_num_batched_tokens or max_num_seqs, "
                 "or raise gpu_memory_utilization"
@@ -165,13 +137,15 @@ class Room:
             size //= config.tensor_parallel_size
             where = f"{size / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
             remedy = "Lower kvcache_block_size, or end other programs"
-        num = min(size // block_bytes - 1, per_sequence * config.max_num_seqs)
+        num = size // block_bytes - 1
+        needed = -(-shortest // config.kvcache_block_size)
         if num < needed:
             raise ValueError(
-                f"too little memory for the KV cache: it may take {where}; {what} "
-                f"{(needed + 1) * block_bytes / 2**20:,.0f} MiB. {remedy}"
+                f"too little memory for the KV cache: it may take {where}; the null block and a "
+                f"request of {shortest:,} tokens need {(needed + 1) * block_bytes / 2**20:,.0f} "
+                f"MiB. {remedy}"
             )
-        return num
+        return min(num, -(-max_model_len // config.kvcache_block_size) * config.max_num_seqs)
 
 
 def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
@@ -210,18 +184,27 @@ def _scratch_bytes(run: Callable[[StepPlan], None], plan: StepPlan) -> int:
     return torch.cuda.max_memory_allocated() - allocated
 
 
-def _cuda_room(config: EngineConfig, before: Snapshot, scratch: int) -> tuple[int, str]:
-    """Return (bytes that the KV cache may take, explanation)."""
-    now = Snapshot.of(before.device)
-    # Memory taken since `before` is ours; memory taken earlier belongs to other processes.
-    ours = before.free - now.free
-    allowed = int(config.gpu_memory_utilization * now.total) - ours
-    room = max(0, min(allowed, now.free - CUDA_MARGIN) - scratch)
+def free_memory(device: torch.device, ranks: int = 1) -> int:
+    """Return the free bytes of a device. `ranks` processes share the memory of a CPU."""
+    if device.type != "cuda":
+        return available_host_memory() // ranks
+    # Memory that an earlier engine has released must not count as used by other processes.
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def _cuda_room(room: Room, scratch: int) -> tuple[int, str]:
+    """Return (bytes that the KV cache may take, explanation). Call it after loading the weights."""
+    free, total = free_memory(room.device), torch.cuda.mem_get_info(room.device)[1]
+    weights = room.free - free  # what was taken before that belongs to other processes
+    utilization = room.config.gpu_memory_utilization
+    size = max(0, min(int(utilization * total) - weights, free - CUDA_MARGIN) - scratch)
     gib = 2**30
-    return room, (
-        f"{room / gib:.2f} GiB of the GPU's {now.total / gib:.2f}, of which {now.free / gib:.2f} "
-        f"is free (weights hold {ours / gib:.2f}, the largest step needs {scratch / gib:.2f}, "
-        f"gpu_memory_utilization={config.gpu_memory_utilization})"
+    return size, (
+        f"{size / gib:.2f} GiB of the GPU's {total / gib:.2f}, of which {free / gib:.2f} "
+        f"is free (weights hold {weights / gib:.2f}, the largest step needs {scratch / gib:.2f}, "
+        f"gpu_memory_utilization={utilization})"
     )
 
 
@@ -241,7 +224,7 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
 def available_host_memory() -> int:
     """Return the bytes that can be allocated without swapping, within the container's limit."""
     info = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(info["MemAvailable:"]) * 1024  # it is in KiB
+    available = int(info["MemAvailable:"]) * 1024
     group = Path("/sys/fs/cgroup")
     limit = group / "memory.max"
     if limit.is_file() and limit.read_text().strip() != "max":

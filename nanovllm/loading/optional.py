@@ -23,8 +23,8 @@ def find_optional(module: str) -> Any:
 
 def load_optional(module: str, option: str) -> Any:
     """Import a module that `option` needs. Raises ValueError if its folder is deleted."""
-    found = find_optional(module)
-    if found is None:
+    loaded = find_optional(module)
+    if loaded is None:
         path = "nanovllm/" + module.replace(".", "/")
         raise ValueError(f"{option} needs {path}.py, which this copy of nanovllm does not have")
-    return found
+    return loaded

@@ -24,25 +24,25 @@ SMALL_MODEL = 100_000_000
 
 def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weights: int) -> Backend:
     """Return a backend by name. Raises ValueError if it is missing or cannot use the device."""
-    wanted = name
-    if name == "auto":
+    is_auto = name == "auto"
+    if is_auto:
         name = "triton" if device.type == "cuda" else "numba"
         if name == "numba" and dtype is torch.float16:
             logger.warning("float16 on a CPU runs in plain torch, which is slower")
             name = "sdpa"
     if name == "sdpa":
         return Backend(device, dtype)
-    may_be_plain = wanted == "auto" and name == "numba" and num_weights < SMALL_MODEL
+    may_be_plain = is_auto and name == "numba" and num_weights < SMALL_MODEL
     try:
         path = f"backends.{FOLDERS[name]}.backend"
         module = load_optional(path, f"attention_backend={name!r}")
         if may_be_plain and not module.is_ready(dtype):
-            # An engine keeps this backend, so that its tokens do not change midway.
+            # An engine keeps its backend: with another one, its tokens could change.
             return Backend(device, dtype)
         backend: Backend = module.make_backend(device, dtype)
         return backend
     except (ImportError, ValueError) as error:
-        if wanted == "auto":
+        if is_auto:
             logger.warning(f"attention runs in plain torch, which is slower: {error}")
             return Backend(device, dtype)
         if isinstance(error, ValueError):

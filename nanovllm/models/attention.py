@@ -2,7 +2,8 @@
 
 PlainAttention owns the KV cache [layers, 2, blocks, K, B, D]: keys, then values, of K KV heads, in
 B slots per block. The slots of one head in a block are contiguous. An unwritten slot may contain
-anything, including NaN, and never affects a result. models/fp8.py describes the fp8 cache.
+anything, including NaN, and never affects a result. models/fp8.py describes the fp8 cache. T is the
+number of tokens of the step, and H the number of query heads.
 """
 
 from collections.abc import Sequence
@@ -16,13 +17,14 @@ from torch.nn import functional as F
 from nanovllm.models.batch import ForwardBatch, to_device
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
+from nanovllm.models.layers import Norms, Rope, rms_norm, rotate
 
 
-class Gathered(NamedTuple):
+class SequenceMetadata(NamedTuple):
     """The queries of one sequence of the step, and the location of its keys and values."""
 
     tokens: slice  # its Q tokens among the tokens of the step
-    rows: Tensor  # the blocks of its context, as indices from `block_rows`
+    blocks: Tensor  # [n] int32, the blocks of its context
     context_len: int
     num_keys: int  # L: context_len and padding; no query attends to the padding
     mask: Tensor | None  # [Q, L] bool, true if a query attends to a key; None if `is_causal`
@@ -41,68 +43,89 @@ class PlainAttention:
         device: torch.device,
         fp8_scales: list[Scales] | None = None,
     ) -> None:
-        """Allocate an uninitialized cache. `num_blocks` includes the null block. q, k and v have
-        `dtype`. The cache has it too, or is in fp8 if the scales of each layer are given."""
+        """Allocate an uninitialized cache. `num_blocks` includes the null block.
+
+        q, k and v have `dtype`. The cache is in fp8 if the scales of each layer are given, and has
+        `dtype` otherwise.
+        """
         heads, dim = config.num_kv_heads, config.head_dim
         shape = (config.num_layers, 2, num_blocks, heads, block_size, dim)
         self.cache = self.allocate(shape, FP8 if fp8_scales else dtype, device)
-        self.block_size, self.dtype, self.fp8_scales = block_size, dtype, fp8_scales
+        self.block_size, self.dtype, self.eps = block_size, dtype, config.rms_norm_eps
+        self.qkv_heads = [config.num_heads, heads, heads]
+        # On the host: a captured launch contains these numbers, and no kernel loads them.
+        self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def prepare(self, batch: ForwardBatch) -> None:
-        batch.attention_metadata = [self.gather(batch, i) for i in range(len(batch.context_lens))]
+        """Set the data that all layers share. Called once per step."""
+        sequences = range(len(batch.context_lens))
+        batch.attention_metadata = [self.sequence_metadata(batch, i) for i in sequences]
 
-    def gather(self, batch: ForwardBatch, i: int) -> Gathered:
+    def sequence_metadata(self, batch: ForwardBatch, i: int) -> SequenceMetadata:
         """Locate the tokens of sequence `i` in the batch, and its context in the cache."""
         start, end = batch.query_start_loc[i : i + 2].tolist()
-        context_len, num = int(batch.context_lens[i]), end - start
+        num_queries = end - start
+        context_len = int(batch.context_lens[i])
         num_keys = -(-context_len // self.key_padding) * self.key_padding
         device = batch.block_tables.device
         # Padding can exceed the block table. It repeats the last block and is not attended to.
         index = torch.arange(-(-num_keys // self.block_size), device=device)
         blocks = batch.block_tables[i, index.clamp(max=(context_len - 1) // self.block_size)]
-        is_causal, mask = num == context_len, None
-        if not is_causal:  # the queries have the last `num` positions of the context
-            query_positions = torch.arange(context_len - num, context_len, device=device)
+        is_causal = num_queries == context_len
+        mask = None
+        if not is_causal:  # the queries have the last positions of the context
+            query_positions = torch.arange(context_len - num_queries, context_len, device=device)
             mask = torch.arange(num_keys, device=device) <= query_positions[:, None]
-        rows = self.block_rows(blocks)
-        return Gathered(slice(start, end), rows, context_len, num_keys, mask, is_causal)
+        tokens = slice(start, end)
+        return SequenceMetadata(tokens, blocks, context_len, num_keys, mask, is_causal)
 
-    def block_rows(self, blocks: Tensor) -> Tensor:
-        """Return indices [2 * K * n] of `blocks` [n] in a layer as [2 * num_blocks * K, B * D]."""
-        _, _, num_blocks, kv_heads, *_ = self.cache.shape
-        k_and_v = torch.arange(2, device=blocks.device)[:, None, None] * num_blocks
-        heads = torch.arange(kv_heads, device=blocks.device)[:, None]
-        return ((k_and_v + blocks) * kv_heads + heads).flatten()
+    def read_blocks(self, layer: int, blocks: Tensor) -> Tensor:
+        """Copy keys and values of `blocks` [n] -> [2, K, n * B, D]. fp8 scales are not applied."""
+        kv = self.cache[layer].transpose(1, 2)  # [2, K, blocks, B, D]
+        # `kv[:, :, blocks]` takes several times as long on a CPU.
+        return kv.index_select(2, blocks).flatten(2, 3).to(self.dtype)
 
-    def read_blocks(self, layer: int, rows: Tensor) -> Tensor:
-        """Copy the blocks at `rows` -> [2, K, n * B, D]. The fp8 scales are not applied."""
-        *_, kv_heads, block_size, dim = self.cache.shape
-        blocks = self.cache[layer].view(-1, block_size * dim).index_select(0, rows)
-        return blocks.view(2, kv_heads, -1, dim).to(self.dtype)
+    def norm_rope_store(
+        self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
+    ) -> Tensor:
+        """Normalize and rotate q and k, and store k and v.
+
+        A backend may overwrite `qkv` [T, (H + 2K) D], and returns what its `attend` takes: here
+        q [T, H, D].
+        """
+        q, k, v = qkv.unflatten(-1, (sum(self.qkv_heads), -1)).split(self.qkv_heads, dim=1)
+        if norms is not None:
+            q_norm, k_norm = norms
+            q, k = rms_norm(q, q_norm, self.eps), rms_norm(k, k_norm, self.eps)
+        q, k = rotate(q, rope), rotate(k, rope)
+        self.store(layer, k, v, batch)
+        return q
 
     def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
+        """Write k and v [T, K, D] to the slots of their tokens."""
         block, offset = batch.slot_mapping // self.block_size, batch.slot_mapping % self.block_size
         k_cache, v_cache = self.cache[layer]
-        if self.fp8_scales:
-            k, v = map(to_fp8, (k, v), self.fp8_scales[layer])
+        if self.cache.dtype == FP8:
+            k, v = map(to_fp8, (k, v), self.scales[layer])
         k_cache[block, :, offset], v_cache[block, :, offset] = k, v
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        k_scale, v_scale = self.fp8_scales[layer] if self.fp8_scales else (1.0, 1.0)
+        """Compute causal attention of q [T, H, D] over each sequence's context -> [T, H * D]."""
+        k_scale, v_scale = self.scales[layer]
         out = torch.empty_like(q)
-        self.attend_gathered(layer, q * k_scale, batch.attention_metadata, out)
+        self.attend_sequences(layer, q * k_scale, batch.attention_metadata, out)
         return out.flatten(1) * v_scale
 
-    def attend_gathered(
-        self, layer: int, q: Tensor, sequences: list[Gathered], out: Tensor
+    def attend_sequences(
+        self, layer: int, q: Tensor, sequences: list[SequenceMetadata], out: Tensor
     ) -> None:
         """Compute the attention of each sequence, from q [T, H, D] into out [T, H, D]."""
         for seq in sequences:
-            kv = self.read_blocks(layer, seq.rows)[:, :, : seq.num_keys]
+            kv = self.read_blocks(layer, seq.blocks)[:, :, : seq.num_keys]
             kv[:, :, seq.context_len :] = 0  # a NaN in an unwritten slot would spread
             k, v = kv.unsqueeze(1)  # [1, K, L, D] each
             queries = q[seq.tokens].transpose(0, 1)[None]  # [1, H, Q, D]
@@ -112,5 +135,6 @@ class PlainAttention:
             out[seq.tokens] = attended[0].transpose(0, 1)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, target) in all layers. All reads precede all writes."""
         source, target = to_device(np.array(copies).T.copy(), self.cache.device)
         self.cache[:, :, target] = self.cache[:, :, source]  # indexing on the right makes a copy

@@ -6,53 +6,22 @@ backends/gpu/backend.py and backends/cpu/backend.py extend it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.models import layers, logit_rules, sampler
+from nanovllm.models import layers, logprobs, sampler
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.batch import ForwardBatch, SamplingBatch
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.fp8 import Scales
-from nanovllm.models.layers import Linear, Norms, Rope
-
-
-class Attention(Protocol):
-    """Attention over a paged KV cache. T tokens, H query heads, K KV heads, D head size."""
-
-    cache: Tensor
-
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Prepare the data that all layers share. Called once per step."""
-
-    def store(self, layer: int, k: Tensor, v: Tensor, batch: ForwardBatch) -> None:
-        """Write k and v [T, K, D] to the slots of their tokens."""
-
-    def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Compute causal attention of q [T, H, D] over each sequence's context -> [T, H * D]."""
-
-    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, target) in all layers. All reads precede all writes."""
-
-    def norm_rope_store(
-        self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
-    ) -> Tensor:
-        """Normalize and rotate q and k, and store k and v, in one kernel.
-
-        `qkv` [T, (H + 2K) D] may be overwritten. Returns the `q` to pass to `attend`: q [T, H, D],
-        or qkv with q first.
-        """
+from nanovllm.models.layers import Linear
 
 
 class Backend:
     """The backend in plain torch, for any device. loading/select_backend.py selects a backend."""
 
     attention_class: type[PlainAttention] = PlainAttention
-    fused_attention = False  # whether attention has `norm_rope_store` instead of `store`
     captures = False  # whether `capture_decode` is implemented
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -68,12 +37,14 @@ class Backend:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an uninitialized weight."""
-        # Changing torch's default dtype and device would also affect other threads.
+        # The defaults of torch are not changed, because they also apply to other threads.
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def make_weight(self, outputs: int, inputs: int) -> Any:
-        """Return the weight of a Linear: a tensor [O, I], or an object that is loaded, split and
-        indexed like a tensor."""
+        """Return the weight of a Linear: a tensor [O, I], or an object that is used like one.
+
+        Such an object has `shape`, `nbytes`, `split` and `copy_`, and is indexed by rows.
+        """
         return self.empty(outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
@@ -81,46 +52,19 @@ class Backend:
 
     # ---- layers, as in models/layers.py; x and the residual may be overwritten ----
 
-    def linear(self, x: Tensor, module: Linear) -> Tensor:
-        """Map x [T, I] to [T, O]."""
-        return layers.linear(x, module)
+    linear = staticmethod(layers.linear)
+    add_rms_norm = staticmethod(layers.add_rms_norm)
+    silu_and_mul = staticmethod(layers.silu_and_mul)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return layers.add_rms_norm(x, residual, weight, eps)
+    # ---- results, as in models/sampler.py and models/logprobs.py ----
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        return layers.silu_and_mul(x)
-
-    # ---- attention and sampling ----
-
-    def attention(
-        self,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        fp8_scales: list[Scales] | None = None,
-    ) -> Any:
-        """Return an Attention with a KV cache of `num_blocks` blocks, the null block included.
-
-        The cache is in fp8 if the scales of each layer are given.
-        """
-        place = self.dtype, self.device
-        return self.attention_class(config, num_blocks, block_size, *place, fp8_scales)
-
-    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Sample from logits [R, V] -> token ids [R] int64."""
-        return sampler.sample(logits, batch)
-
-    def token_logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-        """See models.logit_rules.token_logprobs."""
-        return logit_rules.token_logprobs(logits, tokens, k)
+    sample = staticmethod(sampler.sample)
+    token_logprobs = staticmethod(logprobs.token_logprobs)
 
     # ---- steps ----
 
     def fuse_layers(self, model: Any, attention: Any) -> Any:
-        """Return an object that computes `forward` and `logits` in fewer calls, or None."""
+        """Return an object with `forward` and `logits` of `model` in fewer calls, or None."""
         return None
 
     def capture_decode(

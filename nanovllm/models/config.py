@@ -14,55 +14,32 @@ from nanovllm.api.checks import KINDS, check_scalar, unknown_name
 from nanovllm.api.config import DTYPES
 from nanovllm.models.rope import RopeConfig
 
-SIZE = (1, 2**31 - 1)
+Fields = dict[str, tuple[type, tuple[Any, ...]]]  # name -> type, and its range or choices
+ANY: tuple[Any, ...] = ()
+SIZE, LENGTH = (1, 2**31 - 1), (1, 10_000_000)
 STORED = tuple(prefix + name for prefix in ("", "torch.") for name in (*DTYPES[1:], "float64"))
-# The type and the range or choices of each field that is read from config.json and
-# generation_config.json. SamplingParams checks the sampling parameters.
-Fields = dict[str, tuple[type, tuple[Any, ...]]]
+# The fields of config.json that are read, nested ones included, by type and range or choices.
 FIELDS: Fields = {
-    "architectures": (list, ()),
-    "attention_bias": (bool, ()),
-    "attention_factor": (float, (0, math.inf)),
-    "beta_fast": (float, (0, math.inf)),
-    "beta_slow": (float, (0, math.inf)),
-    "do_sample": (bool, ()),
-    "dtype": (str, STORED),
-    "factor": (float, (1, math.inf)),
-    "head_dim": (int, SIZE),
-    "hidden_act": (str, ("silu",)),
-    "hidden_size": (int, SIZE),
-    "high_freq_factor": (float, (0, math.inf)),
-    "intermediate_size": (int, SIZE),
-    "layer_types": (list, ()),
-    "low_freq_factor": (float, (0, math.inf)),
-    "max_new_tokens": (int, (1, math.inf)),
-    "max_position_embeddings": (int, (1, 10_000_000)),
-    "max_window_layers": (int, (0, math.inf)),
-    "min_new_tokens": (int, (0, math.inf)),
-    "mlp_bias": (bool, ()),
-    "mscale": (float, (0, math.inf)),
-    "mscale_all_dim": (float, (0, math.inf)),
-    "num_attention_heads": (int, SIZE),
-    "num_hidden_layers": (int, (1, 10_000)),
-    "num_key_value_heads": (int, SIZE),
-    "original_max_position_embeddings": (int, (1, 10_000_000)),
-    "partial_rotary_factor": (float, (0, 1)),
-    "quantization_config": (dict, ()),
-    "rms_norm_eps": (float, (0, 1)),
-    "rope_parameters": (dict, ()),
-    "rope_scaling": (dict, ()),
-    "rope_theta": (float, (1, math.inf)),
-    "rope_type": (str, ()),
-    "sliding_window": (int, SIZE),
-    "tie_word_embeddings": (bool, ()),
-    "torch_dtype": (str, STORED),
-    "truncate": (bool, ()),
-    "type": (str, ()),
-    "use_sliding_window": (bool, ()),
-    "vocab_size": (int, SIZE),
+    name: (kind, limits)
+    for kind, limits, names in (
+        (bool, ANY, "attention_bias mlp_bias tie_word_embeddings truncate use_sliding_window"),
+        (int, SIZE, "hidden_size intermediate_size vocab_size head_dim sliding_window"),
+        (int, SIZE, "num_attention_heads num_key_value_heads"),
+        (int, LENGTH, "max_position_embeddings original_max_position_embeddings"),
+        (int, (1, 10_000), "num_hidden_layers"),
+        (int, (0, math.inf), "max_window_layers"),
+        (float, (0, math.inf), "attention_factor beta_fast beta_slow mscale mscale_all_dim"),
+        (float, (0, math.inf), "low_freq_factor high_freq_factor"),
+        (float, (0, 1), "partial_rotary_factor rms_norm_eps"),
+        (float, (1, math.inf), "factor rope_theta"),
+        (str, STORED, "dtype torch_dtype"),
+        (str, ("silu",), "hidden_act"),
+        (str, ANY, "rope_type type"),
+        (list, ANY, "architectures layer_types"),
+        (dict, ANY, "quantization_config rope_parameters rope_scaling"),
+    )
+    for name in names.split()
 }
-
-GENERATION = {"do_sample", "max_new_tokens", "min_new_tokens"}  # of generation_config.json
 
 
 @dataclass(frozen=True)
@@ -84,7 +61,7 @@ class ModelConfig:
     attention_bias: bool  # whether the query, key and value projections have a bias
     output_bias: bool  # whether the output projection of attention has a bias
     qk_norm: bool
-    sliding_window: int | None  # the most tokens that a layer attends to; None: all
+    sliding_window: int | None  # the number of tokens that a layer attends to; None: all
     dtype: str | None  # the stored dtype of the weights, if config.json names it
 
     @classmethod
@@ -93,7 +70,7 @@ class ModelConfig:
 
         Raises ValueError for missing or unsupported fields.
         """
-        fields = raw.keys()  # also those that are null
+        fields = raw.keys()  # with the fields that are null
         raw = check_fields(raw, path)
         architectures = raw.get("architectures") or []
         known = [name for name in ARCHITECTURES if name in architectures]
@@ -158,8 +135,8 @@ class ModelConfig:
         return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
 
 
-# Properties that follow from the architecture's name and may be absent from config.json.
-# Where attention_bias is not given here, config.json's is for all four projections of attention.
+# Properties that follow from the name of the architecture and may be absent from config.json. If
+# attention_bias is not given here, the one of config.json is for all four projections of attention.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 128},
     "Qwen2ForCausalLM": {"qk_norm": False, "attention_bias": True},
@@ -206,28 +183,28 @@ def _sliding_window(raw: dict[str, Any], architecture: str, is_null: bool) -> in
     return raw.get("sliding_window", 4096) if slides else None
 
 
-def override(raw: dict[str, Any], overrides: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def override(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of config.json with `overrides`, which vLLM calls hf_overrides.
 
     New rope fields replace the old ones except rope_theta. Raises ValueError for a field that is
     neither in the file nor used here.
     """
     nested = {field.name for field in dataclasses.fields(RopeConfig)} - {"rope_theta"} | {"type"}
-    known = sorted((raw.keys() | FIELDS.keys()) - nested - GENERATION)
+    known = sorted((raw.keys() | FIELDS.keys()) - nested)
     for name in map(str, overrides):
         if name in nested:
             raise ValueError(f"hf_overrides: {name!r} is a field of 'rope_scaling'; put it there")
         if name not in known:
             raise ValueError(f"hf_overrides: {unknown_name('field of config.json', name, known)}")
+    rope = raw.get("rope_parameters")
+    if isinstance(rope, dict) and rope.get("rope_theta") is not None:
+        rest = {name: value for name, value in rope.items() if name != "rope_theta"}
+        raw = raw | {"rope_theta": rope["rope_theta"], "rope_parameters": rest}
     fields = {**raw, **overrides}
-    for given, other in (("rope_parameters", "rope_scaling"), ("rope_scaling", "rope_parameters")):
-        if given in overrides:
-            old = {**(raw.get("rope_parameters") or {}), **overrides}
-            theta = {"rope_theta": old["rope_theta"]} if "rope_theta" in old else {}
-            check_field(path, given, overrides[given] or {}, dict, ())
-            fields[given], fields[other] = theta | dict(overrides[given] or {}), None
-    if "rope_theta" in overrides and fields.get("rope_parameters"):
-        fields["rope_parameters"] = fields["rope_parameters"] | {"rope_theta": fields["rope_theta"]}
+    if "rope_scaling" in overrides:
+        fields["rope_parameters"] = None
+    elif "rope_parameters" in overrides:
+        fields["rope_scaling"] = None
     return fields
 
 
@@ -259,8 +236,8 @@ def read_json(path: Path, kind: type = dict) -> Any:
     except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise unreadable(path, "valid JSON", error) from None
     if not isinstance(raw, kind):
-        what = type(raw).__name__
-        raise ValueError(f"{path} is not valid: it must hold {KINDS[kind]}, not {what}")
+        name = type(raw).__name__
+        raise ValueError(f"{path} is not valid: it must hold {KINDS[kind]}, not {name}")
     return raw
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
+FP8_MAX = 448.0
 Scales: TypeAlias = tuple[float, float]  # the key scale and the value scale of a layer
 
 # The names that vLLM reads: plain, from its attention, from ModelOpt, from a fused projection.
@@ -33,7 +33,7 @@ KV_SCALE = re.compile(
 def to_fp8(x: Tensor, scale: float) -> Tensor:
     """Return x / scale in float8_e4m3fn, limited to magnitudes of 448. NaN remains NaN."""
     # Without the clamp, some devices convert larger magnitudes to NaN.
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(FP8)
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def read_fp8_scales(files: Mapping[Path, Any], num_layers: int) -> list[Scales]:

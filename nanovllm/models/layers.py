@@ -67,10 +67,11 @@ class Linear:
             if fused is not None:
                 views = fused.split(list(self.projections.values()))
                 for name, view in zip(self.projections, views, strict=True):
-                    yield CheckpointTensor.whole(f"{prefix}{name}.{kind}", view)
+                    yield CheckpointTensor.of(f"{prefix}{name}.{kind}", view)
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
+    """Map x [T, I] to [T, O]."""
     return F.linear(x, module.weight, module.bias)
 
 

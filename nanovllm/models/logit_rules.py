@@ -1,4 +1,4 @@
-"""Logit rules: changes to the logits beyond temperature and filters, and log-probabilities.
+"""Logit rules: penalties, bias, masks and grammars, which change a row's logits before sampling.
 
 A row without rules costs nothing. The rules of all rows of a step are applied together, in few
 operations on the device and without waiting for it. Three kinds of rules need the sampled tokens on
@@ -10,6 +10,8 @@ The order is the same as in transformers and vLLM: log-probabilities of the raw 
 tokens, bad words, minimum length, bias, penalties, logits processors, and last the grammar, which
 no other rule can override. The sampler follows.
 """
+
+from __future__ import annotations
 
 import functools
 import itertools
@@ -24,25 +26,22 @@ from torch import Tensor
 
 from nanovllm.api.sampling_params import takes_prompt
 from nanovllm.models.batch import to_device
+from nanovllm.models.penalties import Penalties, PenaltyState, check_ids
 from nanovllm.models.sampler import MASKED
-from nanovllm.plan import LogitRules, NewRow, TokenLogprobs
+from nanovllm.plan import LogitRules, NewRow
 
-NO_END = 2**62
-# Penalties process at most this many known tokens at a time, in 50 MB of memory. 256 rows of 40,960
-# tokens would take 0.5 GB, which the memory profile does not measure because its rows are short.
-TOKENS_AT_A_TIME = 2**20
+NO_END = 2**62  # above every position
 
 
 class RowRules:
     """The rules of one row, and the tokens of the row if the host needs them.
 
-    Raises ValueError for a token id outside the vocabulary, because its index in the flat logits
-    [R * V] could belong to another row.
+    Raises ValueError for a token id outside the vocabulary.
     """
 
     def __init__(self, rules: LogitRules, new_row: NewRow, vocab_size: int) -> None:
-        # RowRules can outlive the request, until its row is reused. A weak reference keeps no large
-        # object of a logits processor alive.
+        # Weak, because a row is reused some time after its request has ended. Until then, this must
+        # not keep the logits processors in memory.
         self.owner = weakref.ref(rules)
         self.rules, self.row = replace(rules, logits_processors=()), new_row.row
         self.prompt, self.output = new_row.prompt, list(new_row.output)
@@ -58,8 +57,8 @@ class RowRules:
         self.allowed = None if allowed is None else np.array(allowed, np.int64)
         # (token, value added to its logit, first position at which nothing is added)
         self.edits = [(word[0], MASKED, NO_END) for word in rules.bad_words if len(word) == 1]
-        first_end = len(new_row.prompt) + rules.min_tokens
-        self.edits += [(token, MASKED, first_end) for token in rules.stops]
+        min_length = len(new_row.prompt) + rules.min_tokens
+        self.edits += [(token, MASKED, min_length) for token in rules.stops]
         self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
         check_ids([token for token, *_ in self.edits], vocab_size)
         check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
@@ -72,7 +71,7 @@ class RowRules:
             if self.output[-len(start) :] == start:
                 logits[last] = MASKED
         owner = self.owner()
-        processors = () if owner is None else owner.logits_processors  # None: the request has ended
+        processors = owner.logits_processors if owner else ()  # None: the request has ended
         for processor, with_prompt in zip(processors, self.take_prompt, strict=False):
             token_ids = (self.prompt, self.output) if with_prompt else (self.output,)
             changed = processor(*map(list, token_ids), logits)
@@ -87,81 +86,79 @@ class RowRules:
             logits.copy_(changed)
         if processors and not (logits < float("inf")).all():
             # The softmax of infinity is NaN: keep only infinite logits. If any is NaN, mask all.
-            infinite = logits.isposinf()
-            logits.copy_(torch.where(infinite & ~logits.isnan().any(), 0.0, MASKED))
-
-
-def check_ids(ids: list[int], vocab_size: int) -> None:
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(f"token ids {min(ids)} to {max(ids)} exceed a vocabulary of {vocab_size}")
+            kept = logits.isposinf() & ~logits.isnan().any()
+            logits.copy_(torch.where(kept, 0.0, MASKED))
 
 
 class RulesState:
-    """The state of rules on the device between steps, and a buffer for the logits that they change.
-
-    `tokens` has the known tokens of each row with penalties. `counts` has the occurrences of each
-    token in the output of the row. Equal tokens of a row always have equal counts.
-    """
+    """The rules of all rows, the state of their penalties, and a buffer for changed logits."""
 
     def __init__(self, num_rows: int, length: int, vocab_size: int, device: torch.device) -> None:
+        self.penalties = PenaltyState(num_rows, length, vocab_size, device)
         # On a CPU, torch.empty takes no memory until it is written.
-        self.tokens = torch.empty((num_rows, length), dtype=torch.int32, device=device)
-        self.counts = torch.empty((num_rows, length), dtype=torch.float32, device=device)
         self.logits = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
         # [256, 8]: for each byte of a grammar's mask, the upper limits of the logits of its tokens.
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
         self.caps = to_device(np.where(bits, np.inf, MASKED).astype(np.float32), device)
+        self.rows: dict[int, RowRules] = {}  # rules of the rows that have any
+        self.last_batch: tuple[list[int], RulesBatch] | None = None  # of these rows
 
-    def add_row(self, row: int, prompt: list[int], output: list[int]) -> None:
-        known = np.array([*prompt, *output], np.int32)
-        ids, index = np.unique(known, return_inverse=True)
-        check_ids([*ids[:1], *ids[-1:]], self.logits.shape[1])
-        counts = np.bincount(index[len(prompt) :], minlength=len(ids))[index]
-        self.tokens[row, : len(known)] = to_device(known, self.tokens.device)
-        self.counts[row, : len(known)] = to_device(counts, self.counts.device)
+    def replace_row(self, new_row: NewRow) -> None:
+        """Replace the rules of a row. The new sequence may have none."""
+        row, rules = new_row.row, new_row.sampling.rules
+        if row in self.rows or rules is not None:
+            self.last_batch = None  # first, because a second Ctrl-C may interrupt this
+            self.rows.pop(row, None)
+        if rules is not None:
+            vocab_size = self.logits.shape[1]
+            try:
+                if rules.has_penalties:
+                    self.penalties.add_row(row, new_row.prompt, new_row.output)
+                self.rows[row] = RowRules(rules, new_row, vocab_size)
+            except Exception as error:
+                failed = RowRules(LogitRules(), new_row, vocab_size)
+                failed.error = error  # ends only this request, when the row samples
+                failed.needs_output = True
+                self.rows[row] = failed
 
-    def read(self, rows: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return tokens and counts [P, length] of `rows` [P] before `positions` [P].
+    def batch(self, rows: list[int], positions: np.ndarray) -> RulesBatch | None:
+        """Return the rules of `rows` as tensors, or None if no row has rules.
 
-        Later entries repeat the first entry, so they only write its logit again.
+        `positions` [N] are the positions of all rows.
         """
-        known = torch.arange(length, device=rows.device) < positions[:, None]
-        tokens, counts = self.tokens[:, :length][rows], self.counts[:, :length][rows]
-        return torch.where(known, tokens, tokens[:, :1]), torch.where(known, counts, counts[:, :1])
-
-    def append(
-        self, rows: Tensor, positions: Tensor, known: tuple[Tensor, Tensor], sampled: Tensor
-    ) -> None:
-        """Add `sampled` [P] int32 at `positions` [P], each below the length of `known`."""
-        tokens, counts = known
-        equal = tokens == sampled[:, None]
-        counts = counts + equal
-        self.counts[:, : counts.shape[1]][rows] = counts
-        self.counts[rows, positions] = (counts * equal).amax(dim=1).clamp(min=1)
-        self.tokens[rows, positions] = sampled
+        if not self.rows or self.rows.keys().isdisjoint(rows):
+            return None
+        if self.last_batch is None or self.last_batch[0] != rows:
+            with_rules = [(i, self.rows[row]) for i, row in enumerate(rows) if row in self.rows]
+            self.last_batch = rows, RulesBatch(with_rules, self)
+        batch = self.last_batch[1]
+        batch.length = int(positions[batch.rows].max()) + 1
+        return batch
 
 
 class RulesBatch:
     """The rules of a step as tensors. Steps with the same rows share one RulesBatch.
 
-    `rows` has (index of the row's logits, rules) for each row with rules. P of the rows have
-    penalties and Q report log-probabilities.
+    Q of the rows report log-probabilities.
     """
 
     def __init__(self, rows: list[tuple[int, RowRules]], state: RulesState) -> None:
-        self.state, device, vocab_size = state, state.logits.device, state.logits.shape[1]
+        """`rows` has (index of the row's logits, rules) for each row with rules."""
+        device, vocab_size = state.logits.device, state.logits.shape[1]
+        # Not `state` itself: a cycle of references would keep the memory of an unused engine.
+        self.logits, self.caps = state.logits, state.caps
         self.rows = [row.row for _, row in rows]
-        self.length = 0  # above the positions of all tokens to be sampled; set by Rows
+        self.length = 0  # above the positions of all tokens to be sampled; set by RulesState
         self.host_rules = [(i, row) for i, row in rows if row.needs_output]
         self.has_grammar = any(row.matcher for _, row in rows)
-        # From the last `apply`: errors by row, and the indices of logits with a complete grammar.
+        # Results of the last `apply`: errors by row, and indices of logits with a complete grammar.
         self.errors: dict[int, Exception] = {}
         self.completed: list[int] = []
 
         def send(values: Any, dtype: Any = np.int64) -> Tensor:
             return to_device(np.array(values, dtype), device)
 
-        # 1. Allowed tokens, as indices of the flat logits [R * V].
+        # 1. Allowed tokens, as indices in the flat logits [R * V].
         allowed = [(i, row.allowed) for i, row in rows if row.allowed is not None]
         self.restricted = send([i for i, _ in allowed])
         indices = [ids + i * vocab_size for i, ids in allowed]
@@ -172,18 +169,11 @@ class RulesBatch:
         self.added = send([value for _, value, _ in edits], np.float32)
         self.until = send([end for _, _, end in edits])
         # 3. Penalties.
-        penalized = [(i, row) for i, row in rows if row.rules.has_penalties]
-        self.penalized = send([i for i, _ in penalized])
-        self.penalized_rows = send([row.row for _, row in penalized])
-        # For `append`: (rows, positions, (tokens, counts)) of each part that `apply` has read.
-        self.known: list[tuple[Tensor, Tensor, tuple[Tensor, Tensor]]] = []
-        names = "repetition_penalty", "frequency_penalty", "presence_penalty"
-        factors = [[[getattr(row.rules, name)] for _, row in penalized] for name in names]
-        self.repetition, self.frequency, self.presence = send(factors, np.float32)
+        penalized = [(i, row.row, row.rules) for i, row in rows if row.rules.has_penalties]
+        self.penalties = Penalties(penalized, state.penalties) if penalized else None
         # 4. Log-probabilities.
-        self.reported = [
-            (i, row.row, k) for i, row in rows if (k := row.rules.logprobs) is not None
-        ]
+        reported = [(i, row.row, row.rules.logprobs) for i, row in rows]
+        self.reported = [(i, row, k) for i, row, k in reported if k is not None]
         self.reported_index = send([i for i, *_ in self.reported])
         self.num_logprobs = max((k for *_, k in self.reported), default=0)
         self.changes_logits = bool(allowed or edits or penalized or self.host_rules)
@@ -193,7 +183,7 @@ class RulesBatch:
 
         `positions` [R] are the positions of the tokens to be sampled.
         """
-        logits = self.state.logits[: len(logits)].copy_(logits)
+        logits = self.logits[: len(logits)].copy_(logits)
         flat, vocab_size = logits.view(-1), logits.shape[1]
         if len(self.restricted):
             kept = flat[self.allowed]
@@ -202,18 +192,8 @@ class RulesBatch:
         if len(self.edited):
             active = positions[self.edited // vocab_size] < self.until
             flat.index_add_(0, self.edited, torch.where(active, self.added, 0.0))
-        if len(self.penalized):
-            self.known, size = [], max(1, TOKENS_AT_A_TIME // self.length)
-            rows, factors = self.penalized_rows, (self.repetition, self.frequency, self.presence)
-            columns = self.penalized, rows, positions[self.penalized], *factors
-            for part in zip(*(x.split(size) for x in columns), strict=True):
-                index, rows, at, repetition, frequency, presence = part
-                tokens, counts = self.state.read(rows, at, self.length)
-                self.known.append((rows, at, (tokens, counts)))
-                where = tokens + index[:, None] * vocab_size
-                x = flat[where]
-                scaled = torch.where(x > 0, x / repetition, x * repetition)
-                flat[where] = scaled - (frequency * counts + presence * (counts > 0))
+        if self.penalties is not None:
+            self.penalties.apply(logits, positions, self.length)
         if self.host_rules:
             self._apply_on_host(logits)
         return logits
@@ -243,42 +223,17 @@ class RulesBatch:
         if self.has_grammar:
             # On a CPU, masked_fill takes several times as long.
             index = to_device(masks, logits.device).int().flatten()
-            caps = self.state.caps.index_select(0, index).view(len(logits), -1)
+            caps = self.caps.index_select(0, index).view(len(logits), -1)
             torch.minimum(logits, caps[:, : logits.shape[1]], out=logits)
 
-    def append(self, positions: Tensor, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
+    def append(self, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
         """Add the tokens [R] that were sampled from the logits of `apply`.
 
         `token_ids` waits for the device and returns the tokens. Rules on the host call it in the
         next step.
         """
-        if len(self.penalized):
-            sampled = tokens[self.penalized].int()
-            for part, read in zip(sampled.split(len(self.known[0][0])), self.known, strict=True):
-                self.state.append(*read, part)
+        if self.penalties is not None:
+            self.penalties.append(tokens)
         token_ids = functools.cache(token_ids)  # one list for all rows
         for i, row in self.host_rules:
             row.last = token_ids, i
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Compute log-probabilities of tokens [Q] (>= 0) and the k most likely from raw logits [Q, V].
-
-    Returns [Q, 2 + 2k] float64: log-probability and rank of the token, k log-probabilities, k ids.
-    """
-    logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    own = logprobs.gather(1, tokens[:, None])
-    rank = (logprobs > own).sum(dim=-1, keepdim=True) + 1
-    return torch.cat((own.double(), rank, *logprobs.topk(k)), dim=1)
-
-
-def unpack_logprobs(packed: list[float], token: int, k: int) -> TokenLogprobs:
-    """Unpack an entry of `token_logprobs` -> (token, log-probability, rank), for `token` first."""
-    likely = [(other, p, i + 1) for i, (other, p) in enumerate(likely_tokens(packed[2:], k))]
-    return [(token, packed[0], int(packed[1])), *(entry for entry in likely if entry[0] != token)]
-
-
-def likely_tokens(packed: list[float], k: int) -> list[tuple[int, float]]:
-    """Return (token, log-probability) of the first k from n log-probabilities and n token ids."""
-    half = len(packed) // 2
-    return list(zip(map(int, packed[half : half + k]), packed[:k], strict=True))

@@ -5,8 +5,8 @@ how the families differ: Qwen3 normalizes queries and keys per head, and Qwen2 h
 k and v projections. The config of a Qwen3 or Llama model can enable biases on these and on the
 output projection.
 
-The classes are plain objects, not torch modules: nothing is trained or hooked here, and on a CPU,
-module calls took 4 of the 70 ms of a decode step (Qwen3-0.6B's shape, two sequences).
+The classes are plain objects, not torch modules: nothing is trained here, and on a CPU the calls of
+modules took 4 of the 70 ms of a decode step (Qwen3-0.6B's shape, two sequences).
 
 Shapes: T tokens of the step, R rows that sample a token, E hidden size, H query heads, K KV heads,
 D head size, F feed-forward size, V vocabulary.
@@ -14,59 +14,51 @@ D head size, F feed-forward size, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding, rms_norm, rotate
+from nanovllm.models.layers import Linear, Norms, Rope, RotaryEmbedding
 from nanovllm.models.weights import CheckpointTensor
 
 
 class SelfAttention:
     def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
-        self.layer, self.backend, self.eps = layer, backend, config.rms_norm_eps
-        self.heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        sizes = [heads * config.head_dim for heads in self.heads]
-        hidden, bias = config.hidden_size, config.attention_bias
-        names = "q_proj", "k_proj", "v_proj"
-        self.qkv_proj = Linear(hidden, dict(zip(names, sizes, strict=True)), backend, bias)
-        self.o_proj = Linear(sizes[0], {"o_proj": hidden}, backend, config.output_bias)
+        self.layer = layer
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = Linear(config.hidden_size, qkv, backend, config.attention_bias)
+        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, backend, config.output_bias)
         self.norms: Norms = None  # norm weights of q and k
         if config.qk_norm:
             self.norms = backend.empty(config.head_dim), backend.empty(config.head_dim)
 
-    def __call__(self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: Attention) -> Tensor:
+    def __call__(
+        self, x: Tensor, rope: Rope, batch: ForwardBatch, attention: PlainAttention
+    ) -> Tensor:
         qkv = self.qkv_proj(x)  # [T, (H + 2K) D]
-        if self.backend.fused_attention:
-            q = attention.norm_rope_store(self.layer, qkv, self.norms, rope, batch)
-        else:
-            q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, dim=1)
-            if self.norms is not None:
-                q_norm, k_norm = self.norms
-                q, k = rms_norm(q, q_norm, self.eps), rms_norm(k, k_norm, self.eps)
-            q, k = rotate(q, rope), rotate(k, rope)
-            # All tokens are stored before any query attends, because sequences can share blocks.
-            attention.store(self.layer, k, v, batch)
+        # All tokens are stored before any query attends, because sequences can share blocks.
+        q = attention.norm_rope_store(self.layer, qkv, self.norms, rope, batch)
         return self.o_proj(attention.attend(self.layer, q, batch))
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield from self.qkv_proj.checkpoint_tensors(prefix)
         yield from self.o_proj.checkpoint_tensors(prefix)
         for name, norm in zip(("q_norm", "k_norm"), self.norms or (), strict=False):
-            yield CheckpointTensor.whole(f"{prefix}{name}.weight", norm)
+            yield CheckpointTensor.of(f"{prefix}{name}.weight", norm)
 
 
 class MLP:
     def __init__(self, config: ModelConfig, backend: Backend) -> None:
         self.backend = backend
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(hidden, {"gate_proj": inner, "up_proj": inner}, backend)
-        self.down_proj = Linear(inner, {"down_proj": hidden}, backend)
+        hidden, size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(hidden, {"gate_proj": size, "up_proj": size}, backend)
+        self.down_proj = Linear(size, {"down_proj": hidden}, backend)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))
@@ -88,9 +80,9 @@ class DecoderLayer:
         yield from self.self_attn.checkpoint_tensors(prefix + "self_attn.")
         for module in (self.mlp.gate_up_proj, self.mlp.down_proj):
             yield from module.checkpoint_tensors(prefix + "mlp.")
-        yield CheckpointTensor.whole(prefix + "input_layernorm.weight", self.input_layernorm)
-        name = prefix + "post_attention_layernorm.weight"
-        yield CheckpointTensor.whole(name, self.post_attention_layernorm)
+        yield CheckpointTensor.of(prefix + "input_layernorm.weight", self.input_layernorm)
+        post_norm = self.post_attention_layernorm
+        yield CheckpointTensor.of(prefix + "post_attention_layernorm.weight", post_norm)
 
     def __call__(
         self,
@@ -98,7 +90,7 @@ class DecoderLayer:
         residual: Tensor | None,
         rope: Rope,
         batch: ForwardBatch,
-        attention: Attention,
+        attention: PlainAttention,
     ) -> tuple[Tensor, Tensor]:
         """Map (x, residual) to (x, residual), whose sum is the hidden state [T, E].
 
@@ -129,24 +121,11 @@ class Qwen3:
     @classmethod
     def on_meta(cls, config: ModelConfig, backend: Backend | None = None) -> Qwen3:
         """Return a model on the meta device: its weights have sizes and take no memory."""
-        kind, dtype = (
-            (Backend, torch.bfloat16) if backend is None else (type(backend), backend.dtype)
-        )
-        return cls(config, 1, kind(torch.device("meta"), dtype))
+        meta = torch.device("meta")
+        backend = backend or Backend(meta, torch.bfloat16)
+        return cls(config, 1, type(backend)(meta, backend.dtype))
 
-    @property
-    def num_weights(self) -> int:
-        """The number of weights. A tied head counts once."""
-        return sum(math.prod(tensor.shape) for tensor in self.checkpoint_tensors())
-
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of the weights as the backend stores them before `after_load`."""
-        linears = [linear.weight for linear in self.linears()]
-        num_others = self.num_weights - sum(math.prod(weight.shape) for weight in linears)
-        return sum(weight.nbytes for weight in linears) + num_others * self.norm.itemsize
-
-    def forward(self, batch: ForwardBatch, attention: Attention) -> Tensor:
+    def forward(self, batch: ForwardBatch, attention: PlainAttention) -> Tensor:
         """Return the hidden states [T, E] of the step's tokens, after the last norm."""
         x = self.embed_tokens[batch.input_ids]
         rope, residual = self.rotary.at(batch.positions), None
@@ -167,9 +146,9 @@ class Qwen3:
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         """Yield the tensors of a checkpoint, each with the function that stores it."""
-        yield CheckpointTensor.whole("model.embed_tokens.weight", self.embed_tokens)
+        yield CheckpointTensor.of("model.embed_tokens.weight", self.embed_tokens)
         for i, layer in enumerate(self.layers):
             yield from layer.checkpoint_tensors(f"model.layers.{i}.")
-        yield CheckpointTensor.whole("model.norm.weight", self.norm)
+        yield CheckpointTensor.of("model.norm.weight", self.norm)
         if not self.config.tie_word_embeddings:
             yield from self.lm_head.checkpoint_tensors("")

@@ -1,12 +1,12 @@
 """The frequencies of rotary position embedding for each rope type.
 
-All types but the first make a model work at more positions than it was trained at:
+All types but the first let a model read more positions than it was trained with:
 
     default   theta ** (-2 i / D)  (Su et al. 2021, arXiv:2104.09864)
     linear    all divided by `factor`  (Chen et al. 2023, arXiv:2306.15595)
     llama3    only low frequencies are divided, with a smooth transition  (Llama 3.1)
-    yarn      as llama3, but a linear ramp over i; larger logits  (Peng et al. 2023,
-              arXiv:2309.00071)
+    yarn      as llama3, with a linear transition over i, and larger logits
+              (Peng et al. 2023, arXiv:2309.00071)
 
 The results equal `ROPE_INIT_FUNCTIONS` of transformers, which is the reference of the tests.
 """
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The supported types, and the fields that they need.
-NEEDED = {
+# The supported types, and the fields that they require.
+REQUIRED = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -37,7 +37,7 @@ class RopeConfig:
     rope_theta: float = 10_000.0
     rope_type: str = "default"
     factor: float = 1.0
-    original_max_position_embeddings: int = 0  # positions that the model was trained at
+    original_max_position_embeddings: int = 0  # positions in training
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float | None = None  # None: derived from `factor` and the mscales
@@ -54,15 +54,15 @@ class RopeConfig:
         Raises ValueError for a type or a field that is not supported.
         """
         kind = params["rope_type"]
-        if kind not in NEEDED:
+        if kind not in REQUIRED:
             raise ValueError(
-                f"{path}: rope type {kind!r} is not supported, only {', '.join(NEEDED)}; leave it "
-                "out to run the model at its original length, or use 'yarn' for a longer one"
+                f"{path}: rope type {kind!r} is not supported, only {', '.join(REQUIRED)}; without "
+                "it the model runs at its original length, and 'yarn' extends this length"
             )
         known = {field.name for field in fields(cls)}
         if unknown := params.keys() - known - {"finetuned"}:  # `finetuned` has no effect
             raise ValueError(f"{path}: the rope field {min(unknown)!r} is not supported")
-        for name in NEEDED[kind]:
+        for name in REQUIRED[kind]:
             if name not in params:
                 raise ValueError(f"{path}: rope type {kind!r} needs {name!r}")
         rope = cls(**{name: value for name, value in params.items() if name in known})
@@ -101,13 +101,15 @@ class RopeConfig:
         return (1 - share) * frequencies / self.factor + share * frequencies
 
     def _yarn(self, powers: Tensor, dim: int) -> Tensor:
-        """Divide frequencies by `factor`, along a ramp from `beta_fast` to `beta_slow`."""
+        """Divide frequencies by `factor`: none above `beta_fast` rotations, all below `beta_slow`,
+        and in between a share that grows linearly."""
 
-        def pair_with(rotations: float) -> float:
+        def index_of(rotations: float) -> float:
+            """Return the i whose frequency rotates this often in the original length."""
             length = self.original_max_position_embeddings / (rotations * 2 * math.pi)
             return dim * math.log(length) / (2 * math.log(self.rope_theta))
 
-        low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        low, high = index_of(self.beta_fast), index_of(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)

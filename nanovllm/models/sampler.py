@@ -45,7 +45,7 @@ def filtered_logits(
 ) -> Tensor:
     """Return (logits - maximum) / temperature [R, V] float32, MASKED for filtered tokens."""
     logits = logits.float()
-    # The maximum is subtracted first, so that a tiny temperature does not overflow.
+    # The maximum is subtracted first, because a tiny temperature could make it overflow.
     logits = logits - logits.amax(dim=-1, keepdim=True)
     # The kernels clamp too, because they need a finite float32 reciprocal of the temperature.
     logits = logits / batch.temperature.clamp(min=1.2e-38)[:, None]
@@ -62,8 +62,8 @@ def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the fewest tokens whose probabilities reach p (nucleus sampling, Holtzman et al. 2019,
-    arXiv:1904.09751), and tokens as likely as the last of them. p = 1 keeps all tokens.
+    """Keep the fewest tokens whose probabilities sum to p or more, and tokens as likely as the last
+    of these tokens (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751). p = 1 keeps all.
     """
     probs = logits.softmax(dim=-1)
     ordered = probs.sort(dim=-1, descending=True).values

@@ -1,7 +1,7 @@
 """Loads open safetensors files into a model, one tensor at a time.
 
 All headers are checked first. The files are memory-mapped, so loading needs memory only for the
-weights and one tensor's pages.
+weights of the model and for the tensor that is being copied.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,9 +16,9 @@ from nanovllm.api.log import progress_bar
 from nanovllm.models.fp8 import KV_SCALE
 
 HEAD = "lm_head.weight"
-# Skipped names: tables that are computed from the config, and a tied head.
+# The ends of names that are skipped: tables that the config implies, and a tied head.
 IGNORED = ("rotary_emb.inv_freq", HEAD)
-PREFIX = "model."  # of other names, unless the model has no head
+PREFIX = "model."  # of all other names; a model without a head may lack it
 # Stored dtypes that can be converted to the dtype of the model.
 DTYPES = ("BF16", "F16", "F32", "F64")
 
@@ -28,13 +28,13 @@ class CheckpointTensor:
     """A tensor of a checkpoint, the slice of it to load, and the function that stores the slice."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # of the tensor in the checkpoint
     store: Callable[[Tensor], object]  # converts dtype and device
-    wanted: tuple[slice, ...] = (slice(None),)
+    slices: tuple[slice, ...] = (slice(None),)
 
     @classmethod
-    def whole(cls, name: str, weight: Tensor) -> "CheckpointTensor":
-        """Return a checkpoint tensor that is copied to `weight` as a whole."""
+    def of(cls, name: str, weight: Tensor) -> "CheckpointTensor":
+        """Return a checkpoint tensor that is copied to `weight` without slicing it."""
         return cls(name, tuple(weight.shape), weight.copy_)
 
 
@@ -42,7 +42,7 @@ def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any])
     """Store all tensors from open files.
 
     Raises ValueError with all differences, before anything is stored, if the files do not contain
-    exactly `tensors`. All names may lack the prefix "model.", as for a model without a head.
+    exactly `tensors`. If no name in the files starts with "model.", no name needs to.
     """
     if not any(name.startswith(PREFIX) for file in files.values() for name in file.keys()):  # noqa: SIM118
         tensors = [replace(tensor, name=tensor.name.removeprefix(PREFIX)) for tensor in tensors]
@@ -52,13 +52,14 @@ def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any])
         for file in files.values():
             for name in filter(known.get, file.keys()):
                 tensor = known[name]
-                tensor.store(file.get_tensor(name)[tensor.wanted])
+                tensor.store(file.get_tensor(name)[tensor.slices])
                 bar.update()
 
 
 def check_headers(known: dict[str, CheckpointTensor], files: Mapping[Path, Any]) -> None:
     """Raise ValueError unless the files contain each of `known` once, and no other tensors."""
-    missing, unexpected, misshapen, repeated = dict.fromkeys(known), [], [], []
+    found = set()
+    unexpected, misshapen, repeated = [], [], []
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118 (not a dict)
             tensor = known.get(name)
@@ -66,29 +67,28 @@ def check_headers(known: dict[str, CheckpointTensor], files: Mapping[Path, Any])
                 # models/fp8.py reads scales, if the KV cache is in fp8.
                 if not (name.endswith(IGNORED) or KV_SCALE.fullmatch(name)):
                     unexpected.append(name)
-                continue
-            if name not in missing:
+            elif name in found:
                 repeated.append(f"{name} in {path.name}")
-                continue
-            del missing[name]
-            header = file.get_slice(name)
-            shape, dtype = tuple(header.get_shape()), header.get_dtype()
-            if shape != tensor.shape or dtype not in DTYPES:
-                expected = f"{tensor.shape} of {', '.join(DTYPES)}"
-                misshapen.append(f"{name} is {shape} of {dtype}, expected {expected}")
-    wrong = []
-    for what, names in (
-        ("missing", list(missing)),
-        ("unexpected", unexpected),
-        ("misshapen", misshapen),
-        ("already in another file", repeated),
-    ):
-        if names:
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            wrong.append(f"{what}: {', '.join(names[:8])}{more}")
-    if wrong:
-        directory = next(iter(files)).parent
-        raise ValueError(f"{directory} does not fit its config.json; {'; '.join(wrong)}")
+            else:
+                found.add(name)
+                header = file.get_slice(name)
+                shape, dtype = tuple(header.get_shape()), header.get_dtype()
+                if shape != tensor.shape or dtype not in DTYPES:
+                    expected = f"{tensor.shape} of {', '.join(DTYPES)}"
+                    misshapen.append(f"{name} is {shape} of {dtype}, expected {expected}")
+    differences = {
+        "missing": [name for name in known if name not in found],
+        "unexpected": unexpected,
+        "misshapen": misshapen,
+        "already in another file": repeated,
+    }
+    if any(differences.values()):
+        listed = "; ".join(
+            f"{what}: {', '.join(names[:8])}" + f" and {len(names) - 8} more" * (len(names) > 8)
+            for what, names in differences.items()
+            if names
+        )
+        raise ValueError(f"{next(iter(files)).parent} does not fit its config.json; {listed}")
 
 
 def random_weights(tensors: Iterable[CheckpointTensor], seed: int, device: torch.device) -> None:
@@ -100,7 +100,6 @@ def random_weights(tensors: Iterable[CheckpointTensor], seed: int, device: torch
         elif tensor.name.endswith(".bias"):
             weight = torch.zeros(tensor.shape, device=device)
         else:
-            weight = 0.02 * torch.randn(
-                tensor.shape, generator=generator, device=device, dtype=torch.float32
-            )
-        tensor.store(weight[tensor.wanted])
+            numbers = torch.empty(tensor.shape, dtype=torch.float32, device=device)
+            weight = numbers.normal_(std=0.02, generator=generator)
+        tensor.store(weight[tensor.slices])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.models.backend import Backend
 from nanovllm.models.batch import to_device
 from nanovllm.plan import Chunk, ResultKind
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows
-
-Logits: TypeAlias = Callable[[Tensor], Tensor]  # of the model, from hidden states
-TokenLogprobs: TypeAlias = Callable[[Tensor, Tensor, int], Tensor]  # of the backend
 
 
 def add_chunk_results(
@@ -23,64 +20,60 @@ def add_chunk_results(
     chunks: list[Chunk],
     hidden: Tensor,
     rows: Rows,
-    logits_of: Logits,
-    token_logprobs: TokenLogprobs,
+    model: Any,
+    backend: Backend,
 ) -> None:
     """Add to `output` the hidden states, candidates and prompt log-probabilities of chunks.
 
-    hidden: the hidden states [T, E] of the step.
+    `hidden` [T, E] has the hidden states of the step. `model` maps them to logits.
     """
-    start, wanted, candidates = 0, [], []
+    end = 0
+    hidden_index, candidate_index = [], []  # indices of tokens in the step
     scored: list[tuple[int, int]] = []  # (index of the token before the target, target)
     for chunk in chunks:
+        start, end = end, end + len(chunk.token_ids)
         if targets := chunk.logprob_targets:
-            rules = rows.rules.get(chunk.row)
+            rules = rows.rules.rows.get(chunk.row)
             k = (rules and rules.rules.prompt_logprobs) or 0
             output.prompts.append((chunk.row, targets, k))
             scored += enumerate(targets, start + chunk.logprobs_from)
-        start += len(chunk.token_ids)
         if chunk.result_kind is ResultKind.HIDDEN_STATE:
             output.hidden_rows.append(chunk.row)
-            wanted.append(start - 1)
+            hidden_index.append(end - 1)
         elif chunk.result_kind is ResultKind.CANDIDATES:
             output.candidate_rows.append((chunk.row, chunk.num_candidates))
-            candidates.append(start - 1)
+            candidate_index.append(end - 1)
     if scored:
         max_k = max(k for *_, k in output.prompts)
         # In parts, because the memory profile does not include the logits of a whole chunk.
         for part in to_device(np.transpose(scored).copy(), hidden.device).split(64, dim=1):
-            logits = logits_of(hidden[part[0]])
-            packed = token_logprobs(logits, part[1], max_k)
+            index, targets_of_part = part
+            packed = backend.token_logprobs(model.logits(hidden[index]), targets_of_part, max_k)
             output.prompt_parts.append(start_copy(packed))
-    if candidates:
-        last = hidden[to_device(np.array(candidates), hidden.device)]
-        find_candidates(output, last, rows, logits_of, token_logprobs)
-    if wanted:
-        index = to_device(np.array(wanted), hidden.device)
-        output.hidden_states = start_copy(hidden[index].float())
+    if candidate_index:
+        last = hidden[to_device(np.array(candidate_index), hidden.device)]
+        find_candidates(output, model.logits(last), rows, backend)
+    if hidden_index:
+        last = hidden[to_device(np.array(hidden_index), hidden.device)]
+        output.hidden_states = start_copy(last.float())
 
 
-def find_candidates(
-    output: PendingOutput,
-    hidden: Tensor,
-    rows: Rows,
-    logits_of: Logits,
-    token_logprobs: TokenLogprobs,
-) -> None:
-    """Add the most likely tokens of `output.candidate_rows` [C], from hidden states [C, E].
+def find_candidates(output: PendingOutput, logits: Tensor, rows: Rows, backend: Backend) -> None:
+    """Add the most likely tokens of `output.candidate_rows` [C], from logits [C, V].
 
-    Tokens that rules mask are not candidates. The other log-probabilities do not change.
+    Tokens that rules mask are not candidates. The log-probabilities of the others do not change.
     """
     k = max(k for _, k in output.candidate_rows)
     candidate_rows = [row for row, _ in output.candidate_rows]
-    logits, rules = logits_of(hidden), rows.with_rules(candidate_rows)
+    rules = rows.rules.batch(candidate_rows, rows.positions)
     if rules is not None and rules.changes_logits:
-        positions = to_device(rows.positions[candidate_rows], hidden.device)
+        positions = to_device(rows.positions[candidate_rows], logits.device)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         values, ids = rules.apply(logprobs, positions).topk(k)
         packed = torch.cat((values.double(), ids), dim=1)
-        output.errors, rules.errors = output.errors | rules.errors, {}
+        output.errors |= rules.errors
+        rules.errors = {}
     else:
-        none = torch.zeros(len(candidate_rows), dtype=torch.int64, device=hidden.device)
-        packed = token_logprobs(logits, none, k)[:, 2:]
+        any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        packed = backend.token_logprobs(logits, any_token, k)[:, 2:]
     output.candidates = start_copy(packed)

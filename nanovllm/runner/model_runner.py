@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.backend import Attention, Backend
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch, to_device
 from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
@@ -23,7 +24,7 @@ from nanovllm.runner.rows import Rows
 
 
 class ModelRunner:
-    attention: Attention  # set by loading/make_runner.py, once the size of its KV cache is known
+    attention: PlainAttention  # set by loading/make_runner.py, when the size of its cache is known
     num_blocks: int  # for requests; the null block is not counted
     max_model_len: int  # tokens of the longest request
     host_pool: Any = None  # a HostPool of features/host_cache, if there is a host cache
@@ -66,8 +67,8 @@ class ModelRunner:
             if len(step.sampling_rows):
                 last = hidden[step.forward_batch.logits_indices]
                 output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
-            logits, logprobs = self.fused_model.logits, self.backend.token_logprobs
-            add_chunk_results(output, plan.chunks, hidden, self.rows, logits, logprobs)
+            model, backend = self.fused_model, self.backend
+            add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
             return output.wait
 
     def _run_decode(self, decode_rows: list[int], device_rows: DeviceRows) -> PendingOutput:
@@ -76,7 +77,7 @@ class ModelRunner:
             hidden, tokens = self.graphs.replay(decode_rows)
         else:
             hidden, tokens = self.decode(to_device(np.array(decode_rows), self.device))
-        rules = self.rows.with_rules(decode_rows)
+        rules = self.rows.rules.batch(decode_rows, self.rows.positions)
         if rules is None:
             return PendingOutput(start_copy(tokens))
         rows = to_device(np.array(decode_rows), self.device)
@@ -96,23 +97,24 @@ class ModelRunner:
         self, hidden: Tensor, sampling: SamplingBatch, rows: Tensor, rules: RulesBatch | None
     ) -> PendingOutput:
         """Sample a token for each of `rows` [R] from hidden states [R, E]."""
-        raw = logits = self.fused_model.logits(hidden)
+        logits = self.fused_model.logits(hidden)
+        changed = logits
         if rules is not None and rules.changes_logits:
-            logits = rules.apply(raw, sampling.positions)
-        tokens = self.backend.sample(logits, sampling)
+            changed = rules.apply(logits, sampling.positions)
+        tokens = self.backend.sample(changed, sampling)
         output = PendingOutput(start_copy(tokens))
         tokens = self.rows.record(rows, tokens)
         if rules is None:
             return output
         if rules.changes_logits:
-            rules.append(sampling.positions, tokens, output.token_ids)
+            rules.append(tokens, output.token_ids)
             output.errors, rules.errors = rules.errors, {}
             output.completed, rules.completed = rules.completed, []
         if rules.reported:
             index = rules.reported_index
             if len(index) < len(tokens):
-                raw, tokens = raw[index], tokens[index]
+                logits, tokens = logits[index], tokens[index]
             output.reported = rules.reported
-            packed = self.backend.token_logprobs(raw, tokens, rules.num_logprobs)
+            packed = self.backend.token_logprobs(logits, tokens, rules.num_logprobs)
             output.logprobs = start_copy(packed)
         return output

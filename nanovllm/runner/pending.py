@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.models.logit_rules import likely_tokens, unpack_logprobs
+from nanovllm.models.logprobs import likely_tokens, unpack_logprobs
 from nanovllm.plan import COMPLETE, StepOutput
 
 

@@ -1,6 +1,6 @@
 """Rows: the runner's data about each running sequence, and the batches that are built from it.
 
-Every running sequence has a row (vLLM: `InputBatch`). Host arrays contain all data except the last
+Every running sequence has a row (vLLM: `InputBatch`). The data is in host arrays, except the last
 sampled tokens. On a GPU, runner/device_rows.py has the same arrays and builds the decode steps.
 
     rows   [ 4 | 0 | 7 | N ]   a decode of 3 rows, padded to the captured size of 4
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device
-from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
-from nanovllm.plan import FILTERS, LogitRules, NewRow, ResultKind, StepPlan
+from nanovllm.models.logit_rules import RulesBatch, RulesState
+from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
 
 @dataclass(slots=True)
@@ -48,16 +48,13 @@ class Rows:
     ) -> None:
         """Allocate N = `num_rows` rows. A sequence has at most B = `max_blocks` blocks."""
         self.num_rows, self.block_size, self.device = num_rows, block_size, device
-        self.vocab_size = vocab_size
         self.block_tables = np.zeros((num_rows + 1, max_blocks), np.int32)
         self.positions = np.zeros(num_rows + 1, np.int64)  # of the next token to compute
         # The temperature and each filter; the padding row is greedy and has no filters.
         self.params = np.zeros((1 + len(FILTERS), num_rows + 1), np.float32)
         self.params[1:, num_rows] = list(FILTERS.values())
         self.seeds = np.zeros(num_rows + 1, np.int64)
-        self.rules: dict[int, RowRules] = {}  # rules of the rows that have any
-        self.rules_state = RulesState(num_rows, max_blocks * block_size, vocab_size, device)
-        self.rules_batch: tuple[list[int], RulesBatch] | None = None  # the last one built
+        self.rules = RulesState(num_rows, max_blocks * block_size, vocab_size, device)
         # The last sampled tokens [N + 1], on the device only: the host may not have them yet.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.step: StepBatch | None = None  # the last step built
@@ -70,26 +67,12 @@ class Rows:
             self.block_tables[row, len(table) :] = 0
             self.params[:, row] = (sampling.temperature, *sampling.filters)
             self.seeds[row] = sampling.seed
-            if row in self.rules or sampling.rules is not None:
-                self.rules_batch = None  # before `rules`: a second Ctrl-C may come between
-                self.rules.pop(row, None)
-            if sampling.rules is not None:
-                self.rules[row] = self._make_rules(new_row, sampling.rules)
+            self.rules.replace_row(new_row)
         for row, index, block in plan.new_blocks:
             self.block_tables[row, index] = block
         self.positions[plan.decode_rows] += 1
         for chunk in plan.chunks:
             self.positions[chunk.row] = chunk.start + len(chunk.token_ids)
-
-    def _make_rules(self, new_row: NewRow, rules: LogitRules) -> RowRules:
-        try:
-            if rules.has_penalties:
-                self.rules_state.add_row(new_row.row, new_row.prompt, new_row.output)
-            return RowRules(rules, new_row, self.vocab_size)
-        except Exception as error:  # It ends only this request, when the row samples.
-            row = RowRules(LogitRules(), new_row, self.vocab_size)
-            row.error, row.needs_output = error, True
-            return row
 
     def build(self, plan: StepPlan) -> StepBatch:
         """Build the batch of a plan from the host arrays. Call `apply` first."""
@@ -124,28 +107,19 @@ class Rows:
             query_lens=step.query_lens,
             num_decodes=step.num_decodes,
         )
-        step.rules = self.with_rules(rows[step.samples].tolist()) if self.rules else None
+        step.rules = None
+        if self.rules.rows:
+            step.rules = self.rules.batch(rows[step.samples].tolist(), self.positions)
         step.sampling_batch.positions = sampling_positions
         return step
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Record the sampled tokens of `rows` [R], which are the inputs of their next step.
 
-        Returns the tokens, with 0 in place of -1, which means an error (models/sampler.py).
+        Returns the tokens, with 0 in place of -1, which means no token (models/sampler.py).
         """
         self.last_tokens[rows] = tokens = tokens.clamp(min=0)
         return tokens
-
-    def with_rules(self, rows: list[int]) -> RulesBatch | None:
-        """Return the rules of `rows`, or None if no row has rules."""
-        if not self.rules or self.rules.keys().isdisjoint(rows):
-            return None
-        if self.rules_batch is None or self.rules_batch[0] != rows:
-            ruled = [(i, self.rules[row]) for i, row in enumerate(rows) if row in self.rules]
-            self.rules_batch = rows, RulesBatch(ruled, self.rules_state)
-        batch = self.rules_batch[1]
-        batch.length = int(self.positions[batch.rows].max()) + 1
-        return batch
 
     def slots(self, tables: Any, rows: Any, positions: Any) -> Any:
         """Compute the cache slots of tokens, from arrays on the host or tensors on the device."""
@@ -169,12 +143,12 @@ class Rows:
             self.seeds[sampling_rows],
             *params,
         )
-        # The rows are a placeholder for the positions, which `build` sets.
+        # `build` sets the positions; the rows have the right shape until then.
         sampling = sampling_batch(sent_params, seeds, positions=sent_rows)
-        random = params[0] > 0
-        sampling.all_greedy = not random.any()
+        is_random = params[0] > 0
+        sampling.all_greedy = not is_random.any()
         for (name, off), values in zip(FILTERS.items(), params[1:], strict=True):
-            if not (random & (values != off)).any():
+            if not (is_random & (values != off)).any():
                 del sampling.filters[name]
         return StepBatch(
             # A step with chunks must not be reused: [] never equals a decode plan's rows.

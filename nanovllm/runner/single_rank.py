@@ -37,11 +37,11 @@ class SingleRank:
         return runner
 
     def rank_0_first(self) -> AbstractContextManager[None]:
-        """Return a context manager whose block rank 0 leaves before other ranks enter it."""
+        """Return a context manager: rank 0 leaves the `with` block before other ranks enter it."""
         return nullcontext()
 
     def leave_if_it_fails(self) -> AbstractContextManager[None]:
-        """Disconnect if the `with` block fails, so that no other rank waits for this one."""
+        """Disconnect if the `with` block fails: the other ranks would wait for this one."""
         return nullcontext()
 
     def leave(self) -> None:

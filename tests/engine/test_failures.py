@@ -14,7 +14,8 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.models.logit_rules import RowRules, RulesState
+from nanovllm.models.logit_rules import RowRules
+from nanovllm.models.penalties import PenaltyState
 from nanovllm.tools.oracle.oracle import OracleRunner, make_samples
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -59,7 +60,7 @@ PENALIZED = dict(repetition_penalty=1.5)
 FAULTS = [
     (RowRules, "__init__", PENALIZED),
     (RowRules, "apply", dict(logits_processors=[lambda output_ids, logits: logits])),
-    (RulesState, "add_row", PENALIZED),
+    (PenaltyState, "add_row", PENALIZED),
     (Detokenizer, "add", dict(stop=["never"])),
     (Detokenizer, "flush", dict(stop=["never"])),
     (Detokenizer, "decode", {}),

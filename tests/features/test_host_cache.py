@@ -544,20 +544,20 @@ def test_names_and_memory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert engine_config({"kv_offloading_size": 2.5}).swap_space == 2.5
     assert engine_config({"kv_offloading_size": None}).swap_space == 0
     config = EngineConfig(swap_space=4)
-    gpu = memory.Snapshot(torch.device("cuda", 0), 1, 1)
+    gpu = torch.device("cuda", 0), 1
     monkeypatch.setattr(memory, "available_host_memory", lambda: 3 * GIB)
     with pytest.raises(ValueError, match="takes 4,294,967,296 bytes .* 3,221,225,472 are free;"):
-        _ = memory.Room(config, gpu, 5 * GIB, 1000).num_host_blocks
+        _ = memory.Room(config, *gpu, 5 * GIB, 1000).num_host_blocks
     monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
-    assert memory.Room(config, gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
+    assert memory.Room(config, *gpu, 5 * GIB, 1000).num_host_blocks == 4 * GIB // 1000
     # Weights and KV cache of a CPU take the same memory.
-    cpu = memory.Snapshot(torch.device("cpu"), 5 * GIB, 5 * GIB)
+    cpu = torch.device("cpu"), 5 * GIB
     with pytest.raises(ValueError, match="next to weights and KV cache"):
-        _ = memory.Room(config, cpu, GIB, 1000).num_host_blocks
+        _ = memory.Room(config, *cpu, GIB, 1000).num_host_blocks
     small_cache = EngineConfig(swap_space=4, num_kvcache_blocks=10**6)
     with pytest.raises(ValueError, match="next to weights and KV cache"):
-        _ = memory.Room(small_cache, cpu, GIB // 4, 1000).num_host_blocks
-    assert memory.Room(config, cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
+        _ = memory.Room(small_cache, *cpu, GIB // 4, 1000).num_host_blocks
+    assert memory.Room(config, *cpu, GIB // 4, 1000).num_host_blocks == 4 * GIB // 1000
 
 
 def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,8 +565,9 @@ def test_memory_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(memory, "available_host_memory", lambda: 5 * GIB)
-    cpu = memory.Snapshot.of(torch.device("cpu"), ranks=2)
+    cpu = torch.device("cpu")
+    free = memory.free_memory(cpu, ranks=2)
     for size, blocks in ((1, 2048 - 1), (2, 768 - 1)):
         config = EngineConfig(swap_space=1, tensor_parallel_size=size)
-        room = memory.Room(config, cpu, 0, 2**20)
+        room = memory.Room(config, cpu, free, 0, 2**20)
         assert room.num_kv_blocks(10**6, NotImplemented) == blocks

@@ -281,7 +281,7 @@ def test_masks_by_definition(embedded: LLM, vocab_size: int) -> None:
                 output.append(rng.choice(sorted(shown)))
                 if output[-1] in ends:
                     break
-                batch.append(position, torch.tensor([0, output[-1]]), lambda o=output: [0, o[-1]])
+                batch.append(torch.tensor([0, output[-1]]), lambda o=output: [0, o[-1]])
 
 
 def test_tokens_that_the_model_does_not_have(embedded: LLM, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.beam_search import BeamSearchParams
 from nanovllm.features.tensor_parallel.ranks import DOWNLOAD_TIMEOUT, TIMEOUT
 from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
+from nanovllm.loading.memory import num_weights, weight_bytes
 from nanovllm.models.backend import Backend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -377,15 +378,15 @@ BILLIONS = {  # the shapes of Qwen3-14B and Qwen3-32B
 @pytest.mark.parametrize("billions", BILLIONS)
 def test_an_eighth_of_the_bytes(billions: float, quantization: str | None) -> None:
     whole = BILLIONS[billions]
-    assert Qwen3.on_meta(whole).num_weights / 1e9 == pytest.approx(billions, abs=0.05)
+    assert num_weights(Qwen3.on_meta(whole)) / 1e9 == pytest.approx(billions, abs=0.05)
     backend = Backend(torch.device("meta"), torch.bfloat16)
     backend = quantized(backend) if quantization else backend
     model = Qwen3(config_of_rank(whole, 8), 64, backend)
     stored = sum(module.weight.nbytes for module in model.linears()) + model.embed_tokens.nbytes
     norms = [model.norm, *(w for layer in model.layers for w in norms_of(layer))]
     stored += sum(norm.nbytes for norm in norms)
-    assert stored == model.weight_bytes
-    eighth = Qwen3.on_meta(whole, backend).weight_bytes / 8
+    assert stored == weight_bytes(model)
+    eighth = weight_bytes(Qwen3.on_meta(whole, backend)) / 8
     print(f"{stored / 1e9:.3f} GB, {stored / eighth - 1:.4%} more than an eighth")
     assert eighth <= stored < 1.002 * eighth  # norms; in int8 also scales
     assert model.config.block_bytes(16, 2) == whole.block_bytes(16, 2) / 8
@@ -412,8 +413,8 @@ def test_slices_make_the_whole(size: int) -> None:
         places = {part.name: part.store.__self__ for part in model.checkpoint_tensors()}
         for part in tensors_of_rank(model.checkpoint_tensors(), whole, rank, size):
             assert part.shape == sources[part.name].shape
-            part.store(sources[part.name][part.wanted])
-            counts[part.name][part.wanted] += 1
+            part.store(sources[part.name][part.slices])
+            counts[part.name][part.slices] += 1
             stored[part.name].append(places[part.name])
     for name, source in sources.items():
         if "norm" in name:

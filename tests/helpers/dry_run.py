@@ -49,7 +49,7 @@ from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.features.host_cache import pool as host_pool
 from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 from nanovllm.loading import memory as runner_memory
-from nanovllm.models import layers, logit_rules, sampler
+from nanovllm.models import layers, penalties, sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
@@ -779,7 +779,7 @@ def memory(directory: str) -> Any:
     kinds = {"plain": [{"top_k": 9, "top_p": 0.9}], "ruled": SAMPLING["ruled"]}
     kinds["long"] = [{"frequency_penalty": 0.1, "logprobs": 20, "logit_bias": {3: 1.0}}]
     kinds["prompts"] = [{"prompt_logprobs": 20, "top_k": 9}]
-    found, read = [], logit_rules.RulesState.read
+    found, read = [], penalties.PenaltyState.read
     lengths: list[int] = []  # of the known tokens that penalties read, at the start
 
     def recorded(state: Any, rows: Tensor, positions: Tensor, length: int) -> Any:
@@ -795,7 +795,7 @@ def memory(directory: str) -> Any:
             patch.object(runner_memory, "_scratch_bytes", scratch),
         ):
             options = dict(max_num_seqs=8, max_num_batched_tokens=64, skip_tokenizer_init=True)
-            with patch.object(logit_rules.RulesState, "read", recorded):
+            with patch.object(penalties.PenaltyState, "read", recorded):
                 llm = LLM(directory, device="cuda", gpu_memory_utilization=1.0, **options)
             most = {}
             for kind, fields in kinds.items():

@@ -10,8 +10,9 @@ from checkpoints import make_checkpoint, random_llm
 from nanovllm import SamplingParams
 from nanovllm.api.config import EngineConfig
 from nanovllm.loading import memory
-from nanovllm.models import logit_rules
+from nanovllm.models import logit_rules, penalties
 from nanovllm.models.logit_rules import RulesState
+from nanovllm.models.penalties import PenaltyState
 
 POSITIONS = 512
 
@@ -55,9 +56,9 @@ def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) 
     """The number of blocks of 10 bytes that a GPU with `room` bytes gets; 40,960 positions."""
     monkeypatch.setattr(memory, "_cuda_room", lambda *_: (room, "that"))
     monkeypatch.setattr(memory, "_scratch_bytes", lambda *_: 0)
-    config, gpu = EngineConfig(**options), memory.Snapshot(torch.device("cuda", 0), room, room)
+    config = EngineConfig(**options)
     length = config.max_model_len or 40_960
-    space = memory.Room(config, gpu, 0, 10)
+    space = memory.Room(config, torch.device("cuda", 0), room, 0, 10)
     num = space.num_kv_blocks(length, lambda plan: None)
     assert space.fitted_length(length, num) == min(length, num * 16)
     return num
@@ -68,18 +69,18 @@ def test_requests_as_long_as_the_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch
     assert blocks_of_a_gpu(monkeypatch, 25_600) == 2559
     assert blocks_of_a_gpu(monkeypatch, 20) == 1
     assert blocks_of_a_gpu(monkeypatch, 25_610, max_model_len=40_960) == 2560
-    with pytest.raises(ValueError, match="one block and the null block need"):
+    with pytest.raises(ValueError, match="the null block and a request of 2 tokens need"):
         blocks_of_a_gpu(monkeypatch, 19)
-    with pytest.raises(ValueError, match="a request of 2 tokens needs"):
+    with pytest.raises(ValueError, match="the null block and a request of 2 tokens need"):
         blocks_of_a_gpu(monkeypatch, 29, kvcache_block_size=1)
-    with pytest.raises(ValueError, match="one request of max_model_len=40960 needs"):
+    with pytest.raises(ValueError, match="a request of 40,960 tokens need"):
         blocks_of_a_gpu(monkeypatch, 25_600, max_model_len=40_960)
 
 
 def test_memory_of_logit_rules() -> None:
     """At Qwen3-0.6B's sizes: 8 bytes for each known token, and all rows' logits in float32."""
     state = RulesState(256, 40_960, 151_936, torch.device("meta"))
-    size = sum(x.nbytes for x in (state.tokens, state.counts, state.logits))
+    size = sum(x.nbytes for x in (state.penalties.tokens, state.penalties.counts, state.logits))
     assert size == 256 * (40_960 * 8 + 151_936 * 4)
 
 
@@ -99,7 +100,8 @@ def test_logit_rules_take_no_memory_after_the_cache(
         return num_kv_blocks(*args)
 
     def addresses(state: RulesState) -> list[int]:
-        return [x.data_ptr() for x in vars(state).values() if isinstance(x, torch.Tensor)]
+        kept = (*vars(state).values(), *vars(state.penalties).values())
+        return [x.data_ptr() for x in kept if isinstance(x, torch.Tensor)]
 
     monkeypatch.setattr("nanovllm.runner.rows.RulesState", Recorded)
     monkeypatch.setattr(memory.Room, "num_kv_blocks", measured)
@@ -107,40 +109,42 @@ def test_logit_rules_take_no_memory_after_the_cache(
     params = SamplingParams(max_tokens=5, presence_penalty=1.0, logit_bias={3: 1.0})
     llm.generate([[1, 2, 3], [4]], params, use_tqdm=False)
     (state,) = states
-    assert state is llm.engine.runner.rows.rules_state
+    assert state is llm.engine.runner.rows.rules
     assert addresses(state) == at_measurement
     assert len(at_measurement) == 4
 
 
 def test_what_penalties_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch memory that the profile does not measure: its rows are short."""
-    read, sizes = RulesState.read, []
+    read, sizes = PenaltyState.read, []
 
-    def recorded(state: RulesState, rows: torch.Tensor, *args: object) -> object:
+    def recorded(state: PenaltyState, rows: torch.Tensor, *args: object) -> object:
         tokens, counts = read(state, rows, *args)
         sizes.append(tokens.numel())
         return tokens, counts
 
-    monkeypatch.setattr(RulesState, "read", recorded)
-    monkeypatch.setattr(logit_rules, "TOKENS_AT_A_TIME", 100)
+    monkeypatch.setattr(PenaltyState, "read", recorded)
+    monkeypatch.setattr(penalties, "TOKENS_AT_A_TIME", 100)
     cpu, size = torch.device("cpu"), 8
     rules = logit_rules.LogitRules(presence_penalty=1.0)
     state, rows = RulesState(7, 64, size, cpu), []
     for row in range(7):
         new_row = logit_rules.NewRow(row, [], None, [1] * 30, [])  # type: ignore[arg-type]
-        state.add_row(row, new_row.prompt, new_row.output)
+        state.penalties.add_row(row, new_row.prompt, new_row.output)
         rows.append((row, logit_rules.RowRules(rules, new_row, size)))
     batch, positions = logit_rules.RulesBatch(rows, state), torch.full((7,), 30)
     batch.length = 31
     batch.apply(torch.zeros(7, size), positions)
-    batch.append(positions, torch.ones(7, dtype=torch.int64), lambda: [1] * 7)
+    batch.append(torch.ones(7, dtype=torch.int64), lambda: [1] * 7)
     assert sizes == [93, 93, 31]
 
 
 def test_advice_for_a_cache_that_does_not_fit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU it names no option that has an effect on a GPU only."""
     monkeypatch.setattr(memory, "available_host_memory", lambda: 64 << 20)
-    with pytest.raises(ValueError, match="block and the null block need .* MiB. Lower") as error:
+    with pytest.raises(
+        ValueError, match="the null block and a request of 2 tokens need .* MiB. Lower"
+    ) as error:
         random_llm(path, kvcache_block_size=2**20, num_kvcache_blocks=None)
     assert str(error.value).endswith("Lower kvcache_block_size, or end other programs")
 

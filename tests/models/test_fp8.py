@@ -136,10 +136,7 @@ def rounded_llm(path: Path, scales: list[Scales], **options: Any) -> LLM:
     """An engine in float32 whose keys and values are rounded as for fp8."""
 
     class RoundedBackend(Backend):
-        def attention(self, *sizes: Any) -> references.RoundedAttention:
-            config, num_blocks, block_size, _ = sizes
-            arguments = config, num_blocks, block_size, self.dtype, self.device
-            return references.RoundedAttention(*arguments, rounded_by=scales)
+        attention_class = partial(references.RoundedAttention, rounded_by=scales)  # type: ignore[assignment]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "Backend", RoundedBackend)
@@ -294,7 +291,7 @@ def test_scales_of_a_checkpoint(
         },
     )
     llm = load(kv_cache_dtype="fp8")
-    for found, wanted in zip(llm.engine.runner.attention.fp8_scales, SCALES, strict=True):
+    for found, wanted in zip(llm.engine.runner.attention.scales, SCALES, strict=True):
         assert found == pytest.approx(wanted)
     answers = [
         x.generate(PROMPTS, PARAMS, use_tqdm=False) for x in (llm, rounded_llm(tmp_path, SCALES))
@@ -309,9 +306,9 @@ def test_scales_that_some_layers_lack(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     add_tensors(tmp_path, {NAMES[0](1, "v"): torch.tensor([3.0], dtype=torch.bfloat16)})
     llm = random_llm(tmp_path, kv_cache_dtype="fp8")
-    assert llm.engine.runner.attention.fp8_scales == [(1.0, 1.0), (1.0, 3.0)]
+    assert llm.engine.runner.attention.scales == [(1.0, 1.0), (1.0, 3.0)]
     dummy = random_llm(tmp_path, kv_cache_dtype="fp8", load_format="dummy")
-    assert dummy.engine.runner.attention.fp8_scales == ONES
+    assert dummy.engine.runner.attention.scales == ONES
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, NAN, math.inf, [1.0, 2.0]])

@@ -21,8 +21,9 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models import logit_rules
+from nanovllm.models import penalties
 from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
+from nanovllm.models.penalties import PenaltyState
 from nanovllm.plan import LogitRules, NewRow, RowSampling
 
 PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]
@@ -33,12 +34,12 @@ def applied(rules: LogitRules, logits: torch.Tensor, output: list[int] = OUTPUT)
     device, position = torch.device("cpu"), torch.tensor([len(PROMPT) + 1])
     new_row = NewRow(1, [], RowSampling(0.0, 0, rules=rules), PROMPT, output[:1])
     state = RulesState(2, 40, len(logits), device)
-    state.add_row(new_row.row, PROMPT, output[:1])
+    state.penalties.add_row(new_row.row, PROMPT, output[:1])
     batch = RulesBatch([(0, RowRules(rules, new_row, len(logits)))], state)
     for token in output[1:]:
         batch.length = int(position) + 1
         batch.apply(logits[None], position)
-        batch.append(position, torch.tensor([token]), lambda token=token: [token])
+        batch.append(torch.tensor([token]), lambda token=token: [token])
         position = position + 1
     batch.length = int(position) + 1
     return batch.apply(logits[None], position)[0]
@@ -85,10 +86,10 @@ def test_presence_and_frequency_penalties() -> None:
     )
 
 
-@pytest.mark.parametrize("at_a_time", [1, 70, logit_rules.TOKENS_AT_A_TIME])
+@pytest.mark.parametrize("at_a_time", [1, 70, penalties.TOKENS_AT_A_TIME])
 def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a_time: int) -> None:
     """Rows that are new at different times and repeat few tokens, against counts of the whole list."""
-    monkeypatch.setattr(logit_rules, "TOKENS_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(penalties, "TOKENS_AT_A_TIME", at_a_time)
     rng, size, device = random.Random(0), 6, torch.device("cpu")
     state, rows = RulesState(5, 64, size, device), {}
     rules = LogitRules(repetition_penalty=1.5, frequency_penalty=0.3, presence_penalty=0.7)
@@ -97,7 +98,7 @@ def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a
             prompt, output = (rng.choices(range(size), k=n) for n in (rng.randint(1, 3), step % 3))
             new_row = NewRow(rng.randrange(5), [], RowSampling(0.0, 0, rules=rules), prompt, output)
             rows[new_row.row] = (RowRules(rules, new_row, size), [*prompt, *output])
-            state.add_row(new_row.row, prompt, output)
+            state.penalties.add_row(new_row.row, prompt, output)
         batch = RulesBatch([(i, row) for i, (row, _) in enumerate(rows.values())], state)
         known = [tokens for _, tokens in rows.values()]
         positions = torch.tensor([len(tokens) for tokens in known])
@@ -111,7 +112,7 @@ def test_penalties_of_rows_of_every_length(monkeypatch: pytest.MonkeyPatch, at_a
         batch.length = max(map(len, known)) + 1
         torch.testing.assert_close(batch.apply(logits, positions), wanted)
         sampled = torch.randint(size, (len(rows),))
-        batch.append(positions, sampled, sampled.tolist)
+        batch.append(sampled, sampled.tolist)
         for tokens, token in zip(known, sampled.tolist(), strict=True):
             tokens.append(token)
 
@@ -131,7 +132,7 @@ def test_no_rule_reaches_another_row(token: int) -> None:
             applied(LogitRules(**fields), torch.zeros(20))
     for prompt, output in (([1, token], []), ([1], [token])):
         with pytest.raises(ValueError, match="exceed a vocabulary of 20"):
-            RulesState(2, 40, 20, torch.device("cpu")).add_row(0, prompt, output)
+            PenaltyState(2, 40, 20, torch.device("cpu")).add_row(0, prompt, output)
 
 
 def test_rules_that_name_the_same_token() -> None:

@@ -11,9 +11,9 @@ from checkpoints import make_checkpoint, random_llm, weights_of
 from safetensors.torch import load_file, save_file
 
 from nanovllm import SamplingParams
-from nanovllm.loading import checkpoint, memory
+from nanovllm.loading import checkpoint, make_runner, memory
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.weights import CheckpointTensor
+from nanovllm.models.weights import CheckpointTensor, load_weights
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
@@ -103,7 +103,7 @@ def test_nothing_is_stored_if_a_tensor_does_not_fit(tmp_path: Path) -> None:
     stored: list[torch.Tensor] = []
     parts = [CheckpointTensor("a", (2,), stored.append), CheckpointTensor("b", (4,), stored.append)]
     with pytest.raises(ValueError, match=r"misshapen: b is \(3,\) of F32"):
-        Checkpoint(tmp_path).load_weights(parts)
+        load_weights(parts, Checkpoint(tmp_path).files)
     assert not stored
 
 
@@ -138,7 +138,7 @@ def test_weights_that_do_not_fit(
     make_checkpoint(tmp_path, **config)
     parts = random_llm(tmp_path).engine.runner.model.checkpoint_tensors()
     size = sum(4 * math.prod(part.shape) for part in parts)
-    monkeypatch.setattr(Checkpoint, "load_weights", None)
+    monkeypatch.setattr(make_runner, "load_weights", None)
     monkeypatch.setattr(memory, "available_host_memory", lambda: size - 1)
     with pytest.raises(
         ValueError, match=r"weights of .* GiB in float32.* free on cpu; use a small"
@@ -171,6 +171,7 @@ from pathlib import Path
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.loading.checkpoint import Checkpoint
+from nanovllm.models.weights import load_weights
 
 def private():
     lines = open("/proc/self/status")
@@ -181,8 +182,8 @@ torch.ones(8, 8) @ torch.ones(8, 8)
 checkpoint = Checkpoint(path)
 before = private()
 model = Qwen3(checkpoint.model_config, 512, Backend(torch.device("cpu"), dtype))
-with checkpoint:
-    checkpoint.load_weights(model.checkpoint_tensors())
+with checkpoint.open_files:
+    load_weights(model.checkpoint_tensors(), checkpoint.files)
 size = sum(dtype.itemsize * math.prod(p.shape) for p in model.checkpoint_tensors())
 assert size > 100e6, size
 print((private() - before) / size)

@@ -25,7 +25,7 @@ from nanovllm.backends.cpu.parallel import address_for, run
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend
 from nanovllm.backends.cpu.units.unit import select_unit, units
-from nanovllm.models.attention import Gathered, PlainAttention
+from nanovllm.models.attention import PlainAttention, SequenceMetadata
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
@@ -65,7 +65,7 @@ class Prefix:
     """Blocks that many tokens of the step attend to, read by torch's flash attention."""
 
     tokens: np.ndarray  # [n] int64
-    rows: Tensor  # [2 * K * blocks] int64, of a layer's cache [rows, B * D]: keys, then values
+    blocks: Tensor  # [blocks] int32
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class AttentionPlan:
     slot_mapping: np.ndarray  # [T] int64
     work: AttentionWork | None  # the kernel's part
     prefixes: list[Prefix]  # torch's part of the same queries
-    chunks: list[Gathered]  # other prompts and chunks, for PlainAttention
+    chunks: list[SequenceMetadata]  # other prompts and chunks, for PlainAttention
 
 
 class NumbaAttention(PlainAttention):
@@ -94,9 +94,7 @@ class NumbaAttention(PlainAttention):
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group_size = self.heads // self.kv_heads
-        self.eps = config.rms_norm_eps
         self.examples = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[self.cache.dtype]
-        self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.shape = (num_blocks, self.kv_heads, block_size, self.dim)
         self.kv_addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.cache]
         self.unit = select_unit(self.cache.dtype, self.group_size, block_size, self.dim)
@@ -128,7 +126,7 @@ class NumbaAttention(PlainAttention):
         seqs = Sequences(starts, np.diff(starts), contexts, batch.block_tables.numpy())
         families, chunks = self._by_kernel(seqs, len(contexts) - batch.num_decodes)
         plan = AttentionPlan(batch.slot_mapping.numpy(), None, [], [])
-        plan.chunks = [self.gather(batch, int(i)) for i in chunks]
+        plan.chunks = [self.sequence_metadata(batch, int(i)) for i in chunks]
         if families:
             self._plan_work(plan, seqs, families)
         batch.attention_metadata = plan
@@ -169,7 +167,7 @@ class NumbaAttention(PlainAttention):
             num_tokens = int(seqs.query_lens[members].sum())
             if shared and by_torch and num_tokens * self.group_size > FLASH_QUERIES:
                 blocks = torch.from_numpy(seqs.tables[members[0], :shared])
-                plan.prefixes.append(Prefix(tokens_of(seqs, members), self.block_rows(blocks)))
+                plan.prefixes.append(Prefix(tokens_of(seqs, members), blocks))
             elif shared and max_queries > 1:
                 with_prefix.append(family)
             else:
@@ -201,7 +199,7 @@ class NumbaAttention(PlainAttention):
         step: AttentionPlan = batch.attention_metadata
         out = qkv.new_empty((len(qkv), self.heads, self.dim))
         if step.chunks:
-            self.attend_gathered(layer, qkv[:, : self.heads], step.chunks, out)
+            self.attend_sequences(layer, qkv[:, : self.heads], step.chunks, out)
         if step.work is not None:
             for prefix in step.prefixes:
                 self._attend_prefix(prefix, step.work.lse, layer, qkv[:, : self.heads], out)
@@ -215,7 +213,7 @@ class NumbaAttention(PlainAttention):
         self, prefix: Prefix, lse: np.ndarray, layer: int, q: Tensor, out: Tensor
     ) -> None:
         """Write `lse` and `out`. All queries of a KV head are one sequence of n * G queries."""
-        kv = self.read_blocks(layer, prefix.rows).unsqueeze(1)
+        kv = self.read_blocks(layer, prefix.blocks).unsqueeze(1)
         tokens = torch.from_numpy(prefix.tokens)
         split = len(prefix.tokens), self.group_size
         queries = q[tokens].unflatten(1, (self.kv_heads, -1)).transpose(0, 1)  # [K, n, G, D]

@@ -30,7 +30,6 @@ class CpuBackend(Backend):
     """Kernels that Numba compiles, and products with packed weights."""
 
     attention_class = NumbaAttention
-    fused_attention = True
     linear = staticmethod(linear.linear)
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)

@@ -29,7 +29,7 @@ from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.llvm.dot import INT8, dot_rows
 from nanovllm.backends.cpu.parallel import SERIAL_ELEMENTS, address_for, call_at, code_at, in_parts
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
-from nanovllm.backends.int8 import LARGEST, SMALLEST, Int8Weight
+from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX, Int8Weight
 from nanovllm.models.layers import Linear
 
 f32, int32 = np.float32, np.int32
@@ -116,18 +116,18 @@ def quantize_rows(x_ptr, values, scale, excess, size, example, start, stop):
     x = array(x_ptr, (len(scale), size), example)
     for i in range(start, stop):
         # As integers, the bits of magnitudes are in the same order, and the bits of NaN last.
-        bits = f32(SMALLEST).view(np.int32)
+        bits = f32(MIN_ABSMAX).view(np.int32)
         for c in range(size):
             number = np.float32(to_float32(x[i, c])).view(np.int32)
             bits = max(bits, int32(number & int32(0x7FFFFFFF)))
         largest = int32(bits).view(np.float32)
-        inverse, total = f32(LARGEST) / largest, int32(0)
+        inverse, total = f32(INT8_MAX) / largest, int32(0)
         for c in range(size):
             value = int32(np.rint(to_float32(x[i, c]) * inverse))
             values[i, c] = np.int8(value)
             total = int32(total + value)
         values[i, size:] = 0
-        scale[i], excess[i] = largest * f32(1 / LARGEST), int32(128 * total)
+        scale[i], excess[i] = largest * f32(1 / INT8_MAX), int32(128 * total)
 
 
 @compiled(exact=True)

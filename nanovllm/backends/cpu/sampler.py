@@ -14,7 +14,7 @@ from torch import Tensor
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.parallel import run
 from nanovllm.backends.cpu.primitives import BFLOAT16, array, exp, maximum, maximum_in, to_float32
-from nanovllm.models import logit_rules, sampler
+from nanovllm.models import logprobs, sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.plan import FILTERS
 
@@ -61,9 +61,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Compute models.logit_rules.token_logprobs in one pass over each row."""
+    """Compute models.logprobs.token_logprobs in one pass over each row."""
     if k > MAX_LOGPROBS:
-        return logit_rules.token_logprobs(logits, tokens, k)
+        return logprobs.token_logprobs(logits, tokens, k)
     logits = logits.contiguous()
     packed = np.empty((len(logits), 2 + 2 * k))
     source = logits.data_ptr(), logits.dtype is torch.bfloat16, logits.shape[1]
@@ -281,7 +281,7 @@ def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, 
 
 @compiled()
 def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
-    """Fill packed [R, 2 + 2k] as models/logit_rules.py describes it."""
+    """Fill packed [R, 2 + 2k] as models/logprobs.py describes it."""
     k = (packed.shape[1] - 2) // 2
     buffer, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
     for row in range(start, stop):

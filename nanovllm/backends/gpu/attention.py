@@ -26,8 +26,6 @@ class TritonAttention(PlainAttention):
             instead = "use kv_cache_dtype='auto', or attention_backend='sdpa', which is slower"
             check_capability(device, (8, 9), "kv_cache_dtype='fp8' needs", instead)
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
-        # They are numbers on the host: a captured launch contains them, and no kernel loads them.
-        self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
         self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
         self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype)
@@ -38,28 +36,28 @@ class TritonAttention(PlainAttention):
                 f"attention_backend='triton' supports at most {limit} query heads per KV head, and "
                 f"the model has {self.group_size}; use attention_backend='sdpa'"
             )
-        self.num_kv_heads, self.eps = config.num_kv_heads, config.rms_norm_eps
+        self.num_kv_heads = config.num_kv_heads
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Compute the arguments that all layers share: of a launch for chunks, one for decodes."""
-        decodes, lens, tables = batch.num_decodes, batch.context_lens, batch.block_tables
-        chunks, tokens = len(lens) - decodes, len(batch.input_ids) - decodes
-        batch.attention_metadata = []  # (tokens, function, its arguments)
-        if chunks:
-            tile, starts = self.prefill_tile, batch.query_start_loc[: chunks + 1]
+        """Set the launches of all layers, one for chunks and one for decodes: (tokens, function,
+        its arguments)."""
+        lens, tables = batch.context_lens, batch.block_tables
+        num_chunks = len(lens) - batch.num_decodes
+        chunk_tokens = len(batch.input_ids) - batch.num_decodes
+        batch.attention_metadata = []
+        if num_chunks:
+            tile, starts = self.prefill_tile, batch.query_start_loc[: num_chunks + 1]
             queries = tile.num_rows // self.group_size
-            tiles = attention.query_tiles(batch.query_lens[:chunks], queries)
-            chunk_args = (to_device(tiles, lens.device), starts, lens[:chunks], tables, tile)
-            batch.attention_metadata.append((slice(0, tokens), attention.attend, chunk_args))
-        if decodes:
-            tile, lens, tables = self.decode_tile, lens[chunks:], tables[chunks:]
+            tiles = attention.query_tiles(batch.query_lens[:num_chunks], queries)
+            chunk_args = (to_device(tiles, lens.device), starts, lens[:num_chunks], tables, tile)
+            batch.attention_metadata.append((slice(chunk_tokens), attention.attend, chunk_args))
+        if batch.num_decodes:
+            tile, lens, tables = self.decode_tile, lens[num_chunks:], tables[num_chunks:]
             programs = tile.programs_per_sm * self.gpu.num_sms
-            splits = attention.num_splits(decodes, self.num_kv_heads, programs)
+            splits = attention.num_splits(batch.num_decodes, self.num_kv_heads, programs)
             order = lens.argsort(descending=True)  # the longest contexts start first
-            decode_args = (order, lens, tables, tile, splits)
-            batch.attention_metadata.append(
-                (slice(tokens, None), attention.attend_decode, decode_args)
-            )
+            decodes = slice(chunk_tokens, None), attention.attend_decode
+            batch.attention_metadata.append((*decodes, (order, lens, tables, tile, splits)))
 
     def norm_rope_store(
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
@@ -82,14 +80,17 @@ class TritonAttention(PlainAttention):
 
 
 def check_capability(
-    device: torch.device, minimum: tuple[int, int], what: str, instead: str
+    device: torch.device, minimum: tuple[int, int], needs: str, instead: str
 ) -> None:
-    """Raise ValueError if the device is an NVIDIA GPU with a capability below `minimum`."""
+    """Raise ValueError if the device is an NVIDIA GPU with a compute capability below `minimum`.
+
+    The message begins with `needs` and ends with `instead`.
+    """
     if device.type == "cuda" and not torch.version.hip:
         capability = torch.cuda.get_device_capability(device)
         if capability < minimum:
-            (major, minor), found = minimum, ".".join(map(str, capability))
+            needed, available = (".".join(map(str, pair)) for pair in (minimum, capability))
             raise ValueError(
-                f"{what} compute capability {major}.{minor} or higher, and "
-                f"{torch.cuda.get_device_name(device)} has {found}; {instead}"
+                f"{needs} compute capability {needed} or higher, and "
+                f"{torch.cuda.get_device_name(device)} has {available}; {instead}"
             )

@@ -15,7 +15,7 @@ from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 
-LEAST_CAPABILITY = (7, 5)  # Turing, the first that .ci/compile_kernels.py compiles for
+MIN_CAPABILITY = (7, 5)  # Turing, the first that .ci/compile_kernels.py compiles for
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
@@ -27,7 +27,7 @@ def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
             "interpreter (very slowly)"
         )
     instead = "attention_backend='sdpa' runs on any GPU"
-    check_capability(device, LEAST_CAPABILITY, "the Triton kernels need", instead)
+    check_capability(device, MIN_CAPABILITY, "the Triton kernels need", instead)
     return GpuBackend(device, dtype)
 
 
@@ -35,7 +35,6 @@ class GpuBackend(Backend):
     """Triton kernels, and decode steps as CUDA graphs."""
 
     attention_class = TritonAttention
-    fused_attention = True
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
     sample = staticmethod(sampling.sample)

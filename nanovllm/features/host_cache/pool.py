@@ -27,12 +27,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import progress_bar
 from nanovllm.models.batch import to_device
 from nanovllm.plan import BlockCopy
 
 CHUNK_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two
 STAGING_BYTES = 64 << 20  # of each of the two staging buffers on a GPU
+
+
+def num_host_blocks(config: EngineConfig, block_bytes: int, free: int, where: str) -> int:
+    """Return the number of blocks that the option swap_space holds.
+
+    Raises ValueError if it is less than one block, or more than the `free` bytes of host memory.
+    `where` describes them in the message.
+    """
+    size = int(config.swap_space * 2**30)
+    if size > free:
+        raise ValueError(
+            f"swap_space={config.swap_space} takes {size:,} bytes of host memory, and {free:,} "
+            f"are free{where}; lower it, or end other programs"
+        )
+    if size < block_bytes:
+        raise ValueError(
+            f"swap_space={config.swap_space} has no room for one block: a block of "
+            f"{config.kvcache_block_size} tokens takes {block_bytes:,} bytes; raise it to "
+            f"{block_bytes / 2**30:.2g} or more, or set it to 0"
+        )
+    return size // block_bytes
 
 
 def make_pool(num_blocks: int, cache: Tensor) -> HostPool:

@@ -63,8 +63,8 @@ def tensors_of_rank(
         elif module in BY_COLUMNS and kind == "weight":
             outputs, inputs = tensor.shape
             columns = slice(rank * inputs, (rank + 1) * inputs)
-            wanted = (slice(None), columns)
-            yield replace(tensor, shape=(outputs, inputs * size), wanted=wanted)
+            slices = (slice(None), columns)
+            yield replace(tensor, shape=(outputs, inputs * size), slices=slices)
         elif module in BY_COLUMNS and rank > 0:  # a bias, which only one rank may add
             yield _zeros(tensor)
         else:
@@ -87,5 +87,5 @@ def _some_rows(tensor: CheckpointTensor, rows: int, index: int) -> CheckpointTen
         tensor.store(F.pad(rows, (0, 0, 0, missing)) if missing else rows)
 
     return replace(
-        tensor, shape=(rows, *tensor.shape[1:]), wanted=(slice(start, stop),), store=store
+        tensor, shape=(rows, *tensor.shape[1:]), slices=(slice(start, stop),), store=store
     )

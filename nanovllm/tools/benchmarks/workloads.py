@@ -171,6 +171,6 @@ def write_weights(directory: Path, dtype: torch.dtype) -> None:
     config = Checkpoint(directory).model_config
     tensors = list(Qwen3.on_meta(config).checkpoint_tensors())
     weights = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in tensors}
-    stored = [CheckpointTensor.whole(name, weight) for name, weight in weights.items()]
+    stored = [CheckpointTensor.of(name, weight) for name, weight in weights.items()]
     random_weights(stored, 0, torch.device("cpu"))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

@@ -110,10 +110,10 @@ def test_a_prefix_and_the_rest_in_bfloat16() -> None:
         step = compare(
             NumbaAttention, lengths, 16, (4, 2), 1, {20: [0, 1, 2, 3]}, torch.bfloat16, dim
         )
-        assert prefixes(step, 16, 2) == dict.fromkeys(range(4), 320)
+        assert prefixes(step, 16) == dict.fromkeys(range(4), 320)
 
 
-def prefixes(step: Any, block_size: int, kv_heads: int) -> dict[int, int]:
+def prefixes(step: Any, block_size: int) -> dict[int, int]:
     """Tokens of the step that read a prefix with others -> its length. None reads two."""
     groups = step.work.prefixes
     read = [
@@ -123,7 +123,7 @@ def prefixes(step: Any, block_size: int, kv_heads: int) -> dict[int, int]:
         if token >= 0
     ]
     for p in step.prefixes:
-        read += [(int(t), len(p.rows) // (2 * kv_heads) * block_size) for t in p.tokens]
+        read += [(int(t), len(p.blocks) * block_size) for t in p.tokens]
     assert len(dict(read)) == len(read)
     return dict(read)
 
@@ -144,7 +144,7 @@ def test_shared_prefixes_are_read_once(block_size: int, heads: tuple[int, int]) 
     few = -(-16 // block_size)
     shared = {long: [0, 2, 3, 5], short: [6, 7, 9], few: [10, 11]}
     step = compare(NumbaAttention, lengths, block_size, heads, 5, shared)
-    read = prefixes(step, block_size, heads[1])
+    read = prefixes(step, block_size)
     wanted = dict.fromkeys((10, 11, 13), 320) | dict.fromkeys((14, 15, 17), 192)
     assert read == ({} if heads == (8, 1) else wanted)
     assert alone(step) == 12
@@ -159,7 +159,7 @@ def test_short_chunks_behind_a_shared_prefix(block_size: int) -> None:
     shared = {number: [0, 1, 2, 3, 4], few: [5, 6], 16 // block_size: [0, 7]}
     step = compare(NumbaAttention, lengths, block_size, (4, 2), 3, shared)
     assert len(step.prefixes) == 1
-    assert prefixes(step, block_size, 2) == dict.fromkeys(range(400, 400 + 20 + 33 + 60), 320)
+    assert prefixes(step, block_size) == dict.fromkeys(range(400, 400 + 20 + 33 + 60), 320)
     assert alone(step) == 20 + 33 + 60 + 1
     assert step.work.rest.block_tables.shape[1] == -(-60 // block_size)
     lengths = [c.tokens.stop - c.tokens.start for c in step.chunks]
@@ -172,7 +172,7 @@ def test_who_reads_a_long_prefix(heads: tuple[int, int], count: int) -> None:
     """Of more than 64 rows torch, if they have more than 128 queries."""
     lengths = [(1, 320 + i) for i in range(count)]
     step = compare(NumbaAttention, lengths, 16, heads, 0, {20: list(range(count))})
-    read = prefixes(step, 16, 1)
+    read = prefixes(step, 16)
     assert len(step.prefixes) == (count > 64)
     assert read == ({} if heads == (8, 1) and count == 64 else dict.fromkeys(range(count), 320))
 

@@ -12,7 +12,7 @@ import torch
 from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models import logit_rules, sampler
+from nanovllm.models import logprobs, sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
 from nanovllm.models.rope import RopeConfig
@@ -464,7 +464,7 @@ def test_token_logprobs(dtype: torch.dtype, size: int, k: int) -> None:
     logits = (4 * torch.randn(7, size)).to(dtype)
     tokens = torch.cat((logits[:2].argmax(1), torch.randint(size, (5,))))
     found = cpu_sampler.token_logprobs(logits, tokens, k)
-    wanted = logit_rules.token_logprobs(logits, tokens, k)
+    wanted = logprobs.token_logprobs(logits, tokens, k)
     torch.testing.assert_close(found[:, : 2 + k], wanted[:, : 2 + k], rtol=0, atol=1e-4)
     ids = found[:, 2 + k :].long()
     assert all(len(set(row)) == k for row in ids.tolist())
@@ -477,7 +477,7 @@ def test_token_logprobs_of_a_row_with_nan(value: float, where: int) -> None:
     """All are NaN, as those of a softmax."""
     logits, tokens = torch.randn(1, 5000), torch.tensor([7])
     logits[0, where] = value
-    for function in (cpu_sampler.token_logprobs, logit_rules.token_logprobs):
+    for function in (cpu_sampler.token_logprobs, logprobs.token_logprobs):
         packed = function(logits, tokens, 5)[0]
         assert packed[0].isnan()
         assert packed[2:7].isnan().all()

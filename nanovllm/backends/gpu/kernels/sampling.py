@@ -58,7 +58,7 @@ def _weigh_chunks(logits, temperatures, chunk_max, chunk_sum, V: tl.constexpr):
     x = x.to(tl.float32)
     # A maximum ignores NaN, so it counts as +inf: a row with either has no token.
     max_logit = tl.max(tl.where(x < INFINITY, x, INFINITY), 1)
-    # In a chunk of hidden tokens the difference from the maximum, -inf, would be NaN.
+    # In a chunk of masked tokens the difference from the maximum, -inf, would be NaN.
     shift = tl.where(max_logit > float("-inf"), max_logit, 0.0)
     weight = tl.exp2((x - shift[:, None]) * _scale(tl.load(temperatures + row)))
     index = row * tl.num_programs(1) * WEIGHED + chunk
