@@ -22,22 +22,13 @@ One step, with a budget of 8 tokens and blocks of 4:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.policies import POLICIES, WaitingQueue
-from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.policies import HEAD, POLICIES, WaitingQueue
+from nanovllm.engine.sequence import EMPTY, Sequence, Status
 from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
-
-# Why the first waiting sequence is not admitted. {} is replaced by its name.
-WHY_WAITING = {
-    "budget": "the token budget is spent",
-    "preempted": "a step that preempts admits nothing",
-    "seqs": "max_num_seqs sequences run",
-    "in flight": "a token of {} is in flight",
-    "blocks": "{} needs more blocks than remain after reserving one for each running sequence",
-}
 
 
 @dataclass(slots=True)
@@ -71,7 +62,7 @@ class Scheduler:
         self.token_budget = max_num_batched_tokens
         self.policy_key = POLICIES[policy]
         self.waiting = WaitingQueue()
-        self.why_waiting = ""  # a key of WHY_WAITING if the last plan left sequences waiting
+        self.why_waiting = ""  # of the last plan: why the first waiting sequence is not admitted
         self.running: list[Sequence] = []  # in order of admission
         self.num_unfinished = 0  # sequences, and forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
@@ -85,15 +76,16 @@ class Scheduler:
         return bool(self.running or self.waiting or self.in_flight)
 
     def add(self, seq: Sequence, at_head: bool = False) -> None:
-        """Queue a sequence by the policy's key, then by arrival. Preempted sequences and forks wait
-        at the head.
+        """Queue a new sequence. Its forks are queued when its first token is committed.
 
-        The forks of a new sequence are added when its first token is committed.
+        at_head: queue a preempted sequence or a fork before all new sequences.
         """
-        seq.status, seq.num_tokens_with_placeholders = Status.WAITING, len(seq.token_ids)
-        key = 0 if at_head else self.policy_key(seq, self.block_manager)
-        self.num_unfinished += 0 if at_head else 1 + len(seq.forks)
-        self.waiting.add(seq, key, at_head)
+        seq.status = Status.WAITING
+        if at_head:
+            self.waiting.add(seq, HEAD)
+        else:
+            self.waiting.add(seq, self.policy_key(seq, self.block_manager))
+            self.num_unfinished += 1 + len(seq.forks)
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         """Run `child`, whose first `num_computed` tokens `parent` has computed.
@@ -115,8 +107,8 @@ class Scheduler:
     def schedule(self) -> InFlightStep | None:
         """Plan one step. Returns None if no token can be planned now.
 
-        `num_computed` and `num_tokens_with_placeholders` of a sequence grow here and not at commit,
-        so that the next step can be planned while this one runs. `revert_in_flight` reverts this.
+        `num_computed` and `num_placeholders` of a sequence grow here and not at commit, so that
+        the next step can be planned while this one runs. `revert_in_flight` reverts this.
         """
         step = InFlightStep(plan := StepPlan())
         seqs, preemptions = step.seqs, self.preemptions
@@ -130,7 +122,7 @@ class Scheduler:
             i += 1
             if not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
-            elif seq.num_tokens_with_placeholders < seq.max_length:  # else its last is in flight
+            elif len(seq.token_ids) + seq.num_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
                         break
@@ -139,7 +131,7 @@ class Scheduler:
                 seqs[seq.row] = seq
                 budget -= 1
                 seq.num_computed += 1
-                seq.num_tokens_with_placeholders += 1
+                seq.num_placeholders += 1
                 if seq.num_computed % block_size == 0:
                     self.block_manager.cache_full_blocks(seq)
 
@@ -165,7 +157,7 @@ class Scheduler:
 
     def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
         """Plan at most `budget` known tokens of a running sequence. Returns how many."""
-        tokens = min(seq.num_tokens_with_placeholders - seq.num_computed, budget)
+        tokens = min(len(seq.token_ids) - seq.num_computed, budget)
         # `tokens` is 0 while its result is in flight or its next token is not chosen yet.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
@@ -180,8 +172,8 @@ class Scheduler:
                 new_row.prompt = seq.token_ids[: seq.num_prompt]
                 new_row.output = seq.output_ids
             seq.known_to_runner = True
-        last = end == seq.num_tokens_with_placeholders
-        chunk = Chunk(seq.row, start, seq.token_ids[start:end], seq.result_kind if last else None)
+        kind = seq.result_kind if end == len(seq.token_ids) else None
+        chunk = Chunk(seq.row, start, seq.token_ids[start:end], kind)
         chunk.num_candidates = seq.num_candidates
         if seq.targets:
             ahead = seq.first_target - 1 - start  # tokens before the one that predicts it
@@ -191,7 +183,7 @@ class Scheduler:
         step.seqs[seq.row] = seq
         seq.num_computed = end
         if chunk.result_kind is ResultKind.TOKEN:
-            seq.num_tokens_with_placeholders += 1
+            seq.num_placeholders += 1
             seq.decoding = True
         self.block_manager.cache_full_blocks(seq)
         return tokens
@@ -216,14 +208,14 @@ class Scheduler:
         return seq.status is Status.RUNNING
 
     def _admit(self, seq: Sequence, budget: int, preempted: bool) -> str:
-        """Run the first waiting sequence. Returns "", or why it waits: a key of WHY_WAITING."""
+        """Run the first waiting sequence. Returns "", or a word for the reason why it waits."""
         if budget == 0:
             return "budget"
         if preempted:
             return "preempted"
         if len(self.running) == self.max_num_seqs:
             return "seqs"
-        if seq.num_tokens_with_placeholders > len(seq.token_ids):
+        if seq.num_placeholders:
             return "in flight"
         matched = self.block_manager.match(seq)
         if seq.targets:  # computes all tokens from the one before the first target
@@ -240,7 +232,7 @@ class Scheduler:
         A sequence that runs alone needs no reserve: LLMEngine.check rejects what can never run.
         """
         block_manager = self.block_manager
-        need = block_manager.num_needed(seq, seq.num_tokens_with_placeholders) - len(matched)
+        need = block_manager.num_needed(seq, len(seq.token_ids)) - len(matched)
         need += block_manager.num_evictable(matched) + (self.reserve() if self.running else 0)
         return block_manager.num_available >= need
 
@@ -269,13 +261,11 @@ class Scheduler:
         self.recomputed_tokens += seq.num_computed
         self.preemptions += 1
         seq.preemptions += 1
-        num_tokens = seq.num_tokens_with_placeholders
         self._leave(seq)
         if seq.awaits_token:
             seq.status = Status.UNQUEUED
         else:
             self.add(seq, at_head=True)
-            seq.num_tokens_with_placeholders = num_tokens  # a placeholder may be in flight
 
     def _leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
@@ -298,42 +288,45 @@ class Scheduler:
         assert step is self.in_flight[0], "steps must be committed in the order of their plans"
         self.in_flight.popleft()
         block_size = self.block_manager.block_size
-        updated: list[Sequence] = []
-        for chunk in step.plan.chunks:
-            seq = step.seqs[chunk.row]
-            if (
-                chunk.result_kind not in (None, ResultKind.TOKEN)
-                and seq.status is not Status.FINISHED
-            ):
-                updated.append(seq)
-                seq.awaits_token = True
-                if seq.status is Status.WAITING:  # it was preempted while the step was in flight
-                    self._leave(seq)
-                    seq.status = Status.UNQUEUED
+        updated = self._commit_other_results(step)
         for seq, token in zip(step.sampling_seqs, token_ids, strict=True):
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
-            ids = seq.token_ids
             updated.append(seq)
-            if seq.forks:
-                # Each fork computes the prompt's last token again, and samples its own first token.
-                for fork in seq.forks:
-                    self.fork(seq, fork, seq.num_prompt - 1)
-                seq.forks = []
+            # Each fork computes the prompt's last token again, and samples its own first token.
+            for fork in seq.forks:
+                self.fork(seq, fork, seq.num_prompt - 1)
+            seq.forks = EMPTY
             if token < 0:  # NO_TOKEN or COMPLETE
                 self.finish(seq, "stop" if token == COMPLETE else "error")
                 continue
-            ids.append(token)
-            if len(ids) % block_size == 0 and seq.num_computed >= len(ids):
+            seq.token_ids.append(token)
+            seq.num_placeholders -= 1
+            length = len(seq.token_ids)
+            if length % block_size == 0 and seq.num_computed >= length:
                 # The step in flight after this one computes the KV of this token.
                 self.block_manager.cache_full_blocks(seq)
-            if token in seq.stop_token_ids or len(ids) >= seq.max_length:
-                self._finish_if_complete(seq)
+            self._finish_if_complete(seq)
+        return updated
+
+    def _commit_other_results(self, step: InFlightStep) -> list[Sequence]:
+        """Mark the sequences that have a result other than a token, and return them."""
+        updated = []
+        for chunk in step.plan.chunks:
+            seq = step.seqs[chunk.row]
+            if chunk.result_kind in (None, ResultKind.TOKEN) or seq.status is Status.FINISHED:
+                continue
+            updated.append(seq)
+            seq.awaits_token = True
+            if seq.status is Status.WAITING:  # it was preempted while the step was in flight
+                self._leave(seq)
+                seq.status = Status.UNQUEUED
         return updated
 
     def _finish_if_complete(self, seq: Sequence) -> None:
         """Finish a sequence if it ends with a stop token or has its full length."""
-        if (token := seq.token_ids[-1]) in seq.stop_token_ids:
+        token = seq.token_ids[-1]
+        if token in seq.stop_token_ids:
             self.finish(seq, "stop", token)
         elif len(seq.token_ids) >= seq.max_length:
             self.finish(seq, "length")
@@ -344,41 +337,39 @@ class Scheduler:
         seq.awaits_token = False
         if seq.sampling.rules is not None and seq.sampling.rules.grammar is not None:
             seq.known_to_runner = False  # the grammar needs its tokens, which a new row sends
-        if seq.status is Status.RUNNING:
-            seq.num_tokens_with_placeholders += 1
-        else:
+        if seq.status is not Status.RUNNING:
             self.add(seq, at_head=True)
 
-    def revert_in_flight(self, unfinished: Iterable[Sequence] | None = None) -> None:
+    def revert_in_flight(self, unfinished: list[Sequence]) -> None:
         """Revert all steps in flight after an error at any line.
 
-        Only known tokens are kept. All rows and blocks are freed, and the `unfinished` sequences,
-        by default all that run or wait, return to the waiting queue. Blocks that these steps cached
-        may hold anything and may be shared, so the whole prefix cache is reset.
+        Only known tokens are kept. All rows and blocks are freed, and the `unfinished` sequences
+        return to the waiting queue. Blocks that these steps cached may hold anything and may be
+        shared, so the whole prefix cache is reset.
         """
         ran = self.running
-        seqs = [*ran, *self.waiting] if unfinished is None else list(unfinished)
         for seq in ran:
             self.recomputed_tokens += seq.num_computed
             self.preemptions += 1
             seq.preemptions += 1
         self.in_flight.clear()
-        self.running, self._free_rows = [], list(range(self.max_num_seqs - 1, -1, -1))
-        self.block_manager.revert([*ran, *self.waiting, *seqs])
-        for seq in seqs:
+        self.running = []
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self.block_manager.revert([*ran, *self.waiting, *unfinished])
+        for seq in unfinished:
             seq.status, seq.row, seq.decoding = Status.UNQUEUED, -1, False
+            seq.num_placeholders = 0
             if seq.result_kind is ResultKind.TOKEN and seq.num_output:
                 self._finish_if_complete(seq)
-        queued = [seq for seq in seqs if seq.status is Status.UNQUEUED and not seq.awaits_token]
+        unfinished = [seq for seq in unfinished if seq.status is not Status.FINISHED]
+        self.num_unfinished = sum(1 + len(seq.forks) for seq in unfinished)
+        queued = [seq for seq in unfinished if not seq.awaits_token]
         self.waiting.keep(queued)
         for seq in queued:
             if seq in self.waiting:
-                seq.status, seq.num_tokens_with_placeholders = Status.WAITING, len(seq.token_ids)
+                seq.status = Status.WAITING
             else:
                 self.add(seq, at_head=True)
-        if unfinished is not None:
-            left = (seq for seq in seqs if seq.status is not Status.FINISHED)
-            self.num_unfinished = sum(1 + len(seq.forks) for seq in left)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Finish a sequence in any state. Overwrites an earlier reason."""

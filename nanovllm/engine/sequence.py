@@ -2,16 +2,16 @@
 
 The scheduler and the block manager change it. It is never passed to the runner.
 
-    token_ids:   [ prompt ............ | output ....... ]  + placeholder tokens
-                                                 ^             ^
-          num_computed <= num_tokens_with_placeholders = len(token_ids) + placeholder tokens
+    token_ids     [ prompt ............ | output ....... ]   known tokens
+    placeholders                                          [ ] [ ]
+    num_computed  -------------------------------------->
 
-A placeholder token is sampled by a plan in flight. Its id has not reached the engine yet.
+A placeholder is a token that a plan in flight samples. Its id has not reached the engine yet.
 
-A sequence has known tokens and computed tokens (KV in the cache once all plans made so far have
-run). Each step computes some of the difference: a whole prompt, a chunk of one, or the last sampled
-token. There is no prefill state. `decoding` only says where the next token to compute is stored: in
-the runner's row or, if false, in `token_ids`. A placeholder token is stored only in the row.
+Each step computes tokens that are not computed yet: a whole prompt, a chunk of one, or the last
+sampled token. A token is computed if its KV is in the cache once all plans made so far have run.
+There is no prefill state. `decoding` only says where the next token to compute is stored: in the
+runner's row or, if false, in `token_ids`. A placeholder is stored only in the row.
 """
 
 from dataclasses import dataclass, field
@@ -52,8 +52,8 @@ class Sequence:
     request: Any = None  # the Request that it belongs to, until that has ended
 
     status: Status = Status.UNQUEUED
-    num_tokens_with_placeholders: int = 0  # known tokens and placeholder tokens
-    num_computed: int = 0  # tokens whose KV is in the cache after every plan made so far has run
+    num_placeholders: int = 0  # tokens that plans in flight sample
+    num_computed: int = 0  # tokens whose KV is in the cache once all plans made so far have run
     # Whether its last result is returned and its next token is not chosen yet. If it is preempted
     # in this state, it is UNQUEUED until that token is appended.
     awaits_token: bool = False

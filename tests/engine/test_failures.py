@@ -189,7 +189,7 @@ def test_a_commit_that_fails_revives_no_finished_sequence() -> None:
     step = scheduler.schedule()
     with pytest.raises(ValueError, match="shorter"):
         scheduler.commit(step, runner.run(step.plan)[:1])
-    scheduler.revert_in_flight()
+    scheduler.revert_in_flight([*scheduler.running, *scheduler.waiting])
     while scheduler.has_work():
         step = scheduler.schedule()
         scheduler.commit(step, runner.run(step.plan))

@@ -213,7 +213,8 @@ def test_an_interrupted_plan_is_reverted(fails_at: int) -> None:
     engine.block_manager.append_block = failing
     with pytest.raises(KeyboardInterrupt):
         engine.run()
-    engine.scheduler.revert_in_flight()
+    scheduler = engine.scheduler
+    scheduler.revert_in_flight([*scheduler.running, *scheduler.waiting])
     engine.run()
     assert all(right(s) for s in seqs)
 

@@ -76,7 +76,7 @@ MUTANTS = {
     "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
     "an abandoned step keeps its blocks": Mutant(BLOCKS, "revert", "self._free_all()", "pass"),
     "max_length is passed by one": Mutant(
-        SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"
+        SCHEDULER, "_finish_if_complete", "len(A) >= B.max_length", "len(A) > B.max_length"
     ),
     "a resumed chunk starts one token late": Mutant(
         SCHEDULER,

@@ -286,7 +286,7 @@ class History:
             for c in plan.chunks:
                 self.spoil(self.runner.slot(c.row, c.start + i) for i in range(len(c.token_ids)))
         self.pending.clear()
-        self.scheduler.revert_in_flight()
+        self.scheduler.revert_in_flight([*self.scheduler.running, *self.scheduler.waiting])
         self.observer.reverted(RuntimeError("a step failed on purpose"))
 
     def spoil(self, slots: Iterable[int]) -> None:
