@@ -88,16 +88,22 @@ class StepOutput:
     # A token id, NO_TOKEN or COMPLETE for each row that yields a token, in plan order. There can
     # be hundreds, for which a list is faster than a dict.
     token_ids: list[int]
-    # Row -> hidden state [E].
-    hidden_states: dict[int, list[float]] = field(default_factory=dict)
-    # Row -> (token id, log-probability) of its `num_candidates`, the best first.
-    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    # Row -> log-probabilities of its sampled token, if requested.
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    # Row -> log-probabilities of each of the `logprob_targets` of its chunk.
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # Row -> its other results, if it has any.
+    results: dict[int, RowResult] = field(default_factory=dict)
     # Row -> the error of its logits processor or grammar. Its token is NO_TOKEN.
     errors: dict[int, Exception] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RowResult:
+    """The results of one row of a step, except its token."""
+
+    hidden_state: list[float] = field(default_factory=list)  # [E]
+    # (token id, log-probability) of its `num_candidates`, the best first.
+    candidates: list[tuple[int, float]] = field(default_factory=list)
+    logprobs: TokenLogprobs = field(default_factory=list)  # of its sampled token, if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each logprob target
+    first_position: int = 0  # of the first of `prompt_logprobs`
 
 
 class Runner(Protocol):

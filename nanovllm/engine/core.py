@@ -17,8 +17,9 @@ from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.turns import Turns
-from nanovllm.plan import ResultKind, Runner, StepOutput
+from nanovllm.plan import Runner, StepOutput
 
 
 class EngineCore:
@@ -85,22 +86,27 @@ class EngineCore:
             updated = self.scheduler.commit(step, output.token_ids)
             self.output_processor.process(step, output, updated)
             for request in self.output_processor.failed:
-                if request.task.result_kind is ResultKind.CANDIDATES and request.error is not None:
-                    # The error interrupted the choice of beams, so the queues may be in any state.
+                if request.task.changes_queues and request.error is not None:
+                    # The error interrupted a change of the queues, which may be in any state.
                     self._revert(request.error)
                     return
-            endings = self.output_processor.endings()
-            for seq, ending in endings:
-                self.scheduler.finish(seq, *ending)
-            self.output_processor.collect_finished([*updated, *(seq for seq, _ in endings)])
+            ended = self._finish_ended()
+            self.output_processor.collect_finished([*updated, *ended])
             self.observer.committed(step, updated, output)
+
+    def _finish_ended(self) -> list[Sequence]:
+        """Finish the sequences that the results of the last step end. Returns them."""
+        endings = self.output_processor.endings()
+        for seq, ending in endings.items():
+            self.scheduler.finish(seq, ending.finish_reason, ending.stop_reason)
+        return list(endings)
 
     def _revert(self, error: BaseException) -> None:
         """Restore a state from which all requests can continue, whichever line failed."""
         self.scheduler.revert_in_flight(self.output_processor.rewind())
-        for seq, ending in self.output_processor.endings():  # which the commit did not apply
-            self.scheduler.finish(seq, *ending)
-        self.output_processor.collect_finished(self.output_processor.sequences())
+        self._finish_ended()  # the failed commit may not have done it
+        requests = self.output_processor.requests.values()
+        self.output_processor.collect_finished([seq for r in requests for seq in r.seqs])
         self.observer.reverted(error)
 
     @property
@@ -118,6 +124,6 @@ def abort_request(
 ) -> None:
     """End a request in any state, unless it has ended."""
     if output_processor.requests.get(request.request_id) is request:
-        for sample in request.samples:
-            scheduler.abort(sample.seq)
+        for seq in request.seqs:
+            scheduler.abort(seq)
         output_processor.end_aborted(request)

@@ -167,10 +167,10 @@ class LLMEngine(EngineCore):
         first = prompt.task.start(request, prompt.token_ids, prompt.max_length)
         self.num_requests += 1
         try:
-            self.output_processor.add(request)
+            self.output_processor.requests[request_id] = request
             self.scheduler.add(first)
         except BaseException:
-            self.output_processor.remove(request)
+            self.output_processor.requests.pop(request_id, None)
             raise
         return request
 

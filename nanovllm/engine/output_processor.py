@@ -12,7 +12,6 @@ It owns the requests. The causes that end a sequence, and where they are detecte
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -21,8 +20,8 @@ from nanovllm.api.log import logger
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.task import Ending, RowResult
-from nanovllm.plan import ResultKind, StepOutput
+from nanovllm.engine.task import Ending
+from nanovllm.plan import RowResult, StepOutput
 
 # The output of a task: a RequestOutput, EmbeddingRequestOutput, ... With a union, every program
 # that runs the loop would have to check the type.
@@ -35,23 +34,13 @@ class OutputProcessor:
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Output] = {}  # by request id; not returned by `step` yet
         self.progress = Progress()  # of all requests
-        self.watched: set[Request] = set()  # requests whose tasks receive every token
         # Of the last step: the sequences that its results end, and the requests with an error in
         # their own data.
-        self.ended: list[tuple[Sequence, Ending]] = []
+        self.ended: dict[Sequence, Ending] = {}
         self.failed: list[Request] = []
 
     def is_known(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self.finished
-
-    def add(self, request: Request) -> None:
-        self.requests[request.request_id] = request
-        if request.is_watched:
-            self.watched.add(request)
-
-    def remove(self, request: Request) -> None:
-        self.watched.discard(request)
-        self.requests.pop(request.request_id, None)
 
     def record_scheduled(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -62,24 +51,24 @@ class OutputProcessor:
 
     def process(self, step: InFlightStep, output: StepOutput, updated: list[Sequence]) -> None:
         """Pass the results to the tasks. `endings` then returns the sequences that they end."""
-        self.ended, self.failed = [], []
+        self.ended = {}
+        self.failed = []
         if step.plan.chunks:
             self._record_first_results(updated)
         for row, error in output.errors.items():
             if (request := step.seqs[row].request) is not None:  # else it has ended
                 self._record_error(request, error)
-        results = results_by_sequence(step, output)
-        if self.watched:
-            for seq in updated:
-                if seq.request.is_watched:
-                    results.setdefault(seq, NOTHING)
+        results = {step.seqs[row]: result for row, result in output.results.items()}
+        for seq in updated:
+            if seq.request.is_watched:
+                results.setdefault(seq, NOTHING)
         for seq, result in results.items():
             request = seq.request
             if request is None:  # it ended while the step was in flight
                 continue
             with self._contain_errors(request):
                 if (ending := request.task.receive(request, seq, result)) is not None:
-                    self.ended.append((seq, ending))
+                    self.ended[seq] = ending
 
     def _record_first_results(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -91,10 +80,9 @@ class OutputProcessor:
                 if request.progress is not None:
                     request.progress.start(request, seq.num_prompt)
 
-    def endings(self) -> list[tuple[Sequence, Ending]]:
-        """Return `ended`, and an ending for each sample of the requests in `failed`."""
-        samples = [sample for request in self.failed for sample in request.samples]
-        return [*self.ended, *((sample.seq, Ending("error")) for sample in samples)]
+    def endings(self) -> dict[Sequence, Ending]:
+        """Return `ended`, and an ending for each sequence of the requests in `failed`."""
+        return self.ended | {seq: Ending("error") for r in self.failed for seq in r.seqs}
 
     @contextmanager
     def _contain_errors(self, request: Request) -> Iterator[None]:
@@ -112,15 +100,12 @@ class OutputProcessor:
         if request.returned_by_step:  # `step` returns the result with finish_reason "error"
             logger.error("request %s failed", request.request_id, exc_info=error)
 
-    def sequences(self) -> list[Sequence]:
-        return [sample.seq for request in self.requests.values() for sample in request.samples]
-
     def rewind(self) -> list[Sequence]:
         """Rewind all requests after a step failed at any line. Returns the sequences to run."""
-        found: list[Sequence] = []
+        seqs: list[Sequence] = []
         for request in self.requests.values():
-            found += request.task.rewind(request)
-        return [seq for seq in found if seq.status is not Status.FINISHED]
+            seqs += request.task.rewind(request)
+        return [seq for seq in seqs if seq.status is not Status.FINISHED]
 
     def collect_finished(self, seqs: list[Sequence]) -> None:
         """Make the output of each request of `seqs` whose samples have all finished."""
@@ -153,27 +138,8 @@ class OutputProcessor:
             request.progress.end(request)
             if request.stream:
                 request.progress.changed.add(request)
-        self.remove(request)
+        self.requests.pop(request.request_id, None)
         # This is last, so that `collect_finished` repeats everything after a failure. A step in
         # flight keeps its sequences, but not the objects of the request.
-        for sample in request.samples:
-            sample.seq.request = None
-
-
-def results_by_sequence(step: InFlightStep, output: StepOutput) -> dict[Sequence, RowResult]:
-    """Return the results other than tokens, for the sequences that have any."""
-    results: dict[Sequence, RowResult] = defaultdict(RowResult)
-    for chunk in step.plan.chunks:
-        seq, entries = step.seqs[chunk.row], output.prompt_logprobs.get(chunk.row)
-        if entries:
-            results[seq].prompt_logprobs = entries
-            results[seq].first_position = chunk.start + chunk.logprobs_from + 1
-        if chunk.result_kind is ResultKind.NOTHING:
-            results.setdefault(seq, RowResult())
-    for row, hidden_state in output.hidden_states.items():
-        results[step.seqs[row]].hidden_state = hidden_state
-    for row, candidates in output.candidates.items():
-        results[step.seqs[row]].candidates = candidates
-    for row, logprobs in output.logprobs.items():
-        results[step.seqs[row]].logprobs = logprobs
-    return results
+        for seq in request.seqs:
+            seq.request = None

@@ -9,15 +9,13 @@ from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, Strea
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.logit_rules import logit_rules
-from nanovllm.engine.request import Request, Sample
-from nanovllm.engine.sequence import EMPTY, Sequence, Status
-from nanovllm.engine.task import Ending, RowResult, Task
-from nanovllm.plan import FILTERS, ResultKind, RowSampling, TokenLogprobs
+from nanovllm.engine.request import NO_IDS, Request, Sample, first_sequence, fork_sequence
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.task import Ending, Task
+from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
-
-NO_IDS: frozenset[int] = frozenset()  # shared, because each new one takes 216 bytes
 
 
 class Sampling(Task):
@@ -52,21 +50,15 @@ class Sampling(Task):
         seed = params.seed
         if seed is None:
             seed = (self.input_processor.seed + 1) * 0x9E3779B97F4A7C15 + request.arrival
-        first = Sequence(
-            request_id=request.request_id,
-            arrival=request.arrival,
-            token_ids=token_ids,
-            num_prompt=len(token_ids),
-            max_length=max_length,
-            stop_token_ids=self.stop_token_ids,
-            sampling=RowSampling(params.temperature, signed64(seed), self.filters, self.rules),
-            request=request,
-        )
+        first = first_sequence(request, token_ids, max_length)
+        first.stop_token_ids = self.stop_token_ids
+        first.sampling = RowSampling(params.temperature, signed64(seed), self.filters, self.rules)
         if params.prompt_logprobs is not None:
-            first.targets, request.prompt_logprobs = token_ids[1:], {}
+            first.targets = token_ids[1:]
+            request.prompt_logprobs = {}
         if params.n > 1:
             first.forks = [self._fork(first, index) for index in range(1, params.n)]
-        request.samples = [Sample(seq) for seq in (first, *first.forks)]
+            request.samples += map(Sample, first.forks)
         needs_text = self.tokenizer is not None and bool(request.stream or params.stop)
         request.is_watched = request.stream or needs_text or params.logprobs is not None
         if needs_text and self.tokenizer is not None:
@@ -77,15 +69,8 @@ class Sampling(Task):
     def _fork(self, first: Sequence, index: int) -> Sequence:
         """Return the sequence of another sample, with another seed."""
         seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
-        return replace(
-            first,
-            index=index,
-            parent=first,
-            sampling=replace(first.sampling, rules=self.fork_rules, seed=seed),
-            token_ids=list(first.token_ids),
-            block_table=[],
-            targets=EMPTY,
-        )
+        sampling = replace(first.sampling, rules=self.fork_rules, seed=seed)
+        return fork_sequence(first, list(first.token_ids), sampling, index)
 
     # ---- results ----
 
@@ -155,7 +140,7 @@ class Sampling(Task):
     def rewind(self, request: Request) -> list[Sequence]:
         for sample in request.samples:
             self._remove_unreceived(sample, request.is_watched)
-        first, *others = [sample.seq for sample in request.samples]
+        first, *others = request.seqs
         if first.status is not Status.FINISHED:
             first.forks = [] if first.num_output else others
         for seq in first.forks:
@@ -185,21 +170,20 @@ class Sampling(Task):
         return self._make_output(request, outputs)
 
     def error_output(self, request: Request) -> RequestOutput:
-        seqs = [sample.seq for sample in request.samples]
         # Only the tokens are safe: other data may raise the error again.
-        outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in seqs]
+        outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in request.seqs]
         return self._make_output(request, outputs)
 
     def _make_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
-        seqs = [sample.seq for sample in request.samples]
-        request.metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
+        first = request.seqs[0]
+        request.metrics.num_preemptions = sum(seq.preemptions for seq in request.seqs)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=seqs[0].token_ids[: seqs[0].num_prompt],
+            prompt_token_ids=first.token_ids[: first.num_prompt],
             outputs=outputs,
             finished=True,
-            num_cached_tokens=seqs[0].num_cached_tokens,
+            num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=prompt_logprobs(request),
             metrics=request.metrics,
         )

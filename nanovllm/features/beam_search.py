@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated
 from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
 from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.request import Request, Sample, start_prompt
+from nanovllm.engine.request import Request, Sample, first_sequence, fork_sequence
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, RowResult, Task
-from nanovllm.plan import LogitRules, ResultKind
+from nanovllm.engine.task import Ending, Task
+from nanovllm.plan import LogitRules, ResultKind, RowResult
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -88,6 +88,7 @@ class BeamSearch(Task):
     """The task of a beam search."""
 
     result_kind = ResultKind.CANDIDATES
+    changes_queues = True
 
     def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
@@ -121,7 +122,7 @@ class BeamSearch(Task):
         return num_tokens + self.input_processor.room_for_output(num_tokens, self.params.max_tokens)
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
-        first = start_prompt(request, token_ids, max_length)
+        first = first_sequence(request, token_ids, max_length)
         first.num_candidates = min(self.num_candidates, self.input_processor.vocab_size)
         first.sampling = replace(first.sampling, rules=self.rules)
         request.state = Beams({first: 0.0})
@@ -196,19 +197,7 @@ class BeamSearch(Task):
             if parent in kept:
                 kept.remove(parent)
             else:
-                beam = Sequence(
-                    request_id=parent.request_id,
-                    arrival=parent.arrival,
-                    token_ids=[*parent.token_ids, token],
-                    num_prompt=parent.num_prompt,
-                    max_length=parent.max_length,
-                    stop_token_ids=parent.stop_token_ids,
-                    sampling=parent.sampling,
-                    result_kind=parent.result_kind,
-                    num_candidates=parent.num_candidates,
-                    parent=parent,
-                    request=request,
-                )
+                beam = fork_sequence(parent, [*parent.token_ids, token], parent.sampling, index)
                 self.scheduler.num_unfinished += 1
                 parent.parent = None  # else a beam would keep all its ancestors in memory
             beam.index = index
@@ -225,10 +214,9 @@ class BeamSearch(Task):
         beams.candidates = {}
 
     def rewind(self, request: Request) -> list[Sequence]:
-        seqs = [sample.seq for sample in request.samples]
-        for seq in seqs:
+        for seq in request.seqs:
             seq.awaits_token = seq.awaits_token and seq in request.state.candidates
-        return seqs
+        return request.seqs
 
     def output(self, request: Request) -> BeamSearchOutput:
         """Return the results of a search, and after an abort or an error also its beams."""

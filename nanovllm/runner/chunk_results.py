@@ -36,7 +36,7 @@ def add_chunk_results(
         if targets := chunk.logprob_targets:
             rules = rows.rules.get(chunk.row)
             k = (rules and rules.rules.prompt_logprobs) or 0
-            output.prompts.append((chunk.row, targets, k))
+            output.prompts.append((chunk, k))
             scored += enumerate(targets, start + chunk.logprobs_from)
         start += len(chunk.token_ids)
         if chunk.result_kind is ResultKind.HIDDEN_STATE:
@@ -46,7 +46,7 @@ def add_chunk_results(
             output.candidate_rows.append((chunk.row, chunk.num_candidates))
             candidates.append(start - 1)
     if scored:
-        max_k = max(k for *_, k in output.prompts)
+        max_k = max(k for _, k in output.prompts)
         # In parts, because the memory profile does not include the logits of a whole chunk.
         for part in to_device(np.transpose(scored).copy(), hidden.device).split(64, dim=1):
             logits = logits_of(hidden[part[0]])

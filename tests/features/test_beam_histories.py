@@ -17,9 +17,8 @@ from nanovllm.api.outputs import RequestMetrics
 from nanovllm.engine import scheduler
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.task import RowResult
 from nanovllm.features.beam_search import BeamSearch, BeamSearchParams
-from nanovllm.plan import ResultKind, StepPlan
+from nanovllm.plan import ResultKind, RowResult, StepPlan
 from nanovllm.tools.oracle.mutants import Mutant, apply
 from nanovllm.tools.oracle.oracle import (
     ALPHABET,

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
 from nanovllm.api.outputs import RequestMetrics
-from nanovllm.engine.request import Request, rewind_prompt, start_prompt
+from nanovllm.engine.request import Request, first_sequence
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, RowResult, Task
-from nanovllm.plan import ResultKind
+from nanovllm.engine.task import Ending, Task
+from nanovllm.plan import ResultKind, RowResult
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -134,16 +134,13 @@ class Embedding(Task):
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
         request.state = []  # the embedding
-        return start_prompt(request, token_ids, max_length)
+        return first_sequence(request, token_ids, max_length)
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
         if result.hidden_state:
             request.state = self.params.pool(result.hidden_state)
             return Ending("stop")
         return None
-
-    def rewind(self, request: Request) -> list[Sequence]:
-        return rewind_prompt(request)
 
     def output(self, request: Request) -> EmbeddingRequestOutput:
         seq = request.samples[0].seq
