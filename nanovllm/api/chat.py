@@ -38,10 +38,18 @@ def as_conversations(
     return cast("list[Sequence[Message]]", conversations)
 
 
-def template_variables(variables: dict[str, Any], more: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of `apply_chat_template`.
+def render(
+    conversation: Iterable[Message],
+    tokenizer: Tokenizer,
+    variables: dict[str, Any],
+    more: dict[str, Any] | None,
+) -> str:
+    """Return the text of a conversation.
 
+    variables: arguments of `apply_chat_template`: the chat template and its variables.
     more: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
+
+    A template that comes with a request is a program that may never end, so it has a time limit.
     """
     more = {} if more is None else more
     check_scalar("chat_template_kwargs", more, dict)
@@ -51,46 +59,31 @@ def template_variables(variables: dict[str, Any], more: dict[str, Any] | None) -
                 f"chat_template_kwargs has {name!r:.80}, which is no variable that a chat template "
                 "can be given; remove it"
             )
-    return variables | more
-
-
-def render(
-    conversation: Iterable[Message],
-    tokenizer: Tokenizer,
-    chat_template: str | None,
-    /,
-    **variables: Any,
-) -> str:
-    """Return the text of a conversation. `variables` are passed to `apply_chat_template`.
-
-    A template that comes with a request is a program, which may never end: it has a limit of time.
-    """
-    if chat_template is None:
-        return render_without_limit(conversation, tokenizer, None, variables)
-    check_scalar("chat_template", chat_template, str)
+    variables = variables | more
+    template = variables.get("chat_template")
+    if template is None:
+        return render_without_limit(conversation, tokenizer, variables)
+    check_scalar("chat_template", template, str)
     try:
         return call_with_limit(
-            lambda: render_without_limit(conversation, tokenizer, chat_template, variables),
-            MAX_SECONDS,
+            lambda: render_without_limit(conversation, tokenizer, variables), MAX_SECONDS
         )
     except TimeoutError:
         raise ValueError(
-            f"chat_template={chat_template!r:.80} takes more than {MAX_SECONDS} seconds; "
+            f"chat_template={template!r:.80} takes more than {MAX_SECONDS} seconds; "
             "end its loops earlier"
         ) from None
 
 
 def render_without_limit(
-    conversation: Iterable[Message],
-    tokenizer: Tokenizer,
-    chat_template: str | None,
-    variables: dict[str, Any],
+    conversation: Iterable[Message], tokenizer: Tokenizer, variables: dict[str, Any]
 ) -> str:
-    messages = plain_messages(conversation, tokenizer, chat_template)
+    template = variables.get("chat_template")
+    messages = plain_messages(conversation, tokenizer, template)
     try:
-        return apply(tokenizer, messages, chat_template, **variables)
+        return apply(tokenizer, messages, variables)
     except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
-        shown = "the tokenizer's" if chat_template is None else f"{chat_template!r:.80}"
+        shown = "the tokenizer's" if template is None else f"{template!r:.80}"
         raise ValueError(
             "the chat template cannot render these messages "
             f"({type(error).__name__}: {error}); change them, or pass another template "
@@ -98,19 +91,10 @@ def render_without_limit(
         ) from error
 
 
-def apply(
-    tokenizer: Tokenizer,
-    messages: list[Message],
-    chat_template: str | None,
-    /,
-    **variables: Any,
-) -> str:
-    if chat_template is not None:
-        limit_template(tokenizer.get_chat_template(chat_template))
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, chat_template=chat_template, **variables
-    )
-    return cast(str, text)
+def apply(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]) -> str:
+    if (template := variables.get("chat_template")) is not None:
+        limit_template(tokenizer.get_chat_template(template))
+    return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, **variables))
 
 
 def limit_template(template: str) -> None:
@@ -180,7 +164,7 @@ def takes_parts(tokenizer: Tokenizer, chat_template: str | None) -> bool:
     parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
     probe: list[Message] = [{"role": "user", "content": parts}]
     try:
-        shown = apply(tokenizer, probe, chat_template)
+        shown = apply(tokenizer, probe, {"chat_template": chat_template})
     except Exception:  # A template that takes strings only may fail in any way.
         return False
     return "probe text" in shown and "probe name" not in shown

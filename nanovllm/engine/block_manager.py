@@ -86,17 +86,11 @@ class BlockManager:
 
     def hash_blocks(self, seq: Sequence) -> None:
         """Extend `seq.block_hashes` to one hash for each full block of known tokens."""
-        done, size = len(seq.block_hashes), self.block_size
-        full = len(seq.token_ids) // size
-        if done == full:
-            return
-        parent = seq.block_hashes[-1] if done else 0
-        if not done:
-            seq.block_hashes = []
-        data = array("I", seq.token_ids[done * size : full * size]).tobytes()
-        for start in range(0, len(data), size * 4):
-            parent = self._hash(parent, data[start : start + size * 4])
-            seq.block_hashes.append(parent)
+        hashes = seq.block_hashes or []
+        for i in range(len(hashes), len(seq.token_ids) // self.block_size):
+            parent = hashes[-1] if hashes else 0
+            hashes.append(self._hash(parent, self._token_bytes(seq, i)))
+        seq.block_hashes = hashes
 
     @staticmethod
     def _hash(parent: int, tokens: bytes) -> int:

@@ -126,4 +126,5 @@ def abort_request(
     if output_processor.requests.get(request.request_id) is request:
         for seq in request.seqs:
             scheduler.abort(seq)
-        output_processor.end_aborted(request)
+        request.returned_by_step = False
+        output_processor.collect_finished(request.seqs)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nanovllm.api.chat import Message, render, template_variables
+from nanovllm.api.chat import Message, render
 from nanovllm.api.checks import located
 from nanovllm.api.log import logger
 from nanovllm.api.prompts import Prompt, split_prompt
@@ -63,7 +63,7 @@ class InputProcessor:
                     prompt, params = pairs[i]
                     if (task := known.get(id(params))) is None:
                         task = known[id(params)] = make_task(params)
-                    split.append((*split_for(task, prompt), task))
+                    split.append((*task.prepare(*split_prompt(prompt)), task))
                 encoded = self.encode_all([text or "" for text, ids, _ in split if ids is None])
                 for i in batch:
                     text, ids, task = split[i - start]
@@ -135,9 +135,7 @@ class InputProcessor:
         variables: the chat template and its variables.
         more: the chat_template_kwargs of a caller, which take precedence.
         """
-        variables = template_variables(variables, more)
-        template = variables.pop("chat_template", None)
-        text = render(conversation, self.get_tokenizer(), template, **variables)
+        text = render(conversation, self.get_tokenizer(), variables, more)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def get_tokenizer(self) -> Tokenizer:
@@ -165,12 +163,3 @@ class InputProcessor:
             with contextlib.suppress(TypeError, UnicodeError):  # `encode` finds the text
                 return iter(self.get_tokenizer()(texts, verbose=False, **options)["input_ids"])
         return map(self.encode, texts)
-
-
-def split_for(task: Task, prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """Return the text and the token ids of a prompt of `task`. One of them may be None."""
-    text, ids = split_prompt(prompt)
-    if ids is None and text is not None:
-        return task.text_prompt(text), None
-    task.check_token_prompt()
-    return text, ids

@@ -117,11 +117,6 @@ class OutputProcessor:
                     self.finished[request.request_id] = request.output
                 self._end(request)
 
-    def end_aborted(self, request: Request) -> None:
-        """Make the output of an aborted request, which `step` does not return, and remove it."""
-        self._make_output(request)
-        self._end(request)
-
     def _make_output(self, request: Request) -> None:
         request.metrics.finished_time = time.monotonic()
         with self._contain_errors(request):

@@ -70,7 +70,7 @@ class Request:
     prompt: str | None
     metrics: RequestMetrics
     returned_by_step: bool  # whether `step` returns its output; else the caller reads it here
-    stream: bool  # whether `Sampling.read_stream` reads it while it runs; it then has no output
+    stream: bool  # whether `sampling.read_stream` reads it while it runs; it then has no output
     progress: Progress | None = None  # the counters of its call
     samples: list[Sample] = field(default_factory=list)
     # Whether its task receives every token (for streams, stop strings, logprobs).

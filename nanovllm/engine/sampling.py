@@ -208,43 +208,40 @@ class Sampling(Task):
             cumulative_logprob=total,
         )
 
-    def read_stream(self, request: Request, request_index: int) -> list[StreamOutput]:
-        """Return the output of each sample since the last call; nothing after its finish_reason."""
-        outputs = []
-        for sample in request.samples:
-            seq, end = sample.seq, len(sample.text)
-            token_ids = seq.token_ids[seq.num_prompt + sample.tokens_streamed :]
-            if sample.stream_ended or not (token_ids or seq.finish_reason):
-                continue
-            stops = () if self.params.include_stop_str_in_output else self.params.stop
-            if seq.finish_reason is None and stops:
-                # These characters may begin a stop string, which the text leaves out.
-                end -= max(map(len, stops)) - 1
-            text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
-            logprobs = sample.logprobs[sample.tokens_streamed :]
-            is_first = bool(token_ids) and sample.tokens_streamed == 0 and seq.parent is None
-            outputs.append(
-                StreamOutput(
-                    request_index=request_index,
-                    index=seq.index,
-                    text=text,
-                    token_ids=token_ids,
-                    finish_reason=seq.finish_reason,
-                    stop_reason=self.stop_reason(seq),
-                    logprobs=None if self.params.logprobs is None else logprobs,
-                    prompt_logprobs=prompt_logprobs(request) if is_first else None,
-                )
-            )
-            sample.chars_streamed += len(text)
-            sample.tokens_streamed += len(token_ids)
-            sample.stream_ended = seq.finish_reason is not None
-        return outputs
-
 
 def read_stream(request: Request, request_index: int) -> list[StreamOutput]:
-    """Return the output of a streamed request since the last call."""
-    assert isinstance(request.task, Sampling)
-    return request.task.read_stream(request, request_index)
+    """Return the output of each sample since the last call; nothing after its finish_reason."""
+    task = request.task
+    assert isinstance(task, Sampling)
+    outputs = []
+    for sample in request.samples:
+        seq, end = sample.seq, len(sample.text)
+        token_ids = seq.token_ids[seq.num_prompt + sample.tokens_streamed :]
+        if sample.stream_ended or not (token_ids or seq.finish_reason):
+            continue
+        stops = () if task.params.include_stop_str_in_output else task.params.stop
+        if seq.finish_reason is None and stops:
+            # These characters may begin a stop string, which the text leaves out.
+            end -= max(map(len, stops)) - 1
+        text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
+        logprobs = sample.logprobs[sample.tokens_streamed :]
+        is_first = bool(token_ids) and sample.tokens_streamed == 0 and seq.parent is None
+        outputs.append(
+            StreamOutput(
+                request_index=request_index,
+                index=seq.index,
+                text=text,
+                token_ids=token_ids,
+                finish_reason=seq.finish_reason,
+                stop_reason=task.stop_reason(seq),
+                logprobs=None if task.params.logprobs is None else logprobs,
+                prompt_logprobs=prompt_logprobs(request) if is_first else None,
+            )
+        )
+        sample.chars_streamed += len(text)
+        sample.tokens_streamed += len(token_ids)
+        sample.stream_ended = seq.finish_reason is not None
+    return outputs
 
 
 def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:

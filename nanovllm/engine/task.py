@@ -36,12 +36,14 @@ class Task(ABC):
     result_kind: ResultKind  # what a row yields when its known tokens are computed
     changes_queues = False  # whether `receive` changes the scheduler's queues
 
-    def text_prompt(self, text: str) -> str:
-        """Return the text to encode for a prompt that is given as text."""
-        return text
+    def prepare(
+        self, text: str | None, token_ids: list[int] | None
+    ) -> tuple[str | None, list[int] | None]:
+        """Return the text and the token ids of a prompt. Text without ids will be encoded.
 
-    def check_token_prompt(self) -> None:  # noqa: B027
-        """Raise ValueError if a prompt cannot be token ids."""
+        Raises ValueError if the prompt cannot be token ids.
+        """
+        return text, token_ids
 
     @abstractmethod
     def max_length(self, num_tokens: int) -> int:

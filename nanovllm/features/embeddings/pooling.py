@@ -118,15 +118,18 @@ class Embedding(Task):
         self.params = settings.complete(params)
         self.prefix = settings.prefix(self.params)
 
-    def text_prompt(self, text: str) -> str:
-        return self.prefix + text
-
-    def check_token_prompt(self) -> None:
+    def prepare(
+        self, text: str | None, token_ids: list[int] | None
+    ) -> tuple[str | None, list[int] | None]:
+        """Prepend the prompt of the checkpoint to text. Raises ValueError for token ids."""
+        if text is not None and token_ids is None:
+            return self.prefix + text, None
         if self.params.prompt_name is not None:
             raise ValueError(
                 f"prompt_name={self.params.prompt_name!r} is prepended to text, and the prompt is "
                 "token ids; pass text, or leave out prompt_name"
             )
+        return text, token_ids
 
     def max_length(self, num_tokens: int) -> int:
         self.input_processor.check_length(num_tokens, self.input_processor.max_model_len)
