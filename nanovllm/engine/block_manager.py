@@ -1,8 +1,8 @@
-"""BlockManager: records which sequences own each block of the KV cache, and what it holds.
+"""BlockManager: records which sequences own each block of the KV cache, and what the block holds.
 
 It owns the pool of blocks and the prefix index, and updates the block fields of sequences. It
-copies no data. Every operation takes O(number of blocks it touches). Paging and copy-on-write
-follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+copies no data. The time of an operation is proportional to the number of blocks that it changes.
+Paging and copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
 From a token to its memory, with a block size of 4:
 
@@ -17,9 +17,9 @@ Every block except block 0, the null block, is in exactly one of three states:
     free       ref_count = 0 and not cached
 
 A full block is cached in the prefix index under hash = xxh64(hash of the previous block, token
-ids), so that equal prefixes have equal hashes. A hash is only a hint: a match also compares the
-token ids and the serial number of the parent block. Serial numbers are never reused, so the prefix
-index is correct with any hash function. Two prompts with a common prefix, as chains:
+ids), so that equal prefixes have equal hashes. Different prefixes can also have equal hashes. A
+match therefore compares the token ids too, and the serial number of the parent, which is the
+previous block. A serial number is never reused. Two prompts with a common prefix:
 
     block 3 [ a b ] serial 1, parent_serial 0 <--+-- block 5 [ c d ] serial 2, parent_serial 1
                                                  +-- block 8 [ x y ] serial 3, parent_serial 1
@@ -45,13 +45,13 @@ class Block:
     block_id: int
     ref_count: int = 0
     # Set while the block is cached.
-    serial: int = 0  # never reused; 0 if not cached
-    parent_serial: int = 0  # serial of the previous block; 0 for the first
+    serial: int = 0  # serial number; 0 if not cached
+    parent_serial: int = 0  # serial number of the previous block; 0 for the first
     hash: int = 0
     token_ids: bytes = b""
 
     def holds(self, parent_serial: int, token_ids: bytes) -> bool:
-        """Return whether the block holds `token_ids` after a parent with serial `parent_serial`."""
+        """Return whether the block holds these tokens after the block with this serial number."""
         return self.parent_serial == parent_serial and self.token_ids == token_ids
 
 
@@ -187,11 +187,11 @@ class BlockManager:
 
     def num_needed(self, seq: Sequence, num_tokens: int) -> int:
         """Return how many more blocks `seq` needs for `num_tokens`, copy-on-write included."""
-        blocks = -(-num_tokens // self.block_size)
-        return blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
+        num_blocks = -(-num_tokens // self.block_size)
+        return num_blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
 
     def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
-        """Set `seq.block_table` to cached blocks. Their KV may come from this step."""
+        """Set `seq.block_table` to cached blocks. The step being planned may compute their KV."""
         for block in matched:
             if block.ref_count == 0:
                 del self.evictable[block.block_id]
@@ -210,8 +210,10 @@ class BlockManager:
         child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
-        child.num_computed, child.began_after = num_computed, parent.began_after
-        if parent.num_cached_blocks <= (full := num_computed // self.block_size):
+        child.num_computed = num_computed
+        child.began_after = parent.began_after
+        full = num_computed // self.block_size
+        if parent.num_cached_blocks <= full:
             child.num_cached_blocks = parent.num_cached_blocks
             child.parent_serial = parent.parent_serial
             child.block_hashes = parent.block_hashes[:full]
@@ -231,7 +233,8 @@ class BlockManager:
 
     def copy_on_write(self, seq: Sequence) -> int | None:
         """Copy the block that `seq` writes next if it is shared. Returns the copy, or None."""
-        shared, seq.needs_copy_on_write = self._shared_block(seq), False
+        shared = self._shared_block(seq)
+        seq.needs_copy_on_write = False
         if shared is None:
             return None
         self._release_block(shared)
@@ -239,10 +242,6 @@ class BlockManager:
         self._copies.append(BlockCopy(shared.block_id, copy))
         seq.block_table[seq.num_computed // self.block_size] = copy
         return copy
-
-    def num_evictable(self, matched: list[Block]) -> int:
-        """Return how many of `matched` have no owner and so still count as available."""
-        return sum(block.ref_count == 0 for block in matched)
 
     def append_block(self, seq: Sequence) -> int:
         """Append a block to the block table of `seq` and return it."""
@@ -254,7 +253,7 @@ class BlockManager:
         return next(iter(self.evictable))
 
     def stats(self) -> dict[str, int]:
-        """Return more counters for `LLMEngine.stats`. Subclasses add some."""
+        """Return further counters for `LLMEngine.stats`, which subclasses may have."""
         return {}
 
     def _take_block(self) -> int:
@@ -273,7 +272,8 @@ class BlockManager:
 
     def fill_copies(self, plan: StepPlan) -> list[int]:
         """Put the pending copies into `plan`. Returns the blocks that were evicted for it."""
-        plan.block_copies, evicted = self._copies, self._evicted
+        plan.block_copies = self._copies
+        evicted = self._evicted
         self._copies, self._evicted = [], []
         return evicted
 

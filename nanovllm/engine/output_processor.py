@@ -1,14 +1,14 @@
 """OutputProcessor: passes the results of steps to the tasks of requests, and collects outputs.
 
-It owns the requests. The causes that end a sequence, and where they are detected:
+It owns the requests. A sequence can end for these reasons, which are detected in these places:
 
     a stop token, or the full length     Scheduler.commit
-    a complete grammar                   Scheduler.commit, by the code COMPLETE in place of a token
-    no token can be sampled              Scheduler.commit, by the code NO_TOKEN: "error"
-    a stop string, a computed prompt     the task, by the Ending of `receive` (engine/sampling.py)
-    an error in its own data             `process`, for all samples of the request: "error"
+    a complete grammar                   Scheduler.commit: COMPLETE is in place of a token
+    no token can be sampled              Scheduler.commit: NO_TOKEN is in place of a token
+    a stop string, a computed prompt     the task: `receive` returns an Ending
+    an error in its request's data       `process`, which ends all samples of the request
     a beam that is not continued         BeamSearch
-    the caller                           EngineCore.abort
+    an abort by the caller               EngineCore.abort
 """
 
 import time
@@ -26,7 +26,7 @@ from nanovllm.plan import RowResult, StepOutput
 # The output of a task: a RequestOutput, EmbeddingRequestOutput, ... With a union, every program
 # that runs the loop would have to check the type.
 Output: TypeAlias = Any
-NOTHING = RowResult()
+NOTHING = RowResult()  # for rows with a token and no other result
 
 
 class OutputProcessor:
@@ -34,8 +34,8 @@ class OutputProcessor:
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Output] = {}  # by request id; not returned by `step` yet
         self.progress = Progress()  # of all requests
-        # Of the last step: the sequences that its results end, and the requests with an error in
-        # their own data.
+        # The sequences that end with the results of the last step, and the requests for which
+        # processing these results has raised an error.
         self.ended: dict[Sequence, Ending] = {}
         self.failed: list[Request] = []
 
@@ -86,7 +86,7 @@ class OutputProcessor:
 
     @contextmanager
     def _contain_errors(self, request: Request) -> Iterator[None]:
-        """Record an error in the block, so that it ends this request and no other."""
+        """Record an error that the block raises, so that it ends this request and no other."""
         try:
             yield
         except Exception as error:
@@ -135,6 +135,6 @@ class OutputProcessor:
                 request.progress.changed.add(request)
         self.requests.pop(request.request_id, None)
         # This is last, so that `collect_finished` repeats everything after a failure. A step in
-        # flight keeps its sequences, but not the objects of the request.
+        # flight refers to its sequences, but must not keep the request in memory.
         for seq in request.seqs:
             seq.request = None

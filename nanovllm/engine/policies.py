@@ -11,8 +11,7 @@ from nanovllm.engine.sequence import Sequence
 # The waiting sequence with the smallest key is admitted first. Keys of new sequences are >= 0.
 PolicyKey = Callable[[Sequence, BlockManager], int]
 HEAD = -1  # the key of preempted sequences and forks
-# With "sjf", one position in the order of arrival counts as this many tokens.
-AGING = 16
+AGING = 16  # with "sjf", each position in the order of arrival counts as this many tokens
 
 
 def first_come_first_served(seq: Sequence, blocks: BlockManager) -> int:
@@ -20,10 +19,10 @@ def first_come_first_served(seq: Sequence, blocks: BlockManager) -> int:
 
 
 def shortest_job_first(seq: Sequence, blocks: BlockManager) -> int:
-    """Return the number of uncached prompt tokens at arrival, aged by the order of arrival.
+    """Return the number of uncached prompt tokens at arrival, plus AGING for each earlier request.
 
     A request that arrives `d` requests later overtakes this one only if AGING * d is less than the
-    uncached tokens of this one, so at most uncached / AGING requests overtake it.
+    number of uncached tokens of this one. At most `uncached` / AGING requests can overtake it.
     """
     uncached = seq.num_prompt - len(blocks.match(seq)) * blocks.block_size
     return uncached + AGING * seq.arrival
@@ -52,11 +51,11 @@ class WaitingQueue:
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Yield the sequences in their order, which takes O(n log n)."""
+        """Yield the sequences in their order. Takes O(n log n)."""
         return (entry[-1] for entry in sorted(self._waiting()))
 
     def _waiting(self) -> list[Entry]:
-        """Return the entries that were not removed."""
+        """Return the entries that were not removed, in any order."""
         return [entry for entry in self._heap if is_waiting(entry)]
 
     @property
@@ -81,9 +80,9 @@ class WaitingQueue:
             self._set(self._waiting())
 
     def keep(self, seqs: Iterable[Sequence]) -> None:
-        """Remove all but these, from whatever state a failure has left."""
-        waiting, kept = self._waiting(), set(seqs)
-        for entry in waiting:
+        """Remove all sequences except `seqs`. Works in any state that a failure has left."""
+        kept = set(seqs)
+        for entry in self._waiting():
             if entry[-1] not in kept:
                 entry[-1].queue_number = -1
         self._set(self._waiting())
@@ -94,5 +93,5 @@ class WaitingQueue:
 
 
 def is_waiting(entry: Entry) -> bool:
-    """Whether the entry was not removed."""
+    """Return whether the entry was not removed."""
     return entry[-1].queue_number == entry[-2]

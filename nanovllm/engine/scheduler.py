@@ -1,8 +1,8 @@
 """Scheduler: decides which sequences compute which tokens in the next step.
 
 It owns the waiting and running queues, the runner's batch rows and the steps in flight. It changes
-sequences and, through its BlockManager, their blocks. It has no clock: the same calls give the same
-decisions.
+sequences and, through its BlockManager, their blocks. It reads no clock, so the same calls give the
+same decisions.
 
 As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
 uncomputed tokens as the token budget allows: first for running sequences, oldest first, then for
@@ -62,7 +62,7 @@ class Scheduler:
         self.token_budget = max_num_batched_tokens
         self.policy_key = POLICIES[policy]
         self.waiting = WaitingQueue()
-        self.why_waiting = ""  # of the last plan: why the first waiting sequence is not admitted
+        self.why_waiting = ""  # why the last plan did not admit the first waiting sequence
         self.running: list[Sequence] = []  # in order of admission
         self.num_unfinished = 0  # sequences, and forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
@@ -75,25 +75,24 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.in_flight)
 
-    def add(self, seq: Sequence, at_head: bool = False) -> None:
-        """Queue a new sequence. Its forks are queued when its first token is committed.
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence. Its forks are queued when its first token is committed."""
+        key = self.policy_key(seq, self.block_manager)
+        self.num_unfinished += 1 + len(seq.forks)
+        self._queue(seq, key)
 
-        at_head: queue a preempted sequence or a fork before all new sequences.
-        """
+    def _queue(self, seq: Sequence, key: int = HEAD) -> None:
+        """Queue a sequence by its key, by default at the head."""
         seq.status = Status.WAITING
-        if at_head:
-            self.waiting.add(seq, HEAD)
-        else:
-            self.waiting.add(seq, self.policy_key(seq, self.block_manager))
-            self.num_unfinished += 1 + len(seq.forks)
+        self.waiting.add(seq, key)
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         """Run `child`, whose first `num_computed` tokens `parent` has computed.
 
-        It shares the parent's blocks if a row and enough blocks are available and no sequence waits
-        at the head of the queue. Otherwise it waits there without blocks, like a preempted one.
+        It shares the parent's blocks if a row and enough blocks are available and no other sequence
+        is at the head of the queue. Otherwise it waits there without blocks, as after a preemption.
         """
-        self.add(child, at_head=True)
+        self._queue(child)
         is_first = self.waiting.first is child
         if is_first and parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.block_manager.fork(parent, child, num_computed)
@@ -111,8 +110,9 @@ class Scheduler:
         the next step can be planned while this one runs. `revert_in_flight` reverts this.
         """
         step = InFlightStep(plan := StepPlan())
-        seqs, preemptions = step.seqs, self.preemptions
-        budget, block_size = self.token_budget, self.block_manager.block_size
+        preemptions = self.preemptions
+        budget = self.token_budget
+        block_size = self.block_manager.block_size
 
         # 1. Running sequences, oldest first. Only the most recently admitted is preempted, so the
         #    sequences that are already in this plan stay in it.
@@ -122,13 +122,14 @@ class Scheduler:
             i += 1
             if not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
+            # A sequence is complete when its last placeholder is known.
             elif len(seq.token_ids) + seq.num_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
                         break
                     plan.new_blocks += self._allocate(seq, 1)
                 plan.decode_rows.append(seq.row)
-                seqs[seq.row] = seq
+                step.seqs[seq.row] = seq
                 budget -= 1
                 seq.num_computed += 1
                 seq.num_placeholders += 1
@@ -147,7 +148,7 @@ class Scheduler:
         if not plan.num_tokens:
             idle = [seq for seq in self.running if seq.awaits_token]
             if self.waiting and idle and not self.in_flight:
-                # Idle sequences depend on a waiting one, which needs their blocks.
+                # These beams wait for another beam of their prompt, which needs blocks.
                 self._preempt(idle[-1])
                 return self.schedule()
             return None
@@ -161,25 +162,27 @@ class Scheduler:
         # `tokens` is 0 while its result is in flight or its next token is not chosen yet.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
-        plan, start, end = step.plan, seq.num_computed, seq.num_computed + tokens
+        start, end = seq.num_computed, seq.num_computed + tokens
         new_blocks = self._allocate(seq, tokens)
         if seq.known_to_runner:
-            plan.new_blocks += new_blocks
+            step.plan.new_blocks += new_blocks
         else:
             new_row = NewRow(seq.row, list(seq.block_table), seq.sampling)
-            plan.new_rows.append(new_row)
             if seq.sampling.rules is not None:
                 new_row.prompt = seq.token_ids[: seq.num_prompt]
                 new_row.output = seq.output_ids
+            step.plan.new_rows.append(new_row)
             seq.known_to_runner = True
         kind = seq.result_kind if end == len(seq.token_ids) else None
         chunk = Chunk(seq.row, start, seq.token_ids[start:end], kind)
         chunk.num_candidates = seq.num_candidates
-        if seq.targets:
-            ahead = seq.first_target - 1 - start  # tokens before the one that predicts it
-            chunk.logprobs_from = max(ahead, 0)
-            chunk.logprob_targets = seq.targets[max(-ahead, 0) : max(tokens - ahead, 0)]
-        plan.chunks.append(chunk)
+        if seq.targets and end >= seq.first_target:
+            # The token at each position predicts the next one, so the targets go up to `end`.
+            first = max(start + 1, seq.first_target)
+            chunk.logprobs_from = first - 1 - start
+            begin, stop = first - seq.first_target, end + 1 - seq.first_target
+            chunk.logprob_targets = seq.targets[begin:stop]
+        step.plan.chunks.append(chunk)
         step.seqs[seq.row] = seq
         seq.num_computed = end
         if chunk.result_kind is ResultKind.TOKEN:
@@ -190,7 +193,8 @@ class Scheduler:
 
     def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
         """Append blocks for the next `tokens` of `seq`. Returns entries for `plan.new_blocks`."""
-        block_manager, new = self.block_manager, []
+        block_manager = self.block_manager
+        new: list[tuple[int, int, int]] = []
         if (copy := block_manager.copy_on_write(seq)) is not None:
             new.append((seq.row, seq.num_computed // block_manager.block_size, copy))
         for _ in range(block_manager.num_needed(seq, seq.num_computed + tokens)):
@@ -227,14 +231,15 @@ class Scheduler:
         return ""
 
     def _has_room(self, seq: Sequence, matched: list[Block]) -> bool:
-        """Return whether the blocks suffice for all tokens of `seq` and the reserve.
+        """Return whether the available blocks suffice for all tokens of `seq` and the reserve.
 
         A sequence that runs alone needs no reserve: LLMEngine.check rejects what can never run.
         """
-        block_manager = self.block_manager
-        need = block_manager.num_needed(seq, len(seq.token_ids)) - len(matched)
-        need += block_manager.num_evictable(matched) + (self.reserve() if self.running else 0)
-        return block_manager.num_available >= need
+        num_needed = self.block_manager.num_needed(seq, len(seq.token_ids))
+        # A matched block without an owner counts as available, so `seq` takes it from the others.
+        num_needed -= sum(block.ref_count > 0 for block in matched)
+        num_needed += self.reserve() if self.running else 0
+        return self.block_manager.num_available >= num_needed
 
     def reserve(self) -> int:
         """Return how many blocks admission leaves available: one for each running sequence.
@@ -244,7 +249,7 @@ class Scheduler:
         return len(self.running)
 
     def _start_running(self, seq: Sequence) -> None:
-        """Assign a row to a waiting sequence that has its cached or shared blocks."""
+        """Assign a row to a waiting sequence. Its matched or shared blocks are attached already."""
         self.waiting.remove(seq)
         if seq.preemptions:
             self.recomputed_tokens -= seq.num_computed  # still cached, so not computed twice
@@ -252,7 +257,8 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed
             self.prompt_tokens += seq.num_prompt
             self.cached_tokens += seq.num_computed
-        seq.row, seq.known_to_runner = self._free_rows.pop(), False
+        seq.row = self._free_rows.pop()
+        seq.known_to_runner = False
         seq.status = Status.RUNNING
         self.running.append(seq)
 
@@ -265,7 +271,7 @@ class Scheduler:
         if seq.awaits_token:
             seq.status = Status.UNQUEUED
         else:
-            self.add(seq, at_head=True)
+            self._queue(seq)
 
     def _leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
@@ -338,14 +344,14 @@ class Scheduler:
         if seq.sampling.rules is not None and seq.sampling.rules.grammar is not None:
             seq.known_to_runner = False  # the grammar needs its tokens, which a new row sends
         if seq.status is not Status.RUNNING:
-            self.add(seq, at_head=True)
+            self._queue(seq)
 
     def revert_in_flight(self, unfinished: list[Sequence]) -> None:
         """Revert all steps in flight after an error at any line.
 
         Only known tokens are kept. All rows and blocks are freed, and the `unfinished` sequences
-        return to the waiting queue. Blocks that these steps cached may hold anything and may be
-        shared, so the whole prefix cache is reset.
+        return to the waiting queue. The steps may have left any content in the blocks that they
+        cached, so the whole prefix cache is reset.
         """
         ran = self.running
         for seq in ran:
@@ -369,13 +375,15 @@ class Scheduler:
             if seq in self.waiting:
                 seq.status = Status.WAITING
             else:
-                self.add(seq, at_head=True)
+                self._queue(seq)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Finish a sequence in any state. Overwrites an earlier reason."""
         self._leave(seq)
         self.num_unfinished -= seq.status is not Status.FINISHED
-        seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
+        seq.status = Status.FINISHED
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
         # Rules can refer to large objects, and a step in flight may keep the sequence for long.
         seq.sampling = replace(seq.sampling, rules=None)
 

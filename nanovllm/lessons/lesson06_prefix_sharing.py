@@ -132,7 +132,7 @@ def run() -> list[Question]:
         cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
     show_source(
-        link(BlockManager.hash_blocks, "parent = self._hash"),
+        link(BlockManager.hash_blocks, "self._hash("),
         link(BlockManager.match, "len(seq.token_ids) - 1"),
         link(Scheduler.fork, "block_manager.fork"),
         link(BlockManager.copy_on_write),

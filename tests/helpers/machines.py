@@ -31,7 +31,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         seq = plain_sequence(tokens)
         matched = self.block_manager.match(seq)
         lacking = self.block_manager.num_needed(seq, len(tokens)) - len(matched)
-        if lacking + self.block_manager.num_evictable(matched) > self.block_manager.num_available:
+        unowned = sum(block.ref_count == 0 for block in matched)
+        if lacking + unowned > self.block_manager.num_available:
             return
         self.block_manager.attach_cached(seq, matched)
         assert seq.num_computed < len(tokens)

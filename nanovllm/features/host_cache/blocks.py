@@ -107,7 +107,7 @@ class HostCacheBlockManager(BlockManager):
     def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
         """Look up logical block `i` on the device, and then in host memory.
 
-        A host block has no owner, so `num_evictable` counts the device block that its load takes.
+        A host block has no owner, so admission counts the device block that its load takes.
         """
         block, host = self._lookup(seq, i, parent), self.host_index.get(seq.block_hashes[i])
         if block is None and host is not None and host.holds(parent, self._token_bytes(seq, i)):
