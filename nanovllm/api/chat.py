@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 # Arguments of apply_chat_template that `render` sets itself.
 RESERVED = {"self", "conversation", "conversations", "messages", "tokenize"}
-# Limits of a template that comes with a request. The longest contexts have a tenth of these
-# characters.
-MAX_SECONDS, MAX_CHARACTERS = 10, 2**26
+# Limits of a template that is passed with a request. The longest contexts of models have a tenth of
+# these characters.
+MAX_SECONDS = 10
+MAX_CHARACTERS = 2**26
 
 
 def as_conversations(
@@ -49,15 +50,15 @@ def render(
     variables: arguments of `apply_chat_template`: the chat template and its variables.
     more: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
 
-    A template that comes with a request is a program that may never end, so it has a time limit.
+    A template that is passed with a request may run forever, so it has a time limit.
     """
     more = {} if more is None else more
     check_scalar("chat_template_kwargs", more, dict)
     for name in more:
         if not isinstance(name, str) or name in RESERVED:
             raise ValueError(
-                f"chat_template_kwargs has {name!r:.80}, which is no variable that a chat template "
-                "can be given; remove it"
+                f"chat_template_kwargs has {name!r:.80}, which cannot be a variable of a chat "
+                "template; remove it"
             )
     variables = variables | more
     template = variables.get("chat_template")
@@ -98,9 +99,9 @@ def apply(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, An
 
 
 def limit_template(template: str) -> None:
-    """Bound the text that a template returns. Raises ValueError if it computes powers.
+    """Limit the length of the text that a template returns. Raises ValueError for a power.
 
-    A power can take hours in one operation, during which no other thread runs, and Ctrl-C waits.
+    A single power can take hours. Meanwhile no other thread runs, and Ctrl-C has no effect.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -108,12 +109,14 @@ def limit_template(template: str) -> None:
     for (*_, before), (_, kind, token) in itertools.pairwise(tokens):
         if kind == "operator" and token == "**" and before not in ("(", ","):
             raise ValueError("the operator ** is not accepted")
-    # transformers keeps what it has compiled, each with its own environment.
+    # transformers caches compiled templates, each with its own environment.
     _compile_jinja_template(template).environment.concat = join
 
 
 def join(parts: Iterable[str]) -> str:
-    kept, size = [], 0
+    """Concatenate the parts of a text. Raises ValueError if it is too long."""
+    kept = []
+    size = 0
     for part in parts:
         kept.append(part)
         size += 1 + len(part)
@@ -127,7 +130,7 @@ def plain_messages(
 ) -> list[Message]:
     """Check the messages. Join content parts, unless the chat template accepts parts."""
     messages = []
-    joins_parts = None  # found out at the first message with parts
+    joins_parts = None  # known after the first message with parts
     for message in conversation:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")

@@ -1,7 +1,7 @@
 """InputProcessor: converts the prompts of a caller to token ids that the model can compute.
 
-Prompts are checked here before they are queued. Each check raises TypeError or ValueError with a
-message that names the value and an alternative that works.
+Prompts are checked here before they are queued. An invalid prompt raises TypeError or ValueError,
+whose message names the value and says what to do instead.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class InputProcessor:
         self, pairs: abc.Sequence[tuple[Prompt, Any]], make_task: Callable[[Any], Task]
     ) -> Iterator[CheckedPrompt]:
         """Check prompts and their parameters. Errors name the prompt if there are several."""
-        known: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
+        tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
         i = 0
         try:
             for start in range(0, len(pairs), BATCH_SIZE):
@@ -61,8 +61,8 @@ class InputProcessor:
                 split: list[tuple[str | None, list[int] | None, Task]] = []
                 for i in batch:
                     prompt, params = pairs[i]
-                    if (task := known.get(id(params))) is None:
-                        task = known[id(params)] = make_task(params)
+                    if (task := tasks.get(id(params))) is None:
+                        task = tasks[id(params)] = make_task(params)
                     split.append((*task.prepare(*split_prompt(prompt)), task))
                 encoded = self.encode_all([text or "" for text, ids, _ in split if ids is None])
                 for i in batch:
@@ -90,7 +90,7 @@ class InputProcessor:
             )
 
     def room_for_output(self, num_tokens: int, max_tokens: int | None) -> int:
-        """Return how many output tokens are possible. Raises ValueError if there is no room."""
+        """Return how many output tokens a request may have. Raises ValueError if it is none."""
         room = self.max_model_len - num_tokens
         if room < 1:
             raise ValueError(
@@ -133,7 +133,7 @@ class InputProcessor:
         """Return the prompt of a conversation.
 
         variables: the chat template and its variables.
-        more: the chat_template_kwargs of a caller, which take precedence.
+        more: the chat_template_kwargs of a caller, which override `variables`.
         """
         text = render(conversation, self.get_tokenizer(), variables, more)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
@@ -151,15 +151,15 @@ class InputProcessor:
             return list(
                 tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
             )
-        except (TypeError, UnicodeError):  # raised by tokenizers if text is not Unicode
+        except (TypeError, UnicodeError):  # text that is not Unicode
             raise ValueError(f"the text cannot be encoded as UTF-8: {text!r:.80}") from None
-        except Exception as error:  # tokenizers raises this type if a text has no token
+        except Exception as error:  # tokenizers raises Exception if a text has no token
             raise ValueError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
 
     def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
-        """Yield the token ids of each text. One call for all is much faster than one call each."""
+        """Yield the token ids of each text. One call for all texts is much faster than many."""
         if len(texts) > 1:
             options = {"return_attention_mask": False, "return_token_type_ids": False}
-            with contextlib.suppress(TypeError, UnicodeError):  # `encode` finds the text
+            with contextlib.suppress(TypeError, UnicodeError):  # `encode` names the text
                 return iter(self.get_tokenizer()(texts, verbose=False, **options)["input_ids"])
         return map(self.encode, texts)

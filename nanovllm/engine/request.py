@@ -20,7 +20,7 @@ NO_IDS: frozenset[int] = frozenset()  # shared, because each new one takes 216 b
 
 @dataclass(slots=True)
 class Sample:
-    """One sequence of a request, and its data other than the tokens."""
+    """One sequence of a request, with its text and log-probabilities."""
 
     seq: Sequence
     detokenizer: Detokenizer | None = None  # for stop strings and streams
@@ -70,13 +70,13 @@ class Request:
     prompt: str | None
     metrics: RequestMetrics
     returned_by_step: bool  # whether `step` returns its output; else the caller reads it here
-    stream: bool  # whether `sampling.read_stream` reads it while it runs; it then has no output
+    stream: bool  # whether `read_stream` reads it while it runs; it then has no output
     progress: Progress | None = None  # the counters of its call
     samples: list[Sample] = field(default_factory=list)
-    # Whether its task receives every token (for streams, stop strings, logprobs).
+    # Whether its task receives every token, as for streams, stop strings and log-probabilities.
     is_watched: bool = False
     state: Any = None  # the data of its task
-    # Position -> entry, ascending. Recomputation after a preemption overwrites entries.
+    # Position -> entry, in ascending order. After a preemption, entries are computed again.
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     ended: bool = False
     output: Any = None  # made by its task when it ends

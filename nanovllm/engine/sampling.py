@@ -76,7 +76,7 @@ class Sampling(Task):
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
         sample = request.samples[seq.index]
-        # A token that was sampled after the end of its sequence is not in the output.
+        # The output does not contain a token that was sampled after the end of its sequence.
         if result.logprobs and len(sample.logprobs) < seq.num_output:
             position = seq.num_prompt + len(sample.logprobs)
             sample.logprobs.append(self.decode_logprobs(result.logprobs, seq, position))
@@ -85,21 +85,20 @@ class Sampling(Task):
                 request.prompt_logprobs[i] = self.decode_logprobs(entry, seq, i)
         if request.stream and request.progress is not None:
             request.progress.changed.add(request)
-        stop = self._add_text(sample) if sample.detokenizer is not None else None
-        return None if stop is None else Ending("stop", stop)
+        return None if sample.detokenizer is None else self._add_text(sample, sample.detokenizer)
 
-    def _add_text(self, sample: Sample) -> str | None:
-        """Append the text of the new tokens. Returns the stop string that it contains, if any."""
-        seq, params, start = sample.seq, self.params, len(sample.text)
-        assert sample.detokenizer is not None
-        sample.text += sample.detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
+    def _add_text(self, sample: Sample, detokenizer: Detokenizer) -> Ending | None:
+        """Append the text of the new tokens. Returns an ending if it contains a stop string."""
+        seq, params = sample.seq, self.params
+        start = len(sample.text)
+        sample.text += detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
         sample.num_detokenized = seq.num_output
         if seq.status is Status.FINISHED:
-            sample.text += sample.detokenizer.flush()
+            sample.text += detokenizer.flush()
         if params.min_tokens and seq.num_output <= params.min_tokens:
             return None
         # The stop string that is complete first ends the text, as if characters were added one by
-        # one. If one character completes several, the first in the list is used.
+        # one. If a character completes several stop strings, the first of the list ends the text.
         matches = [
             (begin + len(stop), stop)
             for stop in params.stop or ()
@@ -109,13 +108,14 @@ class Sampling(Task):
             return None
         end, stop = min(matches, key=lambda match: match[0])
         sample.text = sample.text[: end if params.include_stop_str_in_output else end - len(stop)]
-        return stop
+        return Ending("stop", stop)
 
     def text_ids(self, seq: Sequence) -> list[int]:
         """Return the output tokens that the text contains: no stop token, unless requested."""
-        leaves_out = isinstance(seq.stop_reason, int)
-        leaves_out = leaves_out and not self.params.include_stop_str_in_output
-        return seq.output_ids[:-1] if leaves_out else seq.output_ids
+        is_stopped = isinstance(seq.stop_reason, int)  # by a token
+        if is_stopped and not self.params.include_stop_str_in_output:
+            return seq.output_ids[:-1]
+        return seq.output_ids
 
     def stop_reason(self, seq: Sequence) -> int | str | None:
         return None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
@@ -129,8 +129,10 @@ class Sampling(Task):
         return {token: Logprob(p, rank, self._decode(token, before)) for token, p, rank in entry}
 
     def _decode(self, token: int, before: list[int]) -> str | None:
-        """Return the text of a token. As in vLLM, the last token of a character is the whole
-        character."""
+        """Return the text of a token after the tokens `before`.
+
+        As in vLLM, the text of a token that completes a character is the whole character.
+        """
         if self.tokenizer is None:
             return None
         decode = Detokenizer(self.tokenizer, skip_special_tokens=False).decode
@@ -138,8 +140,9 @@ class Sampling(Task):
         return next((text for text in texts if not text.endswith("\ufffd")), "")
 
     def rewind(self, request: Request) -> list[Sequence]:
-        for sample in request.samples:
-            self._remove_unreceived(sample, request.is_watched)
+        if request.is_watched:
+            for sample in request.samples:
+                self._remove_unreceived(sample)
         first, *others = request.seqs
         if first.status is not Status.FINISHED:
             first.forks = [] if first.num_output else others
@@ -147,16 +150,17 @@ class Sampling(Task):
             seq.status = Status.UNQUEUED
         return [first] if first.forks else [first, *others]
 
-    def _remove_unreceived(self, sample: Sample, is_watched: bool) -> None:
+    def _remove_unreceived(self, sample: Sample) -> None:
+        """Remove the output tokens that `receive` has not processed."""
         seq = sample.seq
-        if not is_watched:
-            return
         received = seq.num_output if self.params.logprobs is None else len(sample.logprobs)
         if sample.detokenizer is not None:
             received = min(received, sample.num_detokenized)
         if received < seq.num_output:
-            del seq.token_ids[seq.num_prompt + received :], sample.logprobs[received:]
-            seq.status, seq.finish_reason, seq.stop_reason = Status.UNQUEUED, None, None
+            del seq.token_ids[seq.num_prompt + received :]
+            del sample.logprobs[received:]
+            seq.status = Status.UNQUEUED
+            seq.finish_reason = seq.stop_reason = None
             rules = self.fork_rules if seq.index else self.rules  # `finish` has removed them
             seq.sampling = replace(seq.sampling, rules=rules)
 
@@ -193,7 +197,7 @@ class Sampling(Task):
         if sample.detokenizer is None and self.tokenizer is not None:
             detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
             text = detokenizer.decode(self.text_ids(seq))
-        logprobs, total = None, None
+        logprobs = total = None
         if self.params.logprobs is not None:
             logprobs = sample.logprobs
             # The sampled token comes first in each entry.

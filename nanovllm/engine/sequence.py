@@ -20,13 +20,13 @@ from typing import Any
 
 from nanovllm.plan import ResultKind, RowSampling
 
-# In place of empty lists that most sequences never fill. A million sequences may wait, and each
-# list takes memory and time of the garbage collector.
+# Used in place of lists that stay empty in most sequences. A million sequences may wait, and each
+# list takes memory, and time in the garbage collector.
 EMPTY: Any = ()
 
 
 class Status(Enum):
-    UNQUEUED = 0  # a fork before the first token of its parent, or see `awaits_token`
+    UNQUEUED = 0  # a fork whose parent has no token yet, or a beam; see `awaits_token`
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
@@ -48,14 +48,14 @@ class Sequence:
     # The sequence from which it is forked: the first sample of its request, or a beam.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = EMPTY  # not queued yet
-    num_candidates: int = 0  # to return, if it yields candidates
+    num_candidates: int = 0  # how many candidates it yields, if it yields candidates
     request: Any = None  # the Request that it belongs to, until that has ended
 
     status: Status = Status.UNQUEUED
     num_placeholders: int = 0  # tokens that plans in flight sample
     num_computed: int = 0  # tokens whose KV is in the cache once all plans made so far have run
-    # Whether its last result is returned and its next token is not chosen yet. If it is preempted
-    # in this state, it is UNQUEUED until that token is appended.
+    # Whether it has a result, such as candidates, and its next token is not chosen yet. If it is
+    # preempted in this state, it is UNQUEUED until that token is appended.
     awaits_token: bool = False
     decoding: bool = False  # whether its only uncomputed token is the one that its row sampled last
     queue_number: int = -1  # of its entry in the waiting queue, if it has one
@@ -73,7 +73,7 @@ class Sequence:
     block_hashes: list[int] = EMPTY  # one per full block, chained
     num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another block
     parent_serial: int = 0  # serial number of the last cached block, the parent of the next
-    began_after: int = 0  # resets of the prefix cache before its first block was computed
+    began_after: int = 0  # number of resets of the prefix cache before its first block was computed
 
     @property
     def num_output(self) -> int:

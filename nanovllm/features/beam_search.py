@@ -92,16 +92,19 @@ class BeamSearch(Task):
 
     def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
-        input_processor, scheduler = engine.input_processor, engine.scheduler
+        self.input_processor = input_processor = engine.input_processor
+        self.scheduler = engine.scheduler
         input_processor.check_head()
         self.params = params = replace(params)  # fields may have been set since the last check
-        self.input_processor, self.scheduler = input_processor, scheduler
-        max_width = min(input_processor.vocab_size, scheduler.max_num_seqs)
-        if params.beam_width > max_width:
-            name = "the vocabulary" if max_width == input_processor.vocab_size else "max_num_seqs"
+        vocab_size, max_num_seqs = input_processor.vocab_size, self.scheduler.max_num_seqs
+        if params.beam_width > vocab_size:
             raise ValueError(
-                f"beam_width={params.beam_width} is more than {name}={max_width}; lower it"
-                + " or raise max_num_seqs" * (max_width != input_processor.vocab_size)
+                f"beam_width={params.beam_width} is more than the vocabulary={vocab_size}; lower it"
+            )
+        if params.beam_width > max_num_seqs:
+            raise ValueError(
+                f"beam_width={params.beam_width} is more than max_num_seqs={max_num_seqs}; lower "
+                "it or raise max_num_seqs"
             )
         self.stops = frozenset() if params.ignore_eos else input_processor.eos_token_ids
         self.rules: LogitRules | None = None
@@ -180,8 +183,9 @@ class BeamSearch(Task):
 
         As in transformers, its expected score is normalized by its current length.
         """
-        enough = len(beams.finished) == self.params.beam_width
-        return enough and score / length**self.params.length_penalty <= beams.finished[-1][0]
+        if len(beams.finished) < self.params.beam_width:
+            return False
+        return score / length**self.params.length_penalty <= beams.finished[-1][0]
 
     def _continue(
         self, request: Request, beams: Beams, chosen: list[tuple[float, Sequence, int]]
@@ -224,8 +228,8 @@ class BeamSearch(Task):
         results = [result for _, result in beams.finished]
         for beam, score in beams.scores.items():
             if beam.finish_reason != "stop":
-                ids, reason = list(beam.token_ids), beam.finish_reason
-                results.append(BeamSearchSequence(ids, score, reason))
+                tokens = list(beam.token_ids)
+                results.append(BeamSearchSequence(tokens, score, beam.finish_reason))
         results = results[: self.params.beam_width]
         tokenizer = self.input_processor.tokenizer
         if tokenizer is not None:

@@ -58,7 +58,8 @@ def tokenize_pairs(
     continuations: Prompt | Iterable[Prompt],
 ) -> list[tuple[Prompt, ScoringParams]]:
     """Return the token ids of each prompt with its continuation, and its ScoringParams."""
-    prompts, continuations = as_list(prompts), as_list(continuations, "continuations")
+    prompts = as_list(prompts)
+    continuations = as_list(continuations, "continuations")
     if len(prompts) == 1:
         prompts = prompts * len(continuations)
     if len(prompts) != len(continuations):
@@ -103,7 +104,8 @@ class Scoring(Task):
 
     def __init__(self, engine: LLMEngine, params: ScoringParams) -> None:
         engine.input_processor.check_head()
-        self.input_processor, self.params = engine.input_processor, params
+        self.input_processor = engine.input_processor
+        self.params = params
 
     def max_length(self, num_tokens: int) -> int:
         # The last token is scored but not computed.

@@ -94,8 +94,8 @@ BLOCKS_MUTANTS = {
     "the parent of what follows is lost": Mutant(
         BLOCKS,
         "attach_cached",
-        "A, B = len(C), parent",
-        "A, B = len(C), matched[-1].serial if matched else 0",
+        "seq.parent_serial = parent",
+        "seq.parent_serial = matched[-1].serial if matched else 0",
     ),
     "an abandoned step's host blocks stay cached": Mutant(
         BLOCKS, "reset_prefix_cache", "self._empty_host()", "pass"

@@ -44,7 +44,8 @@ class PoolingParams:
         if self.use_activation is not None:
             if self.normalize not in (None, self.use_activation):
                 raise ValueError("normalize and use_activation are two names of one field")
-            self.normalize, self.use_activation = self.use_activation, None
+            self.normalize = self.use_activation
+            self.use_activation = None
 
     def pool(self, hidden: list[float]) -> list[float]:
         """Return the embedding of a hidden state [E]. Raises ArithmeticError if it has NaN."""
@@ -114,7 +115,8 @@ class Embedding(Task):
 
     def __init__(self, engine: LLMEngine, params: PoolingParams) -> None:
         """Check the parameters, and add the settings of the checkpoint."""
-        self.input_processor, settings = engine.input_processor, engine.input_processor.pooling
+        self.input_processor = engine.input_processor
+        settings = engine.input_processor.pooling
         self.params = settings.complete(params)
         self.prefix = settings.prefix(self.params)
 

@@ -109,10 +109,11 @@ class HostCacheBlockManager(BlockManager):
 
         A host block has no owner, so admission counts the device block that its load takes.
         """
-        block, host = self._lookup(seq, i, parent), self.host_index.get(seq.block_hashes[i])
-        if block is None and host is not None and host.holds(parent, self._token_bytes(seq, i)):
-            return host
-        return block
+        block = self._lookup(seq, i, parent)
+        host_block = self.host_index.get(seq.block_hashes[i])
+        if block is not None or host_block is None:
+            return block
+        return host_block if host_block.holds(parent, self._token_bytes(seq, i)) else None
 
     def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
         """Set `seq.block_table` to cached blocks. Host blocks are loaded into device blocks."""
@@ -127,7 +128,8 @@ class HostCacheBlockManager(BlockManager):
             self.host_index.move_to_end(matched[i].hash)
         for i in on_host:
             seq.block_table.insert(i, self._load(matched[i]))
-        seq.num_cached_blocks, seq.parent_serial = len(matched), parent
+        seq.num_cached_blocks = len(matched)
+        seq.parent_serial = parent
         seq.num_computed = len(matched) * self.block_size
         if on_host:
             self.spared_tokens += (len(matched) - on_host[0]) * self.block_size
