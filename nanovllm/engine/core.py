@@ -85,8 +85,7 @@ class EngineCore:
                     # The error interrupted a change of the queues, which may be in any state.
                     self._revert(request.error)
                     return
-            ended = self._finish_ended()
-            self.output_processor.collect_finished([*updated, *ended])
+            self.output_processor.collect_finished([*updated, *self._finish_ended()])
             self.observer.committed(step, updated, output)
 
     def _finish_ended(self) -> list[Sequence]:

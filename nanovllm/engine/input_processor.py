@@ -18,7 +18,7 @@ from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.task import Task
 
-BATCH_SIZE = 1000  # prompts tokenized at a time; a fast tokenizer uses all cores
+PROMPTS_AT_ONCE = 1000  # prompts tokenized at a time; a fast tokenizer uses all cores
 
 
 class CheckedPrompt(NamedTuple):
@@ -56,8 +56,8 @@ class InputProcessor:
         tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
         i = 0
         try:
-            for start in range(0, len(pairs), BATCH_SIZE):
-                batch = range(start, min(start + BATCH_SIZE, len(pairs)))
+            for start in range(0, len(pairs), PROMPTS_AT_ONCE):
+                batch = range(start, min(start + PROMPTS_AT_ONCE, len(pairs)))
                 split: list[tuple[str | None, list[int] | None, Task]] = []
                 for i in batch:
                     prompt, params = pairs[i]

@@ -26,7 +26,7 @@ from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.task import Task, TaskFactory
-from nanovllm.engine.turns import BATCH_SIZE, HANDOVER
+from nanovllm.engine.turns import HANDOVER, REQUESTS_AT_ONCE
 from nanovllm.plan import ResultKind, Runner
 
 
@@ -136,11 +136,11 @@ class LLMEngine(EngineCore):
 
         Yields after each batch. The lock is free then.
         """
-        for start in range(0, len(prompts), BATCH_SIZE):
+        for start in range(0, len(prompts), REQUESTS_AT_ONCE):
             if start:
                 time.sleep(HANDOVER)
             with defer_interrupt(), self.lock:
-                for prompt in prompts[start : start + BATCH_SIZE]:
+                for prompt in prompts[start : start + REQUESTS_AT_ONCE]:
                     requests.append(self._add(prompt, stream, progress))
             yield
 

@@ -64,12 +64,12 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.why_waiting = ""  # why the last plan did not admit the first waiting sequence
         self.running: list[Sequence] = []  # in order of admission
-        self.num_unfinished = 0  # sequences, and forks that are not queued yet
+        self.num_unfinished = 0  # sequences, including forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
         self.preemptions = 0
         self.recomputed_tokens = 0
-        self.prompt_tokens = 0  # of admitted sequences
-        self.cached_tokens = 0  # of these, from the prefix cache
+        self.prompt_tokens = 0  # prompt tokens of admitted sequences
+        self.cached_tokens = 0  # how many of these were in the prefix cache
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def has_work(self) -> bool:
@@ -122,7 +122,7 @@ class Scheduler:
             i += 1
             if not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
-            # A sequence is complete when its last placeholder is known.
+            # If placeholders complete its length, its last token is in flight already.
             elif len(seq.token_ids) + seq.num_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
@@ -159,7 +159,7 @@ class Scheduler:
     def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
         """Plan at most `budget` known tokens of a running sequence. Returns how many."""
         tokens = min(len(seq.token_ids) - seq.num_computed, budget)
-        # `tokens` is 0 while its result is in flight or its next token is not chosen yet.
+        # It is 0 while a result is in flight, and until the next token of a beam is chosen.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
         start, end = seq.num_computed, seq.num_computed + tokens
@@ -212,7 +212,7 @@ class Scheduler:
         return seq.status is Status.RUNNING
 
     def _admit(self, seq: Sequence, budget: int, preempted: bool) -> str:
-        """Run the first waiting sequence. Returns "", or a word for the reason why it waits."""
+        """Run the first waiting sequence if possible. Returns "", or why it waits, in a word."""
         if budget == 0:
             return "budget"
         if preempted:
@@ -222,7 +222,7 @@ class Scheduler:
         if seq.num_placeholders:
             return "in flight"
         matched = self.block_manager.match(seq)
-        if seq.targets:  # computes all tokens from the one before the first target
+        if seq.targets:  # the token before the first target, and all later ones, must be computed
             matched = matched[: (seq.first_target - 1) // self.block_manager.block_size]
         if not self._has_room(seq, matched):
             return "blocks"
@@ -236,7 +236,7 @@ class Scheduler:
         A sequence that runs alone needs no reserve: LLMEngine.check rejects what can never run.
         """
         num_needed = self.block_manager.num_needed(seq, len(seq.token_ids))
-        # A matched block without an owner counts as available, so `seq` takes it from the others.
+        # A matched block that another sequence owns is not one of the available blocks.
         num_needed -= sum(block.ref_count > 0 for block in matched)
         num_needed += self.reserve() if self.running else 0
         return self.block_manager.num_available >= num_needed
@@ -244,7 +244,7 @@ class Scheduler:
     def reserve(self) -> int:
         """Return how many blocks admission leaves available: one for each running sequence.
 
-        Without this reserve a full pool thrashes: a sequence is preempted soon after admission.
+        Without this reserve, a full pool thrashes: sequences are preempted soon after admission.
         """
         return len(self.running)
 

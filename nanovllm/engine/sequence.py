@@ -70,7 +70,6 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     # Whether its next token may be written to a shared or cached block.
     needs_copy_on_write: bool = False
-    block_hashes: list[int] = EMPTY  # one per full block, chained
     num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another block
     parent_serial: int = 0  # serial number of the last cached block, the parent of the next
     began_after: int = 0  # number of resets of the prefix cache before its first block was computed

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Request
 
-BATCH_SIZE = 1000  # requests that are added or aborted at a time
+REQUESTS_AT_ONCE = 1000  # requests that are added or aborted while the lock is held
 # Seconds between two batches. A thread that waits for the lock would not get it without a pause.
 HANDOVER = 1e-4
 
@@ -88,7 +88,7 @@ class Turns:
         with defer_interrupt():
             while self._to_abort and self._lock.acquire(blocking=False):
                 try:
-                    for _ in range(min(BATCH_SIZE, len(self._to_abort))):
+                    for _ in range(min(REQUESTS_AT_ONCE, len(self._to_abort))):
                         self._abort_request(self._to_abort.popleft())
                 finally:
                     self._lock.release()

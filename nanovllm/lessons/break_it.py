@@ -128,7 +128,7 @@ def show_blocks(history: History) -> None:
         if block.ref_count or block.serial:
             pairs = memory[block.block_id * size : (block.block_id + 1) * size]
             held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
-            cached = memoryview(block.token_ids).cast("I").tolist() if block.serial else ""
+            cached = memoryview(block.key[1]).cast("I").tolist() if block.serial else ""
             rows.append((block.block_id, block.ref_count, cached, held))
     say("""The owned or cached blocks at the end: the reference count, its tokens in the prefix
     index, and the content of each slot, token@position:""")

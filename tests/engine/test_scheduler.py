@@ -307,9 +307,9 @@ def test_a_fork_that_has_no_room_does_not_cost_its_parent_a_block() -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(seed=st.integers(0, 2**32), bits=st.sampled_from([3, 64]))
-    def start(self, seed: int, bits: int) -> None:
-        self.history = History(seed, hash_bits=bits)
+    @initialize(seed=st.integers(0, 2**32))
+    def start(self, seed: int) -> None:
+        self.history = History(seed)
 
     @rule()
     def add(self) -> None:
