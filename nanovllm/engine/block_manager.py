@@ -156,7 +156,7 @@ class BlockManager:
     # ---- ownership ----
 
     def num_needed(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many more blocks `seq` needs for `num_tokens`, copy-on-write included."""
+        """Return how many more blocks `seq` needs for `num_tokens`, including a copy-on-write."""
         num_blocks = -(-num_tokens // self.block_size)
         return num_blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
 

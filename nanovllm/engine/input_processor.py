@@ -63,7 +63,9 @@ class InputProcessor:
                     prompt, params = pairs[i]
                     if (task := tasks.get(id(params))) is None:
                         task = tasks[id(params)] = make_task(params)
-                    split.append((*task.prepare(*split_prompt(prompt)), task))
+                    text, ids = split_prompt(prompt)
+                    text, ids = task.prepare(text, ids)
+                    split.append((text, ids, task))
                 encoded = self.encode_all([text or "" for text, ids, _ in split if ids is None])
                 for i in batch:
                     text, ids, task = split[i - start]

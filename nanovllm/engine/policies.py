@@ -1,7 +1,7 @@
 """Scheduling policies and the waiting queue: the order in which sequences are admitted."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import TypeAlias
 
@@ -60,6 +60,7 @@ class WaitingQueue:
 
     @property
     def first(self) -> Sequence:
+        """The sequence to admit next. There must be one."""
         while not is_waiting(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][-1]
@@ -70,26 +71,11 @@ class WaitingQueue:
         heappush(self._heap, (key, seq.arrival, seq.index, seq.queue_number, seq))
         self._num_waiting += 1
 
-    def __contains__(self, seq: Sequence) -> bool:
-        return seq.queue_number >= 0
-
     def remove(self, seq: Sequence) -> None:
         seq.queue_number = -1
         self._num_waiting -= 1
         if len(self._heap) > 2 * self._num_waiting:
-            self._set(self._waiting())
-
-    def keep(self, seqs: Iterable[Sequence]) -> None:
-        """Remove all sequences except `seqs`. Works in any state that a failure has left."""
-        kept = set(seqs)
-        for entry in self._waiting():
-            if entry[-1] not in kept:
-                entry[-1].queue_number = -1
-        self._set(self._waiting())
-
-    def _set(self, entries: list[Entry]) -> None:
-        self._heap = sorted(entries)
-        self._num_waiting = len(entries)
+            self._heap = sorted(self._waiting())
 
 
 def is_waiting(entry: Entry) -> bool:

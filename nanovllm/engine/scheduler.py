@@ -369,13 +369,11 @@ class Scheduler:
                 self._finish_if_complete(seq)
         unfinished = [seq for seq in unfinished if seq.status is not Status.FINISHED]
         self.num_unfinished = sum(1 + len(seq.forks) for seq in unfinished)
-        queued = [seq for seq in unfinished if not seq.awaits_token]
-        self.waiting.keep(queued)
-        for seq in queued:
-            if seq in self.waiting:
-                seq.status = Status.WAITING
-            else:
-                self._queue(seq)
+        self.waiting = WaitingQueue()
+        for seq in unfinished:
+            if not seq.awaits_token:
+                is_new = not seq.preemptions and seq.parent is None
+                self._queue(seq, self.policy_key(seq, self.block_manager) if is_new else HEAD)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Finish a sequence in any state. Overwrites an earlier reason."""

@@ -5,9 +5,9 @@
     Scoring     features/loglikelihood.py     log-probabilities of the prompt's last tokens
     BeamSearch  features/beam_search.py       the most likely outputs
 
-A task holds checked parameters. Requests with the same parameters share a task, because a million
-requests may wait; the data of one request is in its Request. The engine calls the methods while it
-holds its lock. An error in a method ends only the request that is passed to it.
+A task holds checked parameters. Requests with the same parameters share a task, which saves memory
+if a million requests wait. The data of one request is in its Request. The engine calls the methods
+while it holds its lock. An error in a method ends only the request that is passed to it.
 """
 
 from __future__ import annotations

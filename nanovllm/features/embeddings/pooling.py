@@ -31,8 +31,8 @@ class PoolingParams:
     are checked again when a request uses them.
     """
 
-    # Keep only the first dimensions (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147). The
-    # default is all.
+    # How many dimensions to keep, the first ones (Matryoshka, Kusupati et al. 2022,
+    # arXiv:2205.13147). The default is all.
     dimensions: Positive | None = None
     normalize: bool | None = None  # divide the kept dimensions by their L2 norm; default True
     # The name of a prompt of the checkpoint, such as "query". It is prepended to the text.
@@ -68,7 +68,7 @@ class PoolingSettings:
     prompt_name: str | None = None  # the default of PoolingParams.prompt_name
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """Check the parameters and replace None by the settings. All dimensions remain None."""
+        """Return checked parameters, with the settings in place of None except for `dimensions`."""
         params = replace(params)
         if self.refused:
             raise ValueError(self.refused)
