@@ -264,7 +264,7 @@ class LLM:
             steps = self.engine.run(requests)
             while True:
                 with self._abort_on_error(requests) as interrupt:
-                    if next(steps, requests) is requests:
+                    if next(steps, "ended") == "ended":
                         return
                     with self.engine.lock:
                         changed = sorted(progress.changed, key=numbers.__getitem__)
