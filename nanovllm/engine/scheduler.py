@@ -43,8 +43,6 @@ class InFlightStep:
     @property
     def sampling_seqs(self) -> list[Sequence]:
         """The sequence of each token that the step yields, in plan order."""
-        if not self.plan.chunks:
-            return list(self.seqs.values())
         chunks = [chunk.row for chunk in self.plan.chunks if chunk.result_kind is ResultKind.TOKEN]
         return [self.seqs[row] for row in chunks + self.plan.decode_rows]
 
