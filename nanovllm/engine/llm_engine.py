@@ -44,11 +44,12 @@ class LLMEngine(EngineCore):
         task_factories: class of parameters -> factory of their task. None: only sampling.
         block_manager: manages the blocks of the runner. None: a new BlockManager.
         """
-        scheduler = Scheduler(
-            block_manager
-            or BlockManager(
+        if block_manager is None:
+            block_manager = BlockManager(
                 runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
-            ),
+            )
+        scheduler = Scheduler(
+            block_manager,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             config.scheduling_policy,

@@ -128,7 +128,7 @@ class Ranks(SingleRank):
             )
 
     def connect(self, model: Qwen3, vocab_size: int) -> None:
-        """Set up a loaded `model` to combine its results with those of other ranks.
+        """Set up a loaded `model` to combine its results with the results of other ranks.
 
         vocab_size: size of the whole vocabulary. The last rank's head may be padded.
         """
