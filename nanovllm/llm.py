@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nanovllm.features.loglikelihood import LoglikelihoodOutput
     from nanovllm.features.vllm_names import CallArguments
 
-# The default of `prompts`. If only `prompt_token_ids` is passed, the error says what to pass.
+# The default of `prompts`, so that a call with `prompt_token_ids` alone raises a helpful error.
 MISSING: Any = None
 P = ParamSpec("P")
 
@@ -43,9 +43,9 @@ def with_parameters_of(
     """Give `__init__` the signature of `source` for type checkers, inspect and help()."""
 
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        own, *_ = inspect.signature(init).parameters.values()
-        shown = inspect.Signature([own, *inspect.signature(source).parameters.values()])
-        init.__signature__ = shown  # type: ignore[attr-defined]
+        self_parameter = inspect.signature(init).parameters["self"]
+        parameters = [self_parameter, *inspect.signature(source).parameters.values()]
+        init.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return init
 
     return decorate
@@ -73,9 +73,9 @@ class LLM:
             raise names.missing("LLM", name, known) if names else AttributeError(name)
 
     def shutdown(self) -> None:
-        """Abort all requests, also of other threads, whose calls then return partial outputs.
+        """Abort all requests. The calls of other threads then return partial outputs.
 
-        The engine remains usable; `del llm` frees its memory.
+        The engine remains usable. `del llm` frees its memory.
         """
         self.engine.abort_all()
 
@@ -117,13 +117,13 @@ class LLM:
 
         prompts: a string, token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a list of
             any of these. The text is used unchanged; `chat` applies the chat template. Token ids
-            are a list, a NumPy array, a torch tensor or a tokenizer's BatchEncoding. With two
-            dimensions, each row is one prompt.
+            are a list, a NumPy array, a torch tensor or a tokenizer's BatchEncoding. If they have
+            two dimensions, each row is one prompt.
         sampling_params: one for all prompts, or one for each. None uses the checkpoint's
             generation_config.json.
         ignored: arguments of vLLM, with values that change nothing, such as lora_request=None.
 
-        All prompts are checked first: if one is invalid, none is started. Ctrl-C stops after the
+        All prompts are checked first. If one is invalid, none is started. Ctrl-C stops after the
         current step, and a second Ctrl-C stops during the step. Both abort the requests of this
         call. If another thread aborts a request, its result has the output so far and the
         finish_reason "abort". Raises GenerationError, which contains all results, if a request
@@ -172,7 +172,7 @@ class LLM:
 
         prompts: as in `generate`; each may have up to max_model_len tokens.
         pooling_params: one for all prompts, or one for each. The next three arguments are its
-            fields, to be passed instead of it. None uses the setting of the checkpoint.
+            fields and can be passed instead. None uses the setting of the checkpoint.
 
         Raises ArithmeticError if the model computed NaN. Other errors are as in `generate`.
         """
@@ -231,7 +231,7 @@ class LLM:
 
     @contextmanager
     def _abort_on_error(self, requests: list[Request]) -> Iterator[DeferredInterrupt]:
-        """Abort `requests` if the block raises an error. Defer Ctrl-C until after the abort."""
+        """Abort `requests` if the block raises an error. Ctrl-C waits for the end of the block."""
         with defer_interrupt() as interrupt:
             try:
                 yield interrupt
@@ -246,11 +246,11 @@ class LLM:
     ) -> Generator[StreamOutput, None, None]:
         """Complete the prompts as `generate` does, and yield new text and tokens after each step.
 
-        The joined texts of one (request_index, index) are the text that `generate` returns. A
-        character that consists of several tokens is yielded when it is complete. Text that may
-        begin a stop string is held back until the next characters decide. Leaving the loop early
-        aborts the remaining requests. With several ranks they instead continue with the next call,
-        unless `shutdown` aborts them.
+        The concatenated texts of one (request_index, index) are the text that `generate` returns.
+        A character that consists of several tokens is yielded when it is complete. Text that may
+        begin a stop string is yielded when later characters show that it does not. Leaving the loop
+        early aborts the remaining requests. With several ranks, they instead continue with the next
+        call, unless `shutdown` aborts them.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
         checked = self.engine.check(pairs)
@@ -264,7 +264,7 @@ class LLM:
             steps = self.engine.run(requests)
             while True:
                 with self._abort_on_error(requests) as interrupt:
-                    if next(steps, requests) is requests:
+                    if next(steps, "ended") == "ended":
                         return
                     with self.engine.lock:
                         changed = sorted(progress.changed, key=numbers.__getitem__)
@@ -314,7 +314,7 @@ class LLM:
 
 
 def check_call(call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise an error for arguments of vLLM's methods, unless they change nothing here."""
+    """Raise an error for an argument that does not exist here, unless its value has no effect."""
     if arguments:
         names = load_optional("features.vllm_names", f"the argument {next(iter(arguments))!r}")
         names.check_call(call, arguments)

@@ -1,8 +1,8 @@
 """The interface between the engine and the runner: plain numbers in both directions, no torch.
 
-The scheduler makes a `StepPlan`; the runner executes it and returns a `StepOutput`. vLLM calls them
+The scheduler makes a `StepPlan`. The runner executes it and returns a `StepOutput`. vLLM calls them
 `SchedulerOutput` and `ModelRunnerOutput`. A plan does not change after the scheduler returns it.
-The exceptions to plain numbers are logits processors, grammars, and the errors that they raise.
+Three things are not plain numbers: logits processors, grammars, and the errors that they raise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TokenLogprobs: TypeAlias = list[tuple[int, float, int]]
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step. A chunk yields its `result_kind`, and every decode row yields a token."""
+    """What one step computes. A chunk yields its `result_kind`, and each decode row a token."""
 
     new_rows: list[NewRow] = field(default_factory=list)
     # (row, index in the block table, block) for rows that are not new.
@@ -29,20 +29,20 @@ class StepPlan:
     block_copies: list[BlockCopy] = field(default_factory=list)
     loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
     chunks: list[Chunk] = field(default_factory=list)
-    # Rows whose input is the token that they sampled last. With async scheduling, the step is
-    # planned before this token reaches the host.
+    # Rows that compute the token that they sampled last. With async scheduling, the step is planned
+    # before this token reaches the host.
     decode_rows: list[int] = field(default_factory=list)
     num_tokens: int = 0  # computed by this step; at most the token budget
 
 
 @dataclass(slots=True)
 class NewRow:
-    """A row that is assigned to a sequence, with all that the runner needs of the sequence."""
+    """A row that is assigned to a sequence, with what the runner needs to know of the sequence."""
 
     row: int
     block_table: list[int]
     sampling: RowSampling
-    # The known tokens, set only for rows with rules, which depend on them.
+    # The known tokens. Set only for rows with rules, because rules depend on them.
     prompt: list[int] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
 
@@ -52,13 +52,13 @@ class Chunk:
     """Known tokens of one row that this step computes, from a prompt or a resumed sequence."""
 
     row: int
-    start: int  # position; earlier KV is in the cache, or is stored before any query attends
+    start: int  # position of its first token; the KV of earlier tokens is, or will be, in the cache
     token_ids: list[int]
     result_kind: ResultKind | None  # None unless the chunk ends with the last known token
     # Consecutive tokens to score. The first follows token `logprobs_from` of the chunk.
     logprob_targets: list[int] = field(default_factory=list)
     logprobs_from: int = 0
-    num_candidates: int = 0  # to return, if it yields candidates
+    num_candidates: int = 0  # how many candidates it yields, if it yields candidates
 
 
 class ResultKind(Enum):
@@ -77,34 +77,41 @@ class BlockCopy(NamedTuple):
     target: int
 
 
-NO_TOKEN = -1  # in place of a token: none could be sampled
-COMPLETE = -2  # in place of a token: the row's grammar is complete
+# In place of a token in `StepOutput.token_ids`:
+NO_TOKEN = -1  # no token could be sampled
+COMPLETE = -2  # the row's grammar is complete
 
 
 @dataclass(slots=True)
 class StepOutput:
     """The results of the rows of one step."""
 
-    # A token id, NO_TOKEN or COMPLETE for each row that yields a token, in plan order. There can
-    # be hundreds, for which a list is faster than a dict.
+    # A token id, NO_TOKEN or COMPLETE for each row that yields a token, in plan order. Most rows
+    # have no other result, and a list is faster than a dict.
     token_ids: list[int]
-    # Row -> hidden state [E].
-    hidden_states: dict[int, list[float]] = field(default_factory=dict)
-    # Row -> (token id, log-probability) of its `num_candidates`, the best first.
-    candidates: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
-    # Row -> log-probabilities of its sampled token, if requested.
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    # Row -> log-probabilities of each of the `logprob_targets` of its chunk.
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # Row -> its other results, if it has any.
+    results: dict[int, RowResult] = field(default_factory=dict)
     # Row -> the error of its logits processor or grammar. Its token is NO_TOKEN.
     errors: dict[int, Exception] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RowResult:
+    """The results of one row of a step, except its token."""
+
+    hidden_state: list[float] = field(default_factory=list)  # [E]
+    # (token id, log-probability) of its `num_candidates`, the best first.
+    candidates: list[tuple[int, float]] = field(default_factory=list)
+    logprobs: TokenLogprobs = field(default_factory=list)  # of its sampled token, if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each logprob target
+    first_position: int = 0  # of the first of `prompt_logprobs`
 
 
 class Runner(Protocol):
     """The interface of a runner. ModelRunner and the fake runner of the tests implement it."""
 
     num_blocks: int  # KV blocks for requests; the null block is not counted
-    async_scheduling: bool  # the option's default: whether the device works while the host plans
+    async_scheduling: bool  # default of the option: whether the device works while the host plans
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch one step. Returns a function that waits for the device and returns the output."""

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 # Arguments of apply_chat_template that `render` sets itself.
 RESERVED = {"self", "conversation", "conversations", "messages", "tokenize"}
-# Limits of a template that comes with a request. The longest contexts have a tenth of these
-# characters.
-MAX_SECONDS, MAX_CHARACTERS = 10, 2**26
+# Limits of a template that is passed with a request. The longest contexts of models have a tenth of
+# these characters.
+MAX_SECONDS = 10
+MAX_CHARACTERS = 2**26
 
 
 def as_conversations(
@@ -38,59 +39,52 @@ def as_conversations(
     return cast("list[Sequence[Message]]", conversations)
 
 
-def template_variables(variables: dict[str, Any], more: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of `apply_chat_template`.
+def render(
+    conversation: Iterable[Message],
+    tokenizer: Tokenizer,
+    variables: dict[str, Any],
+    more: dict[str, Any] | None,
+) -> str:
+    """Return the text of a conversation.
 
+    variables: arguments of `apply_chat_template`: the chat template and its variables.
     more: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
+
+    A template that is passed with a request may run forever, so it has a time limit.
     """
     more = {} if more is None else more
     check_scalar("chat_template_kwargs", more, dict)
     for name in more:
         if not isinstance(name, str) or name in RESERVED:
             raise ValueError(
-                f"chat_template_kwargs has {name!r:.80}, which is no variable that a chat template "
-                "can be given; remove it"
+                f"chat_template_kwargs has {name!r:.80}, which cannot be a variable of a chat "
+                "template; remove it"
             )
-    return variables | more
-
-
-def render(
-    conversation: Iterable[Message],
-    tokenizer: Tokenizer,
-    chat_template: str | None,
-    /,
-    **variables: Any,
-) -> str:
-    """Return the text of a conversation. `variables` are passed to `apply_chat_template`.
-
-    A template that comes with a request is a program, which may never end: it has a limit of time.
-    """
-    if chat_template is None:
-        return render_without_limit(conversation, tokenizer, None, variables)
-    check_scalar("chat_template", chat_template, str)
+    variables = variables | more
+    template = variables.get("chat_template")
+    if template is None:
+        return render_without_limit(conversation, tokenizer, variables)
+    check_scalar("chat_template", template, str)
     try:
         return call_with_limit(
-            lambda: render_without_limit(conversation, tokenizer, chat_template, variables),
-            MAX_SECONDS,
+            lambda: render_without_limit(conversation, tokenizer, variables), MAX_SECONDS
         )
     except TimeoutError:
         raise ValueError(
-            f"chat_template={chat_template!r:.80} takes more than {MAX_SECONDS} seconds; "
+            f"chat_template={template!r:.80} takes more than {MAX_SECONDS} seconds; "
             "end its loops earlier"
         ) from None
 
 
 def render_without_limit(
-    conversation: Iterable[Message],
-    tokenizer: Tokenizer,
-    chat_template: str | None,
-    variables: dict[str, Any],
+    conversation: Iterable[Message], tokenizer: Tokenizer, variables: dict[str, Any]
 ) -> str:
-    messages = plain_messages(conversation, tokenizer, chat_template)
+    template = variables.get("chat_template")
+    messages = plain_messages(conversation, tokenizer, template)
     try:
-        return apply(tokenizer, messages, chat_template, **variables)
+        return apply(tokenizer, messages, variables)
     except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
-        shown = "the tokenizer's" if chat_template is None else f"{chat_template!r:.80}"
+        shown = "the tokenizer's" if template is None else f"{template!r:.80}"
         raise ValueError(
             "the chat template cannot render these messages "
             f"({type(error).__name__}: {error}); change them, or pass another template "
@@ -98,25 +92,16 @@ def render_without_limit(
         ) from error
 
 
-def apply(
-    tokenizer: Tokenizer,
-    messages: list[Message],
-    chat_template: str | None,
-    /,
-    **variables: Any,
-) -> str:
-    if chat_template is not None:
-        limit_template(tokenizer.get_chat_template(chat_template))
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, chat_template=chat_template, **variables
-    )
-    return cast(str, text)
+def apply(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]) -> str:
+    if (template := variables.get("chat_template")) is not None:
+        limit_template(tokenizer.get_chat_template(template))
+    return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, **variables))
 
 
 def limit_template(template: str) -> None:
-    """Bound the text that a template returns. Raises ValueError if it computes powers.
+    """Limit the length of the text that a template returns. Raises ValueError for a power.
 
-    A power can take hours in one operation, during which no other thread runs, and Ctrl-C waits.
+    A single power can take hours. Meanwhile no other thread runs, and Ctrl-C has no effect.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -124,12 +109,14 @@ def limit_template(template: str) -> None:
     for (*_, before), (_, kind, token) in itertools.pairwise(tokens):
         if kind == "operator" and token == "**" and before not in ("(", ","):
             raise ValueError("the operator ** is not accepted")
-    # transformers keeps what it has compiled, each with its own environment.
+    # transformers caches compiled templates, each with its own environment.
     _compile_jinja_template(template).environment.concat = join
 
 
 def join(parts: Iterable[str]) -> str:
-    kept, size = [], 0
+    """Concatenate the parts of a text. Raises ValueError if it is too long."""
+    kept = []
+    size = 0
     for part in parts:
         kept.append(part)
         size += 1 + len(part)
@@ -143,7 +130,7 @@ def plain_messages(
 ) -> list[Message]:
     """Check the messages. Join content parts, unless the chat template accepts parts."""
     messages = []
-    joins_parts = None  # found out at the first message with parts
+    joins_parts = None  # known after the first message with parts
     for message in conversation:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"a chat message needs a 'role' and 'content', not {message!r}")
@@ -180,7 +167,7 @@ def takes_parts(tokenizer: Tokenizer, chat_template: str | None) -> bool:
     parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
     probe: list[Message] = [{"role": "user", "content": parts}]
     try:
-        shown = apply(tokenizer, probe, chat_template)
+        shown = apply(tokenizer, probe, {"chat_template": chat_template})
     except Exception:  # A template that takes strings only may fail in any way.
         return False
     return "probe text" in shown and "probe name" not in shown

@@ -1,6 +1,6 @@
 """Checks of fields and their names. Each error says what is accepted.
 
-The type of a field says what it accepts: Annotated[int, 1, 9] is a number from 1 to 9, and
+A field accepts the values of its type: Annotated[int, 1, 9] is a number from 1 to 9, and
 Annotated[str, "a", "b"] is one of these strings.
 """
 
@@ -32,8 +32,8 @@ Seed: TypeAlias = Annotated[int, -(2**63), 2**64 - 1]
 def scalar_fields(cls: type) -> dict[str, tuple[type, tuple[Any, ...], bool]]:
     """Return the scalar fields of a dataclass: name -> (type, limits, whether it may be None).
 
-    Scalar fields have a type of KINDS. Limits are the lowest and the highest number, or the strings
-    to choose from.
+    A scalar field has a type of KINDS. Its limits are the lowest and the highest number, or the
+    strings to choose from.
     """
     fields = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():

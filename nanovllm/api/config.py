@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, TypeAlias, get_args
@@ -93,22 +92,6 @@ class EngineConfig:
                 f"swap_space={self.swap_space} needs the prefix cache, which finds the blocks "
                 "again; set swap_space=0 or enable_prefix_caching=True"
             )
-        if (size := self.tensor_parallel_size) > 1:
-            if ":" in self.device:
-                raise ValueError(
-                    f"device={self.device!r} would be the GPU of all {size} ranks; use 'cuda', and "
-                    "each takes the GPU of its LOCAL_RANK"
-                )
-            started = os.environ.get("WORLD_SIZE", "1")
-            if started != str(size) or "RANK" not in os.environ:
-                problem = "RANK is not set"
-                if started != str(size):
-                    problem = f"WORLD_SIZE is {started}"
-                script = os.path.basename(sys.argv[0]) or "script.py"
-                raise ValueError(
-                    f"tensor_parallel_size={size} needs {size} processes, and {problem}; start "
-                    f"them with: torchrun --nproc-per-node {size} {script}"
-                )
 
     @property
     def rank(self) -> int:

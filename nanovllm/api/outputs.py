@@ -92,14 +92,14 @@ class RequestOutput(Mapping[str, Any]):
 
 NANO_VLLM_KEYS = ("text", "token_ids")
 
-# Fields of SamplingParams that can exclude every token, alone or together.
-HIDING = "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logits_processors"
+# Fields of SamplingParams that exclude tokens. One or several of them can exclude every token.
+MASKS = "structured_outputs", "allowed_token_ids", "bad_words", "min_tokens", "logits_processors"
 
 
 def why_no_token(params: Sequence[Any]) -> str:
     """Return why no token could be sampled for requests with these SamplingParams."""
-    hiding = [name for name in HIDING if any(getattr(p, name) for p in params)]
-    return "the model computed NaN" + f", or {' and '.join(hiding)} hid every token" * bool(hiding)
+    masks = [name for name in MASKS if any(getattr(p, name) for p in params)]
+    return "the model computed NaN" + f", or {' and '.join(masks)} hid every token" * bool(masks)
 
 
 class GenerationError(RuntimeError):
@@ -124,8 +124,8 @@ class GenerationError(RuntimeError):
         self.outputs = outputs
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make copies from the message and the attributes.
+        """Return how to copy or unpickle the error: from its message and its attributes.
 
-        Exception would call __init__ with the message alone.
+        By default, an Exception is made by a call of __init__ with the message alone.
         """
         return type(self).__new__, (type(self), *self.args), vars(self)

@@ -1,4 +1,4 @@
-"""Reads prompts in every form that callers may pass, and makes plain text and lists of them."""
+"""Converts prompts, in every form that callers may pass, to text and lists of token ids."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENCODING_KEYS = {"input_ids", "attention_mask", "token_type_ids", "special_token
 
 
 def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[Prompt]:
-    """Return a list of prompts. Token ids are one prompt, or one prompt for each row."""
+    """Return a list of prompts. Token ids of two dimensions are one prompt for each row."""
     items = plain_ids(prompts)
     if isinstance(items, str | Mapping):
         return [items]
@@ -46,17 +46,19 @@ def as_list(prompts: Prompt | Iterable[Prompt], name: str = "prompts") -> list[P
 
 
 def is_number(item: Any) -> bool:
-    """Return whether an item is part of a prompt, even if it is a number of a wrong type."""
+    """Return whether an item is a number, and thus part of a prompt, even if of a wrong type."""
     return isinstance(item, int | float) or getattr(item, "shape", None) == ()
 
 
 def pair_up(
     prompts: Prompt | Iterable[Prompt], params: Any, kind: type, name: str, optional: bool = True
 ) -> list[tuple[Prompt, Any]]:
-    """Return each prompt with its parameters. A single object is for all prompts.
+    """Return each prompt with its parameters.
 
-    kind: the class of the parameters. name: the argument that has them. optional: whether they may
-    be None.
+    params: one object for all prompts, or a list with one for each.
+    kind: the class of the parameters.
+    name: the name of the argument `params` in error messages.
+    optional: whether None is accepted.
     """
     items = as_list(prompts)
     each = list(params) if isinstance(params, list | tuple) else [params] * len(items)
@@ -107,8 +109,8 @@ def as_int(token: Any) -> int:
 def plain_ids(prompt: Any) -> Any:
     """Return the token ids of an array, a tensor or a BatchEncoding as lists.
 
-    An attention mask removes padding. Several rows give a list of lists. Anything else is returned
-    unchanged.
+    The attention mask of a BatchEncoding removes padding. Several rows give a list of lists. Any
+    other object is returned unchanged.
     """
     if getattr(prompt, "ndim", 0) > 2:
         raise ValueError(

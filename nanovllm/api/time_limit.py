@@ -1,4 +1,4 @@
-"""Calls with a limit of time, for code whose cost its input decides: templates and grammars."""
+"""Calls with a time limit, for code whose time depends on its input: templates and grammars."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ stack_size_lock = threading.Lock()  # threading.stack_size is a setting of the p
 
 
 class Stopped(SystemExit):
-    """Raised in a thread whose result nobody waits for. It ends the thread without a message."""
+    """Raised in a thread whose result is no longer needed. Ends the thread without a message."""
 
 
 def call_with_limit(function: Callable[[], T], seconds: float, stack: int = 0) -> T:
-    """Return what `function` returns in another thread, with a stack of `stack` bytes.
+    """Call `function` in another thread with a stack of `stack` bytes, and return its result.
 
-    Raises TimeoutError(thread) after `seconds`. A timeout, and an error in this thread such as
-    KeyboardInterrupt, stop the other thread at its next line of Python. Nothing stops C or Rust.
+    Raises TimeoutError(thread) after `seconds`. If this thread stops waiting, because of a timeout
+    or an error such as KeyboardInterrupt, the other thread ends at its next line of Python. Code in
+    C or Rust cannot be stopped.
     """
     result: futures.Future[T] = futures.Future()
-    ending = threading.Lock()  # while it is held, the thread cannot end and free its number
+    ending = threading.Lock()  # while it is held, the thread cannot end and free its identifier
 
     def run() -> None:
         try:
@@ -48,5 +49,5 @@ def call_with_limit(function: Callable[[], T], seconds: float, stack: int = 0) -
     finally:
         with ending:
             if not result.done() and thread.ident is not None:
-                number, error = ctypes.c_ulong(thread.ident), ctypes.py_object(Stopped)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, error)
+                identifier = ctypes.c_ulong(thread.ident)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(Stopped))

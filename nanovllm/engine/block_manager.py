@@ -1,8 +1,8 @@
-"""BlockManager: records which sequences own each block of the KV cache, and what it holds.
+"""BlockManager: records which sequences own each block of the KV cache, and what the block holds.
 
 It owns the pool of blocks and the prefix index, and updates the block fields of sequences. It
-copies no data. Every operation takes O(number of blocks it touches). Paging and copy-on-write
-follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+copies no data. The time of an operation is proportional to the number of blocks that it changes.
+Paging and copy-on-write follow PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 
 From a token to its memory, with a block size of 4:
 
@@ -16,28 +16,28 @@ Every block except block 0, the null block, is in exactly one of three states:
     evictable  ref_count = 0 and cached: its content can be shared until it is evicted
     free       ref_count = 0 and not cached
 
-A full block is cached in the prefix index under hash = xxh64(hash of the previous block, token
-ids), so that equal prefixes have equal hashes. A hash is only a hint: a match also compares the
-token ids and the serial number of the parent block. Serial numbers are never reused, so the prefix
-index is correct with any hash function. Two prompts with a common prefix, as chains:
+A cached block has a serial number, which is never reused. Its key in the prefix index is the serial
+number of its parent, which is the block before it, and its token ids. Blocks with equal keys
+therefore have equal prefixes. Two prompts with a common prefix:
 
-    block 3 [ a b ] serial 1, parent_serial 0 <--+-- block 5 [ c d ] serial 2, parent_serial 1
-                                                 +-- block 8 [ x y ] serial 3, parent_serial 1
+    block 3 [ a b ] serial 1, key (0, a b) <--+-- block 5 [ c d ] serial 2, key (1, c d)
+                                              +-- block 8 [ x y ] serial 3, key (1, x y)
 
-After block 3 is evicted, blocks 5 and 8 are still cached, but a match cannot reach them. If [ a b ]
-is computed again, its block has serial number 4. Blocks 5 and 8 still do not match, because their
-parent_serial is 1. They are evicted later, or replaced when [ c d ] or [ x y ] is cached again.
+After block 3 is evicted, blocks 5 and 8 are still cached, but no prompt matches them. If [ a b ] is
+computed again, its block has serial number 4, and the next block of [ c d ] has the key (4, c d).
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from xxhash import xxh64_intdigest
+from typing import TypeAlias
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import BlockCopy, StepPlan
+
+# The serial number of the parent, which is 0 for a first block, and the token ids as uint32.
+Key: TypeAlias = tuple[int, bytes]
 
 
 @dataclass(slots=True)
@@ -45,14 +45,8 @@ class Block:
     block_id: int
     ref_count: int = 0
     # Set while the block is cached.
-    serial: int = 0  # never reused; 0 if not cached
-    parent_serial: int = 0  # serial of the previous block; 0 for the first
-    hash: int = 0
-    token_ids: bytes = b""
-
-    def holds(self, parent_serial: int, token_ids: bytes) -> bool:
-        """Return whether the block holds `token_ids` after a parent with serial `parent_serial`."""
-        return self.parent_serial == parent_serial and self.token_ids == token_ids
+    serial: int = 0  # serial number; 0 if not cached
+    key: Key = (0, b"")
 
 
 class BlockManager:
@@ -72,7 +66,7 @@ class BlockManager:
         self.blocks = [Block(i) for i in range(self.num_blocks + 1)]
         self.free = list(range(self.num_blocks, 0, -1))  # taken from the end
         self.evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self.prefix_index: dict[int, int] = {}  # hash -> block id
+        self.prefix_index: dict[Key, int] = {}  # key -> block id
         # For the plan that is being made; see `fill_copies`.
         self._copies: list[BlockCopy] = []
         self._evicted: list[int] = []
@@ -84,56 +78,31 @@ class BlockManager:
 
     # ---- the prefix cache ----
 
-    def hash_blocks(self, seq: Sequence) -> None:
-        """Extend `seq.block_hashes` to one hash for each full block of known tokens."""
-        done, size = len(seq.block_hashes), self.block_size
-        full = len(seq.token_ids) // size
-        if done == full:
-            return
-        parent = seq.block_hashes[-1] if done else 0
-        if not done:
-            seq.block_hashes = []
-        data = array("I", seq.token_ids[done * size : full * size]).tobytes()
-        for start in range(0, len(data), size * 4):
-            parent = self._hash(parent, data[start : start + size * 4])
-            seq.block_hashes.append(parent)
-
-    @staticmethod
-    def _hash(parent: int, tokens: bytes) -> int:
-        return xxh64_intdigest(parent.to_bytes(8, "little") + tokens)
-
     def match(self, seq: Sequence) -> list[Block]:
-        """Return the cached blocks that hold the beginning of `seq`. Changes only its hashes.
+        """Return the cached blocks that hold the beginning of `seq`. Changes nothing.
 
         The block of the last token is not matched, because the logits of this token must be
         computed. If all other blocks match, 1 to `block_size` tokens remain to be computed.
         """
         matched: list[Block] = []
-        if not self.enable_prefix_caching:
-            return matched
-        self.hash_blocks(seq)
         parent = 0
         for i in range((len(seq.token_ids) - 1) // self.block_size):
-            block = self._find(seq, i, parent)
+            block = self._find(self._key(seq, i, parent))
             if block is None:
                 break
             matched.append(block)
             parent = block.serial
         return matched
 
-    def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
-        """Look up logical block `i` for `match`. HostCacheBlockManager overrides it."""
-        return self._lookup(seq, i, parent)
+    def _key(self, seq: Sequence, i: int, parent: int) -> Key:
+        """Return the key of logical block `i` of `seq`. `parent` is a serial number."""
+        token_ids = seq.token_ids[i * self.block_size : (i + 1) * self.block_size]
+        return (parent, array("I", token_ids).tobytes())
 
-    def _lookup(self, seq: Sequence, i: int, parent: int) -> Block | None:
-        """Return the cached block with the content of logical block `i` of `seq`, if any."""
-        block_id = self.prefix_index.get(seq.block_hashes[i])
-        if block_id is None or not self.blocks[block_id].holds(parent, self._token_bytes(seq, i)):
-            return None
-        return self.blocks[block_id]
-
-    def _token_bytes(self, seq: Sequence, i: int) -> bytes:
-        return array("I", seq.token_ids[i * self.block_size : (i + 1) * self.block_size]).tobytes()
+    def _find(self, key: Key) -> Block | None:
+        """Return the cached block with this key, if any."""
+        block_id = self.prefix_index.get(key)
+        return None if block_id is None else self.blocks[block_id]
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Cache every full block of `seq` whose tokens are known and whose KV is computed.
@@ -149,32 +118,27 @@ class BlockManager:
             return
         if seq.began_after != self.num_resets:
             return
-        self.hash_blocks(seq)
-        while seq.num_cached_blocks < full:
-            i = seq.num_cached_blocks
-            block = self._lookup(seq, i, seq.parent_serial)
-            if block is None:
-                block = self.blocks[seq.block_table[i]]
-                self._cache(
-                    block, seq.parent_serial, seq.block_hashes[i], self._token_bytes(seq, i)
-                )
-            seq.parent_serial = block.serial
+        for i in range(seq.num_cached_blocks, full):
+            key = self._key(seq, i, seq.parent_serial)
+            if key not in self.prefix_index:
+                self._cache(self.blocks[seq.block_table[i]], key)
+            seq.parent_serial = self.blocks[self.prefix_index[key]].serial
             seq.num_cached_blocks += 1
 
-    def _cache(self, block: Block, parent: int, key: int, tokens: bytes) -> None:
-        if key in self.prefix_index:  # a hash collision, or a block whose parent was evicted
-            self._uncache(self.blocks[self.prefix_index[key]])
+    def _cache(self, block: Block, key: Key) -> None:
+        if block.serial:  # a fork found other blocks than its parent for the prefix that they share
+            self._uncache(block)
         self._last_serial += 1
-        block.serial, block.parent_serial = self._last_serial, parent
-        block.hash, block.token_ids = key, tokens
+        block.serial = self._last_serial
+        block.key = key
         self.prefix_index[key] = block.block_id
 
     def _uncache(self, block: Block) -> None:
         if block.block_id in self.evictable:
             del self.evictable[block.block_id]
             self.free.append(block.block_id)
-        del self.prefix_index[block.hash]
-        block.serial, block.parent_serial, block.hash, block.token_ids = 0, 0, 0, b""
+        del self.prefix_index[block.key]
+        block.serial = 0
 
     def revert(self, seqs: Iterable[Sequence]) -> None:
         """Free all blocks after a failure, whatever their state, and clear the fields of `seqs`."""
@@ -192,12 +156,12 @@ class BlockManager:
     # ---- ownership ----
 
     def num_needed(self, seq: Sequence, num_tokens: int) -> int:
-        """Return how many more blocks `seq` needs for `num_tokens`, copy-on-write included."""
-        blocks = -(-num_tokens // self.block_size)
-        return blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
+        """Return how many more blocks `seq` needs for `num_tokens`, including a copy-on-write."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return num_blocks - len(seq.block_table) + (self._shared_block(seq) is not None)
 
     def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
-        """Set `seq.block_table` to cached blocks. Their KV may come from this step."""
+        """Set `seq.block_table` to cached blocks. The step being planned may compute their KV."""
         for block in matched:
             if block.ref_count == 0:
                 del self.evictable[block.block_id]
@@ -216,11 +180,11 @@ class BlockManager:
         child.block_table = parent.block_table[: -(-num_computed // self.block_size)]
         for block_id in child.block_table:
             self.blocks[block_id].ref_count += 1
-        child.num_computed, child.began_after = num_computed, parent.began_after
-        if parent.num_cached_blocks <= (full := num_computed // self.block_size):
+        child.num_computed = num_computed
+        child.began_after = parent.began_after
+        if parent.num_cached_blocks <= num_computed // self.block_size:
             child.num_cached_blocks = parent.num_cached_blocks
             child.parent_serial = parent.parent_serial
-            child.block_hashes = parent.block_hashes[:full]
         child.needs_copy_on_write = parent.needs_copy_on_write = True
 
     def _shared_block(self, seq: Sequence) -> Block | None:
@@ -237,7 +201,8 @@ class BlockManager:
 
     def copy_on_write(self, seq: Sequence) -> int | None:
         """Copy the block that `seq` writes next if it is shared. Returns the copy, or None."""
-        shared, seq.needs_copy_on_write = self._shared_block(seq), False
+        shared = self._shared_block(seq)
+        seq.needs_copy_on_write = False
         if shared is None:
             return None
         self._release_block(shared)
@@ -245,10 +210,6 @@ class BlockManager:
         self._copies.append(BlockCopy(shared.block_id, copy))
         seq.block_table[seq.num_computed // self.block_size] = copy
         return copy
-
-    def num_evictable(self, matched: list[Block]) -> int:
-        """Return how many of `matched` have no owner and so still count as available."""
-        return sum(block.ref_count == 0 for block in matched)
 
     def append_block(self, seq: Sequence) -> int:
         """Append a block to the block table of `seq` and return it."""
@@ -260,7 +221,7 @@ class BlockManager:
         return next(iter(self.evictable))
 
     def stats(self) -> dict[str, int]:
-        """Return more counters for `LLMEngine.stats`. Subclasses add some."""
+        """Return further counters for `LLMEngine.stats`, which subclasses may have."""
         return {}
 
     def _take_block(self) -> int:
@@ -279,7 +240,8 @@ class BlockManager:
 
     def fill_copies(self, plan: StepPlan) -> list[int]:
         """Put the pending copies into `plan`. Returns the blocks that were evicted for it."""
-        plan.block_copies, evicted = self._copies, self._evicted
+        plan.block_copies = self._copies
+        evicted = self._evicted
         self._copies, self._evicted = [], []
         return evicted
 

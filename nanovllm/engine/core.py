@@ -5,20 +5,21 @@
         get_output = runner.run(step.plan)            # launches the step: changes KV cache and rows
         scheduler.commit(step, get_output().token_ids)  # appends tokens to sequences
 
-The caller passes the scheduler, the runner and the output processor. LLMEngine adds the requests.
-turns.py chooses the thread that runs a step. This folder imports no torch.
+LLMEngine adds the requests, and turns.py chooses the thread that runs a step. This folder imports
+no torch.
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.output_processor import OutputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.turns import Turns
-from nanovllm.plan import ResultKind, Runner, StepOutput
+from nanovllm.plan import Runner, StepOutput
 
 
 class EngineCore:
@@ -30,7 +31,8 @@ class EngineCore:
         async_scheduling: bool,
     ) -> None:
         """async_scheduling: plan and launch a step before the previous one is committed."""
-        self.scheduler, self.runner = scheduler, runner
+        self.scheduler = scheduler
+        self.runner = runner
         self.output_processor = output_processor
         self.async_scheduling = async_scheduling
         self.observer = NO_OBSERVER  # see nanovllm/tools/trace/trace.py
@@ -40,19 +42,24 @@ class EngineCore:
     def run_step(self) -> None:
         """Plan and launch one step, and commit the steps whose results are due.
 
+        With async scheduling, the results of the previous step are due while the device computes
+        this one. If nothing can be launched, the results of all steps in flight are due.
+
         If another thread is running a step, this only waits for its end. If a step fails, the
         running sequences return to the waiting queue and the error is raised. The engine remains
         usable. Ctrl-C is raised when the step is complete. A second Ctrl-C interrupts the runner.
         """
+        in_flight = self.scheduler.in_flight
         with self._turns.claim(on_error=self._revert) as turn:
             if turn is None:
                 return  # another thread has run a step
             step = self._schedule()
             if step is not None:
                 step.get_output = turn.interruptible(self.runner.run, step.plan)
-            for due in self._due(step):
-                assert due.get_output is not None
-                self._commit(due, turn.interruptible(due.get_output))
+            num_left = 1 if step is not None and self.async_scheduling else 0
+            while len(in_flight) > num_left:
+                assert in_flight[0].get_output is not None
+                self._commit(in_flight[0], turn.interruptible(in_flight[0].get_output))
 
     def _schedule(self) -> InFlightStep | None:
         """Plan a step, which changes queues and blocks."""
@@ -67,17 +74,6 @@ class EngineCore:
             self.observer.scheduled(step)
         return step
 
-    def _due(self, step: InFlightStep | None) -> Iterator[InFlightStep]:
-        """Yield the steps to commit after `step` is launched, the oldest first.
-
-        With async scheduling this is the previous step, while the device computes `step`. Without
-        it, this is `step` itself. If nothing was launched, these are all steps in flight.
-        """
-        in_flight = self.scheduler.in_flight
-        num_left = 1 if step is not None and self.async_scheduling else 0
-        while len(in_flight) > num_left:  # the caller commits each, which removes it
-            yield in_flight[0]
-
     def _commit(self, step: InFlightStep, output: StepOutput) -> None:
         """Process the results of a step, which changes sequences and the prefix cache."""
         with self.lock:
@@ -85,22 +81,26 @@ class EngineCore:
             updated = self.scheduler.commit(step, output.token_ids)
             self.output_processor.process(step, output, updated)
             for request in self.output_processor.failed:
-                if request.task.result_kind is ResultKind.CANDIDATES and request.error is not None:
-                    # The error interrupted the choice of beams, so the queues may be in any state.
+                if request.task.changes_queues and request.error is not None:
+                    # The error interrupted a change of the queues, which may be in any state.
                     self._revert(request.error)
                     return
-            endings = self.output_processor.endings()
-            for seq, ending in endings:
-                self.scheduler.finish(seq, *ending)
-            self.output_processor.collect_finished([*updated, *(seq for seq, _ in endings)])
+            self.output_processor.collect_finished([*updated, *self._finish_ended()])
             self.observer.committed(step, updated, output)
+
+    def _finish_ended(self) -> list[Sequence]:
+        """Finish the sequences that end with the results of the last step, and return them."""
+        endings = self.output_processor.endings()
+        for seq, ending in endings.items():
+            self.scheduler.finish(seq, ending.finish_reason, ending.stop_reason)
+        return list(endings)
 
     def _revert(self, error: BaseException) -> None:
         """Restore a state from which all requests can continue, whichever line failed."""
         self.scheduler.revert_in_flight(self.output_processor.rewind())
-        for seq, ending in self.output_processor.endings():  # which the commit did not apply
-            self.scheduler.finish(seq, *ending)
-        self.output_processor.collect_finished(self.output_processor.sequences())
+        self._finish_ended()  # the failed commit may not have done it
+        requests = self.output_processor.requests.values()
+        self.output_processor.collect_finished([seq for r in requests for seq in r.seqs])
         self.observer.reverted(error)
 
     @property
@@ -118,6 +118,7 @@ def abort_request(
 ) -> None:
     """End a request in any state, unless it has ended."""
     if output_processor.requests.get(request.request_id) is request:
-        for sample in request.samples:
-            scheduler.abort(sample.seq)
-        output_processor.end_aborted(request)
+        for seq in request.seqs:
+            scheduler.abort(seq)
+        request.returned_by_step = False
+        output_processor.collect_finished(request.seqs)

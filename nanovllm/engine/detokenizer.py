@@ -1,7 +1,8 @@
 """Detokenizer: converts a stream of tokens to text while the tokens are generated.
 
-It stores the tokens whose text is not final. A tokenizer decodes an incomplete character as U+FFFD.
-A U+FFFD at the end is therefore held back, so that the returned parts join to the whole text.
+It stores the tokens whose text is not final. A tokenizer decodes an incomplete character as U+FFFD,
+so a U+FFFD at the end is not returned until it is known to be final. The concatenated parts are the
+text of all tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 else:
     Tokenizer = Any
 
-# The window is shortened if this many tokens give no final text, as only invalid bytes do.
+# The window is shortened when it has more tokens than this. Only invalid bytes make it so long.
 WINDOW = 32
 
 
@@ -25,7 +26,7 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.window: list[int] = []  # tokens since the last complete character
-        self.num_returned = 0  # characters of the window's text that were returned
+        self.num_returned = 0  # returned characters of the window's text
 
     def add(self, token_ids: list[int]) -> str:
         """Add tokens and return the text that has become final. Amortized O(1) per token."""
@@ -51,7 +52,8 @@ class Detokenizer:
         for cut in range(len(self.window) - 1, 0, -1):
             head = self.decode(self.window[:cut])
             if len(head) <= self.num_returned and head + self.decode(self.window[cut:]) == text:
-                self.window, self.num_returned = self.window[cut:], self.num_returned - len(head)
+                self.window = self.window[cut:]
+                self.num_returned -= len(head)
                 return
 
     def decode(self, token_ids: list[int]) -> str:

@@ -1,8 +1,8 @@
 """Large calls and Python's garbage collector.
 
-A full collection visits all objects that can be part of a reference cycle, about ten for each
-request that waits or has ended. CPython starts one whenever their number has grown by a quarter.
-With a million requests this takes a third of the host's time, although they are in no cycle.
+A full collection visits all objects that can be part of a reference cycle. There are about ten for
+each request, and none of them is in a cycle. CPython starts a full collection whenever the number
+of objects has grown by a quarter. With a million requests this takes a third of the host's time.
 """
 
 import gc
@@ -16,14 +16,15 @@ FREEZE_EVERY = 1000  # requests
 def frozen_requests() -> Iterator[Callable[[int], None]]:
     """Exclude the objects of a call from full collections, until the end of the block.
 
-    Yields a function that is called with the number of requests that were added or have ended. It
-    calls `gc.freeze` after each FREEZE_EVERY of them, so that smaller calls change nothing. Garbage
-    that is older is collected after the block.
+    Yields a function to call with the number of requests that were added plus the number that have
+    ended. It freezes all objects whenever this sum has grown by FREEZE_EVERY, so smaller calls
+    freeze nothing. Garbage among the frozen objects is collected after the block.
 
-    Nothing is frozen if the program has disabled the collector, or has frozen objects, because they
-    would be unfrozen too.
+    Nothing is frozen if the program has disabled the collector. Nothing is frozen either if the
+    program has frozen objects itself, because the end of the block would unfreeze them.
     """
-    may_freeze, num_frozen = gc.isenabled() and gc.get_freeze_count() == 0, 0
+    may_freeze = gc.isenabled() and gc.get_freeze_count() == 0
+    num_frozen = 0
 
     def count(num: int) -> None:
         nonlocal num_frozen

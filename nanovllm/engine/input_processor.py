@@ -1,7 +1,7 @@
 """InputProcessor: converts the prompts of a caller to token ids that the model can compute.
 
-Prompts are checked here before they are queued. Each check raises TypeError or ValueError with a
-message that names the value and an alternative that works.
+Prompts are checked here before they are queued. An invalid prompt raises TypeError or ValueError,
+whose message names the value and says what to do instead.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nanovllm.api.chat import Message, render, template_variables
+from nanovllm.api.chat import Message, render
 from nanovllm.api.checks import located
 from nanovllm.api.log import logger
 from nanovllm.api.prompts import Prompt, split_prompt
@@ -18,7 +18,7 @@ from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.task import Task
 
-BATCH_SIZE = 1000  # prompts tokenized at a time; a fast tokenizer uses all cores
+PROMPTS_AT_ONCE = 1000  # prompts tokenized at a time; a fast tokenizer uses all cores
 
 
 class CheckedPrompt(NamedTuple):
@@ -53,17 +53,19 @@ class InputProcessor:
         self, pairs: abc.Sequence[tuple[Prompt, Any]], make_task: Callable[[Any], Task]
     ) -> Iterator[CheckedPrompt]:
         """Check prompts and their parameters. Errors name the prompt if there are several."""
-        known: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
+        tasks: dict[int, Task] = {}  # by the id() of parameters, which `pairs` keeps alive
         i = 0
         try:
-            for start in range(0, len(pairs), BATCH_SIZE):
-                batch = range(start, min(start + BATCH_SIZE, len(pairs)))
+            for start in range(0, len(pairs), PROMPTS_AT_ONCE):
+                batch = range(start, min(start + PROMPTS_AT_ONCE, len(pairs)))
                 split: list[tuple[str | None, list[int] | None, Task]] = []
                 for i in batch:
                     prompt, params = pairs[i]
-                    if (task := known.get(id(params))) is None:
-                        task = known[id(params)] = make_task(params)
-                    split.append((*split_for(task, prompt), task))
+                    if (task := tasks.get(id(params))) is None:
+                        task = tasks[id(params)] = make_task(params)
+                    text, ids = split_prompt(prompt)
+                    text, ids = task.prepare(text, ids)
+                    split.append((text, ids, task))
                 encoded = self.encode_all([text or "" for text, ids, _ in split if ids is None])
                 for i in batch:
                     text, ids, task = split[i - start]
@@ -90,7 +92,7 @@ class InputProcessor:
             )
 
     def room_for_output(self, num_tokens: int, max_tokens: int | None) -> int:
-        """Return how many output tokens are possible. Raises ValueError if there is no room."""
+        """Return how many output tokens a request may have. Raises ValueError if it is none."""
         room = self.max_model_len - num_tokens
         if room < 1:
             raise ValueError(
@@ -133,11 +135,9 @@ class InputProcessor:
         """Return the prompt of a conversation.
 
         variables: the chat template and its variables.
-        more: the chat_template_kwargs of a caller, which take precedence.
+        more: the chat_template_kwargs of a caller, which override `variables`.
         """
-        variables = template_variables(variables, more)
-        template = variables.pop("chat_template", None)
-        text = render(conversation, self.get_tokenizer(), template, **variables)
+        text = render(conversation, self.get_tokenizer(), variables, more)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def get_tokenizer(self) -> Tokenizer:
@@ -153,24 +153,15 @@ class InputProcessor:
             return list(
                 tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
             )
-        except (TypeError, UnicodeError):  # raised by tokenizers if text is not Unicode
+        except (TypeError, UnicodeError):  # text that is not Unicode
             raise ValueError(f"the text cannot be encoded as UTF-8: {text!r:.80}") from None
-        except Exception as error:  # tokenizers raises this type if a text has no token
+        except Exception as error:  # tokenizers raises Exception if a text has no token
             raise ValueError(f"the tokenizer cannot encode {text!r:.80}: {error}") from error
 
     def encode_all(self, texts: list[str]) -> Iterator[list[int]]:
-        """Yield the token ids of each text. One call for all is much faster than one call each."""
+        """Yield the token ids of each text. One call for all texts is much faster than many."""
         if len(texts) > 1:
             options = {"return_attention_mask": False, "return_token_type_ids": False}
-            with contextlib.suppress(TypeError, UnicodeError):  # `encode` finds the text
+            with contextlib.suppress(TypeError, UnicodeError):  # `encode` names the text
                 return iter(self.get_tokenizer()(texts, verbose=False, **options)["input_ids"])
         return map(self.encode, texts)
-
-
-def split_for(task: Task, prompt: Prompt) -> tuple[str | None, list[int] | None]:
-    """Return the text and the token ids of a prompt of `task`. One of them may be None."""
-    text, ids = split_prompt(prompt)
-    if ids is None and text is not None:
-        return task.text_prompt(text), None
-    task.check_token_prompt()
-    return text, ids

@@ -1,6 +1,6 @@
-"""Deferred signals: signals during a step are recorded, and handled when it is complete."""
+"""Deferred signals: a signal during a step is recorded, and handled when the step is complete."""
 
-import _signal  # type: ignore[import-not-found]  # `signal` takes ten times as long
+import _signal  # type: ignore[import-not-found]  # ten times as fast as the functions of `signal`
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,16 +14,16 @@ NUMBERS = sorted(map(int, signal.valid_signals()), key=lambda n: n != signal.SIG
 
 
 class DeferredInterrupt:
-    """A handler that records signals, and later calls the replaced handlers for them.
+    """A handler that records signals, and later calls the handlers that it has replaced.
 
-    As a context manager it handles a repeated signal immediately, such as a second Ctrl-C.
+    In a `with` block of this object, a repeated signal such as a second Ctrl-C is handled at once.
     """
 
     def __init__(self) -> None:
         self.replaced: dict[int, Handler] = {}
         self.pending: dict[int, FrameType | None] = {}
         self.is_active = False
-        self.may_raise = False  # whether a repeated signal is handled immediately
+        self.may_raise = False  # whether a repeated signal is handled at once
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         again = self.may_raise and number in self.pending
@@ -85,9 +85,9 @@ def defer_interrupt() -> Iterator[DeferredInterrupt]:
             with interrupt:
                 work_for_long()  # a second Ctrl-C raises at once, at any line
 
-    No handler, such as the one of Ctrl-C, an alarm or SIGTERM, can then raise in the middle of a
-    change. Of nested blocks, the outermost calls the handlers at its end. Only the main thread
-    handles signals, so nothing is deferred in other threads.
+    A handler, such as the handler of Ctrl-C, an alarm or SIGTERM, therefore cannot raise in the
+    middle of a change. If blocks are nested, the outermost block calls the handlers at its end.
+    Python handles signals in the main thread only, so other threads have nothing to defer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield DeferredInterrupt()

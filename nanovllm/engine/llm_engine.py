@@ -4,8 +4,8 @@
                                        waiting, running          model, KV cache, rows
     RequestOutput <- OutputProcessor <- Scheduler.commit <- StepOutput
 
-It owns the input processor, the scheduler and the output processor; the caller passes the runner.
-It inherits the loop from EngineCore. This folder imports no torch.
+It owns the input processor, the scheduler and the output processor. The caller passes the runner.
+It inherits the loop from EngineCore.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.task import Task, TaskFactory
-from nanovllm.engine.turns import BATCH_SIZE, HANDOVER
+from nanovllm.engine.turns import HANDOVER, REQUESTS_AT_ONCE
 from nanovllm.plan import ResultKind, Runner
 
 
@@ -45,8 +45,9 @@ class LLMEngine(EngineCore):
         block_manager: manages the blocks of the runner. None: a new BlockManager.
         """
         if block_manager is None:
-            size = runner.num_blocks, config.kvcache_block_size
-            block_manager = BlockManager(*size, config.enable_prefix_caching)
+            block_manager = BlockManager(
+                runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching
+            )
         scheduler = Scheduler(
             block_manager,
             config.max_num_seqs,
@@ -57,7 +58,8 @@ class LLMEngine(EngineCore):
         if async_scheduling is None:
             async_scheduling = runner.async_scheduling
         super().__init__(scheduler, runner, OutputProcessor(), async_scheduling)
-        self.input_processor, self.tokenizer = input_processor, input_processor.tokenizer
+        self.input_processor = input_processor
+        self.tokenizer = input_processor.tokenizer
         self.task_factories = task_factories or {SamplingParams: Sampling}
         self.num_requests = 0
 
@@ -95,7 +97,7 @@ class LLMEngine(EngineCore):
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:
-        """Queue a request. The caller reads its `output` at the end, or a stream while it runs."""
+        """Queue a request. The caller reads its `output` at the end, or its stream at any time."""
         [checked] = self.check([(prompt, sampling_params)])
         with defer_interrupt(), self.lock:
             return self._add(checked, stream, None, request_id, returned_by_step)
@@ -107,18 +109,19 @@ class LLMEngine(EngineCore):
         the compilation of a grammar can take seconds.
         """
         checked: list[CheckedPrompt] = []
-        blocks = self.scheduler.block_manager
+        num_blocks = self.scheduler.block_manager.num_blocks
+        block_size = self.scheduler.block_manager.block_size
         for prompt in self.input_processor.check(pairs, self.make_task):
             # The last output token needs no slot, because no token attends to its KV.
-            samples = prompt.task.result_kind in (ResultKind.TOKEN, ResultKind.CANDIDATES)
-            num_slots = prompt.max_length - samples
-            if num_slots > blocks.num_blocks * blocks.block_size:
+            has_output = prompt.task.result_kind in (ResultKind.TOKEN, ResultKind.CANDIDATES)
+            num_slots = prompt.max_length - has_output
+            if num_slots > num_blocks * block_size:
                 where = f"prompts[{len(checked)}]: " * (len(pairs) > 1)
                 raise ValueError(
                     f"{where}a request of {prompt.max_length} tokens takes "
-                    f"{-(-num_slots // blocks.block_size)} KV blocks of {blocks.block_size}; the "
-                    f"cache has {blocks.num_blocks}. Lower max_tokens or raise num_kvcache_blocks "
-                    "or kv_cache_memory_bytes (on a GPU also gpu_memory_utilization)"
+                    f"{-(-num_slots // block_size)} KV blocks of {block_size}; the cache has "
+                    f"{num_blocks}. Lower max_tokens or raise num_kvcache_blocks or "
+                    "kv_cache_memory_bytes (on a GPU also gpu_memory_utilization)"
                 )
             checked.append(prompt)
         return checked
@@ -130,12 +133,15 @@ class LLMEngine(EngineCore):
         progress: Progress | None = None,
         stream: bool = False,
     ) -> Iterator[None]:
-        """Queue `prompts` and fill `requests`. Yields after each batch, without the lock."""
-        for start in range(0, len(prompts), BATCH_SIZE):
+        """Queue `prompts` and append their requests to `requests`.
+
+        Yields after each batch. The lock is free then.
+        """
+        for start in range(0, len(prompts), REQUESTS_AT_ONCE):
             if start:
                 time.sleep(HANDOVER)
             with defer_interrupt(), self.lock:
-                for prompt in prompts[start : start + BATCH_SIZE]:
+                for prompt in prompts[start : start + REQUESTS_AT_ONCE]:
                     requests.append(self._add(prompt, stream, progress))
             yield
 
@@ -147,39 +153,40 @@ class LLMEngine(EngineCore):
         request_id: str | None = None,
         returned_by_step: bool = False,
     ) -> Request:
-        arrival, is_known = self.num_requests, self.output_processor.is_known
+        is_known = self.output_processor.is_known
         if request_id is None:
-            request_id = next(itertools.filterfalse(is_known, map(str, itertools.count(arrival))))
+            numbers = map(str, itertools.count(self.num_requests))
+            request_id = next(number for number in numbers if not is_known(number))
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, not {request_id!r}")
         if is_known(request_id):
             raise ValueError(f"request_id {request_id!r} is in use")
         request = Request(
-            request_id,
-            arrival,
-            prompt.task,
-            prompt.text,
-            RequestMetrics(time.monotonic()),
-            returned_by_step,
-            stream,
-            progress,
+            request_id=request_id,
+            arrival=self.num_requests,
+            task=prompt.task,
+            prompt=prompt.text,
+            metrics=RequestMetrics(time.monotonic()),
+            returned_by_step=returned_by_step,
+            stream=stream,
+            progress=progress,
         )
         first = prompt.task.start(request, prompt.token_ids, prompt.max_length)
         self.num_requests += 1
         try:
-            self.output_processor.add(request)
+            self.output_processor.requests[request_id] = request
             self.scheduler.add(first)
         except BaseException:
-            self.output_processor.remove(request)
+            self.output_processor.requests.pop(request_id, None)
             raise
         return request
 
     def abort_request(self, request_id: str | list[str]) -> None:
         """End one or several requests in any state, and free their blocks. Ignores unknown ids."""
-        given: Any = request_id
-        ids = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+        is_list = isinstance(request_id, Iterable) and not isinstance(request_id, str)
+        ids: list[Any] = list(request_id) if is_list else [request_id]
         if not all(isinstance(i, str) for i in ids):
-            raise TypeError(f"request_id must be a string or a list of strings, not {given!r}")
+            raise TypeError(f"request_id must be a string or a list of strings, not {request_id!r}")
         known = self.output_processor.requests
         self.abort([known[i] for i in ids if i in known])
 
@@ -195,7 +202,7 @@ class LLMEngine(EngineCore):
 
     def run(self, requests: list[Request]) -> Iterator[None]:
         """Run steps until the requests have ended. Yields after every step, also the last one."""
-        num_ended = 0  # all requests before this index have ended
+        num_ended = 0  # the first `num_ended` requests have ended
         while num_ended < len(requests):
             self.run_step()
             while num_ended < len(requests) and requests[num_ended].ended:
@@ -205,7 +212,8 @@ class LLMEngine(EngineCore):
     def step(self) -> list[Output]:
         """Run one step. Returns the outputs of requests that finished since the last call."""
         self.run_step()
-        processor, finished = self.output_processor, dict[str, Output]()
+        processor = self.output_processor
+        finished: dict[str, Output] = {}
         try:
             with self.lock:
                 finished, processor.finished = processor.finished, {}
@@ -218,16 +226,14 @@ class LLMEngine(EngineCore):
     # ---- the state of the engine ----
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache.
-
-        Running requests keep their blocks, but later requests cannot share them.
-        """
+        """See `LLM.reset_prefix_cache`."""
         with defer_interrupt(), self.lock:
             self.scheduler.block_manager.reset_prefix_cache()
 
     def stats(self) -> dict[str, int | float]:
-        """Return counters of sequences, blocks and tokens; docs/api.md explains them."""
-        scheduler, blocks = self.scheduler, self.scheduler.block_manager
+        """See `LLM.stats`."""
+        scheduler = self.scheduler
+        blocks = scheduler.block_manager
         self._turns.run_pending_aborts()
         with self.lock:
             return {

@@ -48,17 +48,14 @@ def bad_words(
     params: SamplingParams, input_processor: InputProcessor
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each bad word, without and with a leading space."""
-    found = set()
+    phrases = set()
     for word in params.bad_words or ():
         for text in (word, " " + word.lstrip()):
             ids = input_processor.encode(text, add_special_tokens=False)
-            check_ids(
-                f"bad_words has {text!r:.80}, which is encoded with",
-                ids,
-                input_processor.vocab_size,
-            )
-            found.add(tuple(ids))
-    return tuple(sorted(found))
+            what = f"bad_words has {text!r:.80}, which is encoded with"
+            check_ids(what, ids, input_processor.vocab_size)
+            phrases.add(tuple(ids))
+    return tuple(sorted(phrases))
 
 
 def num_logprobs(name: str, value: int | None, input_processor: InputProcessor) -> int | None:

@@ -1,18 +1,17 @@
 """OutputProcessor: passes the results of steps to the tasks of requests, and collects outputs.
 
-It owns the requests. The causes that end a sequence, and where they are detected:
+It owns the requests. A sequence can end for these reasons, which are detected in these places:
 
     a stop token, or the full length     Scheduler.commit
-    a complete grammar                   Scheduler.commit, by the code COMPLETE in place of a token
-    no token can be sampled              Scheduler.commit, by the code NO_TOKEN: "error"
-    a stop string, a computed prompt     the task, by the Ending of `receive` (engine/sampling.py)
-    an error in its own data             `process`, for all samples of the request: "error"
+    a complete grammar                   Scheduler.commit: COMPLETE is in place of a token
+    no token can be sampled              Scheduler.commit: NO_TOKEN is in place of a token
+    a stop string, a computed prompt     the task: `receive` returns an Ending
+    an error in its request's data       `process`, which ends all samples of the request
     a beam that is not continued         BeamSearch
-    the caller                           EngineCore.abort
+    an abort by the caller               EngineCore.abort
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -21,13 +20,13 @@ from nanovllm.api.log import logger
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.scheduler import InFlightStep
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.task import Ending, RowResult
-from nanovllm.plan import ResultKind, StepOutput
+from nanovllm.engine.task import Ending
+from nanovllm.plan import RowResult, StepOutput
 
 # The output of a task: a RequestOutput, EmbeddingRequestOutput, ... With a union, every program
 # that runs the loop would have to check the type.
 Output: TypeAlias = Any
-NOTHING = RowResult()
+NOTHING = RowResult()  # for rows with a token and no other result
 
 
 class OutputProcessor:
@@ -35,23 +34,13 @@ class OutputProcessor:
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Output] = {}  # by request id; not returned by `step` yet
         self.progress = Progress()  # of all requests
-        self.watched: set[Request] = set()  # requests whose tasks receive every token
-        # Of the last step: the sequences that its results end, and the requests with an error in
-        # their own data.
-        self.ended: list[tuple[Sequence, Ending]] = []
+        # The sequences that end with the results of the last step, and the requests for which
+        # processing these results has raised an error.
+        self.ended: dict[Sequence, Ending] = {}
         self.failed: list[Request] = []
 
     def is_known(self, request_id: str) -> bool:
         return request_id in self.requests or request_id in self.finished
-
-    def add(self, request: Request) -> None:
-        self.requests[request.request_id] = request
-        if request.is_watched:
-            self.watched.add(request)
-
-    def remove(self, request: Request) -> None:
-        self.watched.discard(request)
-        self.requests.pop(request.request_id, None)
 
     def record_scheduled(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -62,24 +51,24 @@ class OutputProcessor:
 
     def process(self, step: InFlightStep, output: StepOutput, updated: list[Sequence]) -> None:
         """Pass the results to the tasks. `endings` then returns the sequences that they end."""
-        self.ended, self.failed = [], []
+        self.ended = {}
+        self.failed = []
         if step.plan.chunks:
             self._record_first_results(updated)
         for row, error in output.errors.items():
             if (request := step.seqs[row].request) is not None:  # else it has ended
                 self._record_error(request, error)
-        results = results_by_sequence(step, output)
-        if self.watched:
-            for seq in updated:
-                if seq.request.is_watched:
-                    results.setdefault(seq, NOTHING)
+        results = {step.seqs[row]: result for row, result in output.results.items()}
+        for seq in updated:
+            if seq.request.is_watched:
+                results.setdefault(seq, NOTHING)
         for seq, result in results.items():
             request = seq.request
             if request is None:  # it ended while the step was in flight
                 continue
             with self._contain_errors(request):
                 if (ending := request.task.receive(request, seq, result)) is not None:
-                    self.ended.append((seq, ending))
+                    self.ended[seq] = ending
 
     def _record_first_results(self, seqs: list[Sequence]) -> None:
         now = time.monotonic()
@@ -91,14 +80,13 @@ class OutputProcessor:
                 if request.progress is not None:
                     request.progress.start(request, seq.num_prompt)
 
-    def endings(self) -> list[tuple[Sequence, Ending]]:
-        """Return `ended`, and an ending for each sample of the requests in `failed`."""
-        samples = [sample for request in self.failed for sample in request.samples]
-        return [*self.ended, *((sample.seq, Ending("error")) for sample in samples)]
+    def endings(self) -> dict[Sequence, Ending]:
+        """Return `ended`, and an ending for each sequence of the requests in `failed`."""
+        return self.ended | {seq: Ending("error") for r in self.failed for seq in r.seqs}
 
     @contextmanager
     def _contain_errors(self, request: Request) -> Iterator[None]:
-        """Record an error in the block, so that it ends this request and no other."""
+        """Record an error that the block raises, so that it ends this request and no other."""
         try:
             yield
         except Exception as error:
@@ -112,15 +100,12 @@ class OutputProcessor:
         if request.returned_by_step:  # `step` returns the result with finish_reason "error"
             logger.error("request %s failed", request.request_id, exc_info=error)
 
-    def sequences(self) -> list[Sequence]:
-        return [sample.seq for request in self.requests.values() for sample in request.samples]
-
     def rewind(self) -> list[Sequence]:
         """Rewind all requests after a step failed at any line. Returns the sequences to run."""
-        found: list[Sequence] = []
+        seqs: list[Sequence] = []
         for request in self.requests.values():
-            found += request.task.rewind(request)
-        return [seq for seq in found if seq.status is not Status.FINISHED]
+            seqs += request.task.rewind(request)
+        return [seq for seq in seqs if seq.status is not Status.FINISHED]
 
     def collect_finished(self, seqs: list[Sequence]) -> None:
         """Make the output of each request of `seqs` whose samples have all finished."""
@@ -131,11 +116,6 @@ class OutputProcessor:
                 if request.returned_by_step and request.output is not None:
                     self.finished[request.request_id] = request.output
                 self._end(request)
-
-    def end_aborted(self, request: Request) -> None:
-        """Make the output of an aborted request, which `step` does not return, and remove it."""
-        self._make_output(request)
-        self._end(request)
 
     def _make_output(self, request: Request) -> None:
         request.metrics.finished_time = time.monotonic()
@@ -153,27 +133,8 @@ class OutputProcessor:
             request.progress.end(request)
             if request.stream:
                 request.progress.changed.add(request)
-        self.remove(request)
+        self.requests.pop(request.request_id, None)
         # This is last, so that `collect_finished` repeats everything after a failure. A step in
-        # flight keeps its sequences, but not the objects of the request.
-        for sample in request.samples:
-            sample.seq.request = None
-
-
-def results_by_sequence(step: InFlightStep, output: StepOutput) -> dict[Sequence, RowResult]:
-    """Return the results other than tokens, for the sequences that have any."""
-    results: dict[Sequence, RowResult] = defaultdict(RowResult)
-    for chunk in step.plan.chunks:
-        seq, entries = step.seqs[chunk.row], output.prompt_logprobs.get(chunk.row)
-        if entries:
-            results[seq].prompt_logprobs = entries
-            results[seq].first_position = chunk.start + chunk.logprobs_from + 1
-        if chunk.result_kind is ResultKind.NOTHING:
-            results.setdefault(seq, RowResult())
-    for row, hidden_state in output.hidden_states.items():
-        results[step.seqs[row]].hidden_state = hidden_state
-    for row, candidates in output.candidates.items():
-        results[step.seqs[row]].candidates = candidates
-    for row, logprobs in output.logprobs.items():
-        results[step.seqs[row]].logprobs = logprobs
-    return results
+        # flight refers to its sequences, but must not keep the request in memory.
+        for seq in request.seqs:
+            seq.request = None

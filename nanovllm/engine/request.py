@@ -15,11 +15,12 @@ from nanovllm.engine.task import Task
 from nanovllm.plan import RowSampling
 
 GREEDY = RowSampling(temperature=0, seed=0)
+NO_IDS: frozenset[int] = frozenset()  # shared, because each new one takes 216 bytes
 
 
 @dataclass(slots=True)
 class Sample:
-    """One sequence of a request, and its data other than the tokens."""
+    """One sequence of a request, with its text and log-probabilities."""
 
     seq: Sequence
     detokenizer: Detokenizer | None = None  # for stop strings and streams
@@ -69,13 +70,13 @@ class Request:
     prompt: str | None
     metrics: RequestMetrics
     returned_by_step: bool  # whether `step` returns its output; else the caller reads it here
-    stream: bool  # whether `Sampling.read_stream` reads it while it runs; it then has no output
+    stream: bool  # whether `read_stream` reads it while it runs; it then has no output
     progress: Progress | None = None  # the counters of its call
     samples: list[Sample] = field(default_factory=list)
-    # Whether its task receives every token (for streams, stop strings, logprobs).
+    # Whether its task receives every token, as for streams, stop strings and log-probabilities.
     is_watched: bool = False
     state: Any = None  # the data of its task
-    # Position -> entry, ascending. Recomputation after a preemption overwrites entries.
+    # Position -> entry, in ascending order. After a preemption, entries are computed again.
     prompt_logprobs: dict[int, dict[int, Logprob]] | None = None
     ended: bool = False
     output: Any = None  # made by its task when it ends
@@ -86,25 +87,29 @@ class Request:
         return self.task.params
 
     @property
+    def seqs(self) -> list[Sequence]:
+        return [sample.seq for sample in self.samples]
+
+    @property
     def num_output(self) -> int:
         """Number of output tokens of all samples."""
-        return sum(sample.seq.num_output for sample in self.samples)
+        return sum(seq.num_output for seq in self.seqs)
 
     @property
     def num_unfinished(self) -> int:
         """Number of samples that have not finished."""
-        return sum(sample.seq.status is not Status.FINISHED for sample in self.samples)
+        return sum(seq.status is not Status.FINISHED for seq in self.seqs)
 
 
-def start_prompt(request: Request, token_ids: list[int], max_length: int) -> Sequence:
-    """Make the one `Sample` of a request without sampling. Returns its sequence."""
+def first_sequence(request: Request, token_ids: list[int], max_length: int) -> Sequence:
+    """Make the first sample of a request. Returns its sequence, which computes the prompt."""
     seq = Sequence(
         request_id=request.request_id,
         arrival=request.arrival,
         token_ids=token_ids,
         num_prompt=len(token_ids),
         max_length=max_length,
-        stop_token_ids=frozenset(),
+        stop_token_ids=NO_IDS,
         sampling=GREEDY,
         result_kind=request.task.result_kind,
         request=request,
@@ -113,9 +118,21 @@ def start_prompt(request: Request, token_ids: list[int], max_length: int) -> Seq
     return seq
 
 
-def rewind_prompt(request: Request) -> list[Sequence]:
-    """Prepare a request without sampling to compute its prompt again."""
-    seqs = [sample.seq for sample in request.samples]
-    for seq in seqs:
-        seq.awaits_token = False
-    return seqs
+def fork_sequence(
+    parent: Sequence, token_ids: list[int], sampling: RowSampling, index: int
+) -> Sequence:
+    """Return a sequence that begins like `parent`, for another sample of its request."""
+    return Sequence(
+        request_id=parent.request_id,
+        arrival=parent.arrival,
+        token_ids=token_ids,
+        num_prompt=parent.num_prompt,
+        max_length=parent.max_length,
+        stop_token_ids=parent.stop_token_ids,
+        sampling=sampling,
+        index=index,
+        result_kind=parent.result_kind,
+        parent=parent,
+        num_candidates=parent.num_candidates,
+        request=parent.request,
+    )

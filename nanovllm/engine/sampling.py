@@ -9,15 +9,13 @@ from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, Strea
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.logit_rules import logit_rules
-from nanovllm.engine.request import Request, Sample
-from nanovllm.engine.sequence import EMPTY, Sequence, Status
-from nanovllm.engine.task import Ending, RowResult, Task
-from nanovllm.plan import FILTERS, ResultKind, RowSampling, TokenLogprobs
+from nanovllm.engine.request import NO_IDS, Request, Sample, first_sequence, fork_sequence
+from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.task import Ending, Task
+from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
-
-NO_IDS: frozenset[int] = frozenset()  # shared, because each new one takes 216 bytes
 
 
 class Sampling(Task):
@@ -52,21 +50,15 @@ class Sampling(Task):
         seed = params.seed
         if seed is None:
             seed = (self.input_processor.seed + 1) * 0x9E3779B97F4A7C15 + request.arrival
-        first = Sequence(
-            request_id=request.request_id,
-            arrival=request.arrival,
-            token_ids=token_ids,
-            num_prompt=len(token_ids),
-            max_length=max_length,
-            stop_token_ids=self.stop_token_ids,
-            sampling=RowSampling(params.temperature, signed64(seed), self.filters, self.rules),
-            request=request,
-        )
+        first = first_sequence(request, token_ids, max_length)
+        first.stop_token_ids = self.stop_token_ids
+        first.sampling = RowSampling(params.temperature, signed64(seed), self.filters, self.rules)
         if params.prompt_logprobs is not None:
-            first.targets, request.prompt_logprobs = token_ids[1:], {}
+            first.targets = token_ids[1:]
+            request.prompt_logprobs = {}
         if params.n > 1:
             first.forks = [self._fork(first, index) for index in range(1, params.n)]
-        request.samples = [Sample(seq) for seq in (first, *first.forks)]
+            request.samples += map(Sample, first.forks)
         needs_text = self.tokenizer is not None and bool(request.stream or params.stop)
         request.is_watched = request.stream or needs_text or params.logprobs is not None
         if needs_text and self.tokenizer is not None:
@@ -77,21 +69,14 @@ class Sampling(Task):
     def _fork(self, first: Sequence, index: int) -> Sequence:
         """Return the sequence of another sample, with another seed."""
         seed = signed64(first.sampling.seed + index * 0xD1B54A32D192ED03)
-        return replace(
-            first,
-            index=index,
-            parent=first,
-            sampling=replace(first.sampling, rules=self.fork_rules, seed=seed),
-            token_ids=list(first.token_ids),
-            block_table=[],
-            targets=EMPTY,
-        )
+        sampling = replace(first.sampling, rules=self.fork_rules, seed=seed)
+        return fork_sequence(first, list(first.token_ids), sampling, index)
 
     # ---- results ----
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
         sample = request.samples[seq.index]
-        # A token that was sampled after the end of its sequence is not in the output.
+        # The output does not contain a token that was sampled after the end of its sequence.
         if result.logprobs and len(sample.logprobs) < seq.num_output:
             position = seq.num_prompt + len(sample.logprobs)
             sample.logprobs.append(self.decode_logprobs(result.logprobs, seq, position))
@@ -100,21 +85,20 @@ class Sampling(Task):
                 request.prompt_logprobs[i] = self.decode_logprobs(entry, seq, i)
         if request.stream and request.progress is not None:
             request.progress.changed.add(request)
-        stop = self._add_text(sample) if sample.detokenizer is not None else None
-        return None if stop is None else Ending("stop", stop)
+        return None if sample.detokenizer is None else self._add_text(sample, sample.detokenizer)
 
-    def _add_text(self, sample: Sample) -> str | None:
-        """Append the text of the new tokens. Returns the stop string that it contains, if any."""
-        seq, params, start = sample.seq, self.params, len(sample.text)
-        assert sample.detokenizer is not None
-        sample.text += sample.detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
+    def _add_text(self, sample: Sample, detokenizer: Detokenizer) -> Ending | None:
+        """Append the text of the new tokens. Returns an ending if it contains a stop string."""
+        seq, params = sample.seq, self.params
+        start = len(sample.text)
+        sample.text += detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
         sample.num_detokenized = seq.num_output
         if seq.status is Status.FINISHED:
-            sample.text += sample.detokenizer.flush()
+            sample.text += detokenizer.flush()
         if params.min_tokens and seq.num_output <= params.min_tokens:
             return None
         # The stop string that is complete first ends the text, as if characters were added one by
-        # one. If one character completes several, the first in the list is used.
+        # one. If a character completes several stop strings, the first of the list ends the text.
         matches = [
             (begin + len(stop), stop)
             for stop in params.stop or ()
@@ -124,13 +108,14 @@ class Sampling(Task):
             return None
         end, stop = min(matches, key=lambda match: match[0])
         sample.text = sample.text[: end if params.include_stop_str_in_output else end - len(stop)]
-        return stop
+        return Ending("stop", stop)
 
     def text_ids(self, seq: Sequence) -> list[int]:
         """Return the output tokens that the text contains: no stop token, unless requested."""
-        leaves_out = isinstance(seq.stop_reason, int)
-        leaves_out = leaves_out and not self.params.include_stop_str_in_output
-        return seq.output_ids[:-1] if leaves_out else seq.output_ids
+        is_stopped = isinstance(seq.stop_reason, int)  # by a token
+        if is_stopped and not self.params.include_stop_str_in_output:
+            return seq.output_ids[:-1]
+        return seq.output_ids
 
     def stop_reason(self, seq: Sequence) -> int | str | None:
         return None if seq.stop_reason in self.eos_token_ids else seq.stop_reason
@@ -144,8 +129,10 @@ class Sampling(Task):
         return {token: Logprob(p, rank, self._decode(token, before)) for token, p, rank in entry}
 
     def _decode(self, token: int, before: list[int]) -> str | None:
-        """Return the text of a token. As in vLLM, the last token of a character is the whole
-        character."""
+        """Return the text of a token after the tokens `before`.
+
+        As in vLLM, the text of a token that completes a character is the whole character.
+        """
         if self.tokenizer is None:
             return None
         decode = Detokenizer(self.tokenizer, skip_special_tokens=False).decode
@@ -153,25 +140,27 @@ class Sampling(Task):
         return next((text for text in texts if not text.endswith("\ufffd")), "")
 
     def rewind(self, request: Request) -> list[Sequence]:
-        for sample in request.samples:
-            self._remove_unreceived(sample, request.is_watched)
-        first, *others = [sample.seq for sample in request.samples]
+        if request.is_watched:
+            for sample in request.samples:
+                self._remove_unreceived(sample)
+        first, *others = request.seqs
         if first.status is not Status.FINISHED:
             first.forks = [] if first.num_output else others
         for seq in first.forks:
             seq.status = Status.UNQUEUED
         return [first] if first.forks else [first, *others]
 
-    def _remove_unreceived(self, sample: Sample, is_watched: bool) -> None:
+    def _remove_unreceived(self, sample: Sample) -> None:
+        """Remove the output tokens that `receive` has not processed."""
         seq = sample.seq
-        if not is_watched:
-            return
         received = seq.num_output if self.params.logprobs is None else len(sample.logprobs)
         if sample.detokenizer is not None:
             received = min(received, sample.num_detokenized)
         if received < seq.num_output:
-            del seq.token_ids[seq.num_prompt + received :], sample.logprobs[received:]
-            seq.status, seq.finish_reason, seq.stop_reason = Status.UNQUEUED, None, None
+            del seq.token_ids[seq.num_prompt + received :]
+            del sample.logprobs[received:]
+            seq.status = Status.UNQUEUED
+            seq.finish_reason = seq.stop_reason = None
             rules = self.fork_rules if seq.index else self.rules  # `finish` has removed them
             seq.sampling = replace(seq.sampling, rules=rules)
 
@@ -185,21 +174,20 @@ class Sampling(Task):
         return self._make_output(request, outputs)
 
     def error_output(self, request: Request) -> RequestOutput:
-        seqs = [sample.seq for sample in request.samples]
         # Only the tokens are safe: other data may raise the error again.
-        outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in seqs]
+        outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in request.seqs]
         return self._make_output(request, outputs)
 
     def _make_output(self, request: Request, outputs: list[CompletionOutput]) -> RequestOutput:
-        seqs = [sample.seq for sample in request.samples]
-        request.metrics.num_preemptions = sum(seq.preemptions for seq in seqs)
+        first = request.seqs[0]
+        request.metrics.num_preemptions = sum(seq.preemptions for seq in request.seqs)
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=seqs[0].token_ids[: seqs[0].num_prompt],
+            prompt_token_ids=first.token_ids[: first.num_prompt],
             outputs=outputs,
             finished=True,
-            num_cached_tokens=seqs[0].num_cached_tokens,
+            num_cached_tokens=first.num_cached_tokens,
             prompt_logprobs=prompt_logprobs(request),
             metrics=request.metrics,
         )
@@ -209,7 +197,7 @@ class Sampling(Task):
         if sample.detokenizer is None and self.tokenizer is not None:
             detokenizer = Detokenizer(self.tokenizer, self.params.skip_special_tokens)
             text = detokenizer.decode(self.text_ids(seq))
-        logprobs, total = None, None
+        logprobs = total = None
         if self.params.logprobs is not None:
             logprobs = sample.logprobs
             # The sampled token comes first in each entry.
@@ -224,43 +212,40 @@ class Sampling(Task):
             cumulative_logprob=total,
         )
 
-    def read_stream(self, request: Request, request_index: int) -> list[StreamOutput]:
-        """Return the output of each sample since the last call; nothing after its finish_reason."""
-        outputs = []
-        for sample in request.samples:
-            seq, end = sample.seq, len(sample.text)
-            token_ids = seq.token_ids[seq.num_prompt + sample.tokens_streamed :]
-            if sample.stream_ended or not (token_ids or seq.finish_reason):
-                continue
-            stops = () if self.params.include_stop_str_in_output else self.params.stop
-            if seq.finish_reason is None and stops:
-                # These characters may begin a stop string, which the text leaves out.
-                end -= max(map(len, stops)) - 1
-            text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
-            logprobs = sample.logprobs[sample.tokens_streamed :]
-            is_first = bool(token_ids) and sample.tokens_streamed == 0 and seq.parent is None
-            outputs.append(
-                StreamOutput(
-                    request_index=request_index,
-                    index=seq.index,
-                    text=text,
-                    token_ids=token_ids,
-                    finish_reason=seq.finish_reason,
-                    stop_reason=self.stop_reason(seq),
-                    logprobs=None if self.params.logprobs is None else logprobs,
-                    prompt_logprobs=prompt_logprobs(request) if is_first else None,
-                )
-            )
-            sample.chars_streamed += len(text)
-            sample.tokens_streamed += len(token_ids)
-            sample.stream_ended = seq.finish_reason is not None
-        return outputs
-
 
 def read_stream(request: Request, request_index: int) -> list[StreamOutput]:
-    """Return the output of a streamed request since the last call."""
-    assert isinstance(request.task, Sampling)
-    return request.task.read_stream(request, request_index)
+    """Return the output of each sample since the last call; nothing after its finish_reason."""
+    task = request.task
+    assert isinstance(task, Sampling)
+    outputs = []
+    for sample in request.samples:
+        seq, end = sample.seq, len(sample.text)
+        token_ids = seq.token_ids[seq.num_prompt + sample.tokens_streamed :]
+        if sample.stream_ended or not (token_ids or seq.finish_reason):
+            continue
+        stops = () if task.params.include_stop_str_in_output else task.params.stop
+        if seq.finish_reason is None and stops:
+            # These characters may begin a stop string, which the text leaves out.
+            end -= max(map(len, stops)) - 1
+        text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
+        logprobs = sample.logprobs[sample.tokens_streamed :]
+        is_first = bool(token_ids) and sample.tokens_streamed == 0 and seq.parent is None
+        outputs.append(
+            StreamOutput(
+                request_index=request_index,
+                index=seq.index,
+                text=text,
+                token_ids=token_ids,
+                finish_reason=seq.finish_reason,
+                stop_reason=task.stop_reason(seq),
+                logprobs=None if task.params.logprobs is None else logprobs,
+                prompt_logprobs=prompt_logprobs(request) if is_first else None,
+            )
+        )
+        sample.chars_streamed += len(text)
+        sample.tokens_streamed += len(token_ids)
+        sample.stream_ended = seq.finish_reason is not None
+    return outputs
 
 
 def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:

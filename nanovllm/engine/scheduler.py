@@ -1,8 +1,8 @@
 """Scheduler: decides which sequences compute which tokens in the next step.
 
 It owns the waiting and running queues, the runner's batch rows and the steps in flight. It changes
-sequences and, through its BlockManager, their blocks. It has no clock: the same calls give the same
-decisions.
+sequences and, through its BlockManager, their blocks. It reads no clock, so the same calls give the
+same decisions.
 
 As in vLLM v1's scheduler, there are no prefill steps and no decode steps. `schedule` plans as many
 uncomputed tokens as the token budget allows: first for running sequences, oldest first, then for
@@ -22,22 +22,13 @@ One step, with a budget of 8 tokens and blocks of 4:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.policies import POLICIES, WaitingQueue
-from nanovllm.engine.sequence import Sequence, Status
+from nanovllm.engine.policies import HEAD, POLICIES, WaitingQueue
+from nanovllm.engine.sequence import EMPTY, Sequence, Status
 from nanovllm.plan import COMPLETE, Chunk, NewRow, ResultKind, StepOutput, StepPlan
-
-# Why the first waiting sequence is not admitted. {} is replaced by its name.
-WHY_WAITING = {
-    "budget": "the token budget is spent",
-    "preempted": "a step that preempts admits nothing",
-    "seqs": "max_num_seqs sequences run",
-    "in flight": "a token of {} is in flight",
-    "blocks": "{} needs more blocks than remain after reserving one for each running sequence",
-}
 
 
 @dataclass(slots=True)
@@ -52,8 +43,6 @@ class InFlightStep:
     @property
     def sampling_seqs(self) -> list[Sequence]:
         """The sequence of each token that the step yields, in plan order."""
-        if not self.plan.chunks:
-            return list(self.seqs.values())
         chunks = [chunk.row for chunk in self.plan.chunks if chunk.result_kind is ResultKind.TOKEN]
         return [self.seqs[row] for row in chunks + self.plan.decode_rows]
 
@@ -71,37 +60,37 @@ class Scheduler:
         self.token_budget = max_num_batched_tokens
         self.policy_key = POLICIES[policy]
         self.waiting = WaitingQueue()
-        self.why_waiting = ""  # a key of WHY_WAITING if the last plan left sequences waiting
+        self.why_waiting = ""  # why the last plan did not admit the first waiting sequence
         self.running: list[Sequence] = []  # in order of admission
-        self.num_unfinished = 0  # sequences, and forks that are not queued yet
+        self.num_unfinished = 0  # sequences, including forks that are not queued yet
         self.in_flight: deque[InFlightStep] = deque()
         self.preemptions = 0
         self.recomputed_tokens = 0
-        self.prompt_tokens = 0  # of admitted sequences
-        self.cached_tokens = 0  # of these, from the prefix cache
+        self.prompt_tokens = 0  # prompt tokens of admitted sequences
+        self.cached_tokens = 0  # how many of these were in the prefix cache
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting or self.in_flight)
 
-    def add(self, seq: Sequence, at_head: bool = False) -> None:
-        """Queue a sequence by the policy's key, then by arrival. Preempted sequences and forks wait
-        at the head.
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence. Its forks are queued when its first token is committed."""
+        key = self.policy_key(seq, self.block_manager)
+        self.num_unfinished += 1 + len(seq.forks)
+        self._queue(seq, key)
 
-        The forks of a new sequence are added when its first token is committed.
-        """
-        seq.status, seq.num_tokens_with_placeholders = Status.WAITING, len(seq.token_ids)
-        key = 0 if at_head else self.policy_key(seq, self.block_manager)
-        self.num_unfinished += 0 if at_head else 1 + len(seq.forks)
-        self.waiting.add(seq, key, at_head)
+    def _queue(self, seq: Sequence, key: int = HEAD) -> None:
+        """Queue a sequence by its key, by default at the head."""
+        seq.status = Status.WAITING
+        self.waiting.add(seq, key)
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         """Run `child`, whose first `num_computed` tokens `parent` has computed.
 
-        It shares the parent's blocks if a row and enough blocks are available and no sequence waits
-        at the head of the queue. Otherwise it waits there without blocks, like a preempted one.
+        It shares the parent's blocks if a row and enough blocks are available and no other sequence
+        is at the head of the queue. Otherwise it waits there without blocks, as after a preemption.
         """
-        self.add(child, at_head=True)
+        self._queue(child)
         is_first = self.waiting.first is child
         if is_first and parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
             self.block_manager.fork(parent, child, num_computed)
@@ -115,12 +104,13 @@ class Scheduler:
     def schedule(self) -> InFlightStep | None:
         """Plan one step. Returns None if no token can be planned now.
 
-        `num_computed` and `num_tokens_with_placeholders` of a sequence grow here and not at commit,
-        so that the next step can be planned while this one runs. `revert_in_flight` reverts this.
+        `num_computed` and `num_placeholders` of a sequence grow here and not at commit, so that
+        the next step can be planned while this one runs. `revert_in_flight` reverts this.
         """
         step = InFlightStep(plan := StepPlan())
-        seqs, preemptions = step.seqs, self.preemptions
-        budget, block_size = self.token_budget, self.block_manager.block_size
+        preemptions = self.preemptions
+        budget = self.token_budget
+        block_size = self.block_manager.block_size
 
         # 1. Running sequences, oldest first. Only the most recently admitted is preempted, so the
         #    sequences that are already in this plan stay in it.
@@ -130,16 +120,17 @@ class Scheduler:
             i += 1
             if not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
-            elif seq.num_tokens_with_placeholders < seq.max_length:  # else its last is in flight
+            # If placeholders complete its length, its last token is in flight already.
+            elif len(seq.token_ids) + seq.num_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
                         break
                     plan.new_blocks += self._allocate(seq, 1)
                 plan.decode_rows.append(seq.row)
-                seqs[seq.row] = seq
+                step.seqs[seq.row] = seq
                 budget -= 1
                 seq.num_computed += 1
-                seq.num_tokens_with_placeholders += 1
+                seq.num_placeholders += 1
                 if seq.num_computed % block_size == 0:
                     self.block_manager.cache_full_blocks(seq)
 
@@ -155,7 +146,7 @@ class Scheduler:
         if not plan.num_tokens:
             idle = [seq for seq in self.running if seq.awaits_token]
             if self.waiting and idle and not self.in_flight:
-                # Idle sequences depend on a waiting one, which needs their blocks.
+                # These beams wait for another beam of their prompt, which needs blocks.
                 self._preempt(idle[-1])
                 return self.schedule()
             return None
@@ -165,40 +156,43 @@ class Scheduler:
 
     def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
         """Plan at most `budget` known tokens of a running sequence. Returns how many."""
-        tokens = min(seq.num_tokens_with_placeholders - seq.num_computed, budget)
-        # `tokens` is 0 while its result is in flight or its next token is not chosen yet.
+        tokens = min(len(seq.token_ids) - seq.num_computed, budget)
+        # It is 0 while a result is in flight, and until the next token of a beam is chosen.
         if tokens == 0 or not self._make_room(seq, tokens):
             return 0
-        plan, start, end = step.plan, seq.num_computed, seq.num_computed + tokens
+        start, end = seq.num_computed, seq.num_computed + tokens
         new_blocks = self._allocate(seq, tokens)
         if seq.known_to_runner:
-            plan.new_blocks += new_blocks
+            step.plan.new_blocks += new_blocks
         else:
             new_row = NewRow(seq.row, list(seq.block_table), seq.sampling)
-            plan.new_rows.append(new_row)
             if seq.sampling.rules is not None:
                 new_row.prompt = seq.token_ids[: seq.num_prompt]
                 new_row.output = seq.output_ids
+            step.plan.new_rows.append(new_row)
             seq.known_to_runner = True
-        last = end == seq.num_tokens_with_placeholders
-        chunk = Chunk(seq.row, start, seq.token_ids[start:end], seq.result_kind if last else None)
+        kind = seq.result_kind if end == len(seq.token_ids) else None
+        chunk = Chunk(seq.row, start, seq.token_ids[start:end], kind)
         chunk.num_candidates = seq.num_candidates
-        if seq.targets:
-            ahead = seq.first_target - 1 - start  # tokens before the one that predicts it
-            chunk.logprobs_from = max(ahead, 0)
-            chunk.logprob_targets = seq.targets[max(-ahead, 0) : max(tokens - ahead, 0)]
-        plan.chunks.append(chunk)
+        if seq.targets and end >= seq.first_target:
+            # The token at each position predicts the next one, so the targets go up to `end`.
+            first = max(start + 1, seq.first_target)
+            chunk.logprobs_from = first - 1 - start
+            begin, stop = first - seq.first_target, end + 1 - seq.first_target
+            chunk.logprob_targets = seq.targets[begin:stop]
+        step.plan.chunks.append(chunk)
         step.seqs[seq.row] = seq
         seq.num_computed = end
         if chunk.result_kind is ResultKind.TOKEN:
-            seq.num_tokens_with_placeholders += 1
+            seq.num_placeholders += 1
             seq.decoding = True
         self.block_manager.cache_full_blocks(seq)
         return tokens
 
     def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
         """Append blocks for the next `tokens` of `seq`. Returns entries for `plan.new_blocks`."""
-        block_manager, new = self.block_manager, []
+        block_manager = self.block_manager
+        new: list[tuple[int, int, int]] = []
         if (copy := block_manager.copy_on_write(seq)) is not None:
             new.append((seq.row, seq.num_computed // block_manager.block_size, copy))
         for _ in range(block_manager.num_needed(seq, seq.num_computed + tokens)):
@@ -216,17 +210,17 @@ class Scheduler:
         return seq.status is Status.RUNNING
 
     def _admit(self, seq: Sequence, budget: int, preempted: bool) -> str:
-        """Run the first waiting sequence. Returns "", or why it waits: a key of WHY_WAITING."""
+        """Run the first waiting sequence if possible. Returns "", or why it waits, in a word."""
         if budget == 0:
             return "budget"
         if preempted:
             return "preempted"
         if len(self.running) == self.max_num_seqs:
             return "seqs"
-        if seq.num_tokens_with_placeholders > len(seq.token_ids):
+        if seq.num_placeholders:
             return "in flight"
         matched = self.block_manager.match(seq)
-        if seq.targets:  # computes all tokens from the one before the first target
+        if seq.targets:  # the token before the first target, and all later ones, must be computed
             matched = matched[: (seq.first_target - 1) // self.block_manager.block_size]
         if not self._has_room(seq, matched):
             return "blocks"
@@ -235,24 +229,25 @@ class Scheduler:
         return ""
 
     def _has_room(self, seq: Sequence, matched: list[Block]) -> bool:
-        """Return whether the blocks suffice for all tokens of `seq` and the reserve.
+        """Return whether the available blocks suffice for all tokens of `seq` and the reserve.
 
         A sequence that runs alone needs no reserve: LLMEngine.check rejects what can never run.
         """
-        block_manager = self.block_manager
-        need = block_manager.num_needed(seq, seq.num_tokens_with_placeholders) - len(matched)
-        need += block_manager.num_evictable(matched) + (self.reserve() if self.running else 0)
-        return block_manager.num_available >= need
+        num_needed = self.block_manager.num_needed(seq, len(seq.token_ids))
+        # A matched block that another sequence owns is not one of the available blocks.
+        num_needed -= sum(block.ref_count > 0 for block in matched)
+        num_needed += self.reserve() if self.running else 0
+        return self.block_manager.num_available >= num_needed
 
     def reserve(self) -> int:
         """Return how many blocks admission leaves available: one for each running sequence.
 
-        Without this reserve a full pool thrashes: a sequence is preempted soon after admission.
+        Without this reserve, a full pool thrashes: sequences are preempted soon after admission.
         """
         return len(self.running)
 
     def _start_running(self, seq: Sequence) -> None:
-        """Assign a row to a waiting sequence that has its cached or shared blocks."""
+        """Assign a row to a waiting sequence. Its matched or shared blocks are attached already."""
         self.waiting.remove(seq)
         if seq.preemptions:
             self.recomputed_tokens -= seq.num_computed  # still cached, so not computed twice
@@ -260,7 +255,8 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed
             self.prompt_tokens += seq.num_prompt
             self.cached_tokens += seq.num_computed
-        seq.row, seq.known_to_runner = self._free_rows.pop(), False
+        seq.row = self._free_rows.pop()
+        seq.known_to_runner = False
         seq.status = Status.RUNNING
         self.running.append(seq)
 
@@ -269,13 +265,11 @@ class Scheduler:
         self.recomputed_tokens += seq.num_computed
         self.preemptions += 1
         seq.preemptions += 1
-        num_tokens = seq.num_tokens_with_placeholders
         self._leave(seq)
         if seq.awaits_token:
             seq.status = Status.UNQUEUED
         else:
-            self.add(seq, at_head=True)
-            seq.num_tokens_with_placeholders = num_tokens  # a placeholder may be in flight
+            self._queue(seq)
 
     def _leave(self, seq: Sequence) -> None:
         """Release the row and the blocks of `seq`, or its place in the waiting queue."""
@@ -298,42 +292,45 @@ class Scheduler:
         assert step is self.in_flight[0], "steps must be committed in the order of their plans"
         self.in_flight.popleft()
         block_size = self.block_manager.block_size
-        updated: list[Sequence] = []
-        for chunk in step.plan.chunks:
-            seq = step.seqs[chunk.row]
-            if (
-                chunk.result_kind not in (None, ResultKind.TOKEN)
-                and seq.status is not Status.FINISHED
-            ):
-                updated.append(seq)
-                seq.awaits_token = True
-                if seq.status is Status.WAITING:  # it was preempted while the step was in flight
-                    self._leave(seq)
-                    seq.status = Status.UNQUEUED
+        updated = self._commit_other_results(step)
         for seq, token in zip(step.sampling_seqs, token_ids, strict=True):
             if seq.status is Status.FINISHED:
                 continue  # it ended while this token was in flight
-            ids = seq.token_ids
             updated.append(seq)
-            if seq.forks:
-                # Each fork computes the prompt's last token again, and samples its own first token.
-                for fork in seq.forks:
-                    self.fork(seq, fork, seq.num_prompt - 1)
-                seq.forks = []
+            # Each fork computes the prompt's last token again, and samples its own first token.
+            for fork in seq.forks:
+                self.fork(seq, fork, seq.num_prompt - 1)
+            seq.forks = EMPTY
             if token < 0:  # NO_TOKEN or COMPLETE
                 self.finish(seq, "stop" if token == COMPLETE else "error")
                 continue
-            ids.append(token)
-            if len(ids) % block_size == 0 and seq.num_computed >= len(ids):
+            seq.token_ids.append(token)
+            seq.num_placeholders -= 1
+            length = len(seq.token_ids)
+            if length % block_size == 0 and seq.num_computed >= length:
                 # The step in flight after this one computes the KV of this token.
                 self.block_manager.cache_full_blocks(seq)
-            if token in seq.stop_token_ids or len(ids) >= seq.max_length:
-                self._finish_if_complete(seq)
+            self._finish_if_complete(seq)
+        return updated
+
+    def _commit_other_results(self, step: InFlightStep) -> list[Sequence]:
+        """Mark the sequences that have a result other than a token, and return them."""
+        updated = []
+        for chunk in step.plan.chunks:
+            seq = step.seqs[chunk.row]
+            if chunk.result_kind in (None, ResultKind.TOKEN) or seq.status is Status.FINISHED:
+                continue
+            updated.append(seq)
+            seq.awaits_token = True
+            if seq.status is Status.WAITING:  # it was preempted while the step was in flight
+                self._leave(seq)
+                seq.status = Status.UNQUEUED
         return updated
 
     def _finish_if_complete(self, seq: Sequence) -> None:
         """Finish a sequence if it ends with a stop token or has its full length."""
-        if (token := seq.token_ids[-1]) in seq.stop_token_ids:
+        token = seq.token_ids[-1]
+        if token in seq.stop_token_ids:
             self.finish(seq, "stop", token)
         elif len(seq.token_ids) >= seq.max_length:
             self.finish(seq, "length")
@@ -344,47 +341,45 @@ class Scheduler:
         seq.awaits_token = False
         if seq.sampling.rules is not None and seq.sampling.rules.grammar is not None:
             seq.known_to_runner = False  # the grammar needs its tokens, which a new row sends
-        if seq.status is Status.RUNNING:
-            seq.num_tokens_with_placeholders += 1
-        else:
-            self.add(seq, at_head=True)
+        if seq.status is not Status.RUNNING:
+            self._queue(seq)
 
-    def revert_in_flight(self, unfinished: Iterable[Sequence] | None = None) -> None:
+    def revert_in_flight(self, unfinished: list[Sequence]) -> None:
         """Revert all steps in flight after an error at any line.
 
-        Only known tokens are kept. All rows and blocks are freed, and the `unfinished` sequences,
-        by default all that run or wait, return to the waiting queue. Blocks that these steps cached
-        may hold anything and may be shared, so the whole prefix cache is reset.
+        Only known tokens are kept. All rows and blocks are freed, and the `unfinished` sequences
+        return to the waiting queue. The steps may have left any content in the blocks that they
+        cached, so the whole prefix cache is reset.
         """
         ran = self.running
-        seqs = [*ran, *self.waiting] if unfinished is None else list(unfinished)
         for seq in ran:
             self.recomputed_tokens += seq.num_computed
             self.preemptions += 1
             seq.preemptions += 1
         self.in_flight.clear()
-        self.running, self._free_rows = [], list(range(self.max_num_seqs - 1, -1, -1))
-        self.block_manager.revert([*ran, *self.waiting, *seqs])
-        for seq in seqs:
+        self.running = []
+        self._free_rows = list(range(self.max_num_seqs - 1, -1, -1))
+        self.block_manager.revert([*ran, *self.waiting, *unfinished])
+        for seq in unfinished:
             seq.status, seq.row, seq.decoding = Status.UNQUEUED, -1, False
+            seq.num_placeholders = 0
             if seq.result_kind is ResultKind.TOKEN and seq.num_output:
                 self._finish_if_complete(seq)
-        queued = [seq for seq in seqs if seq.status is Status.UNQUEUED and not seq.awaits_token]
-        self.waiting.keep(queued)
-        for seq in queued:
-            if seq in self.waiting:
-                seq.status, seq.num_tokens_with_placeholders = Status.WAITING, len(seq.token_ids)
-            else:
-                self.add(seq, at_head=True)
-        if unfinished is not None:
-            left = (seq for seq in seqs if seq.status is not Status.FINISHED)
-            self.num_unfinished = sum(1 + len(seq.forks) for seq in left)
+        unfinished = [seq for seq in unfinished if seq.status is not Status.FINISHED]
+        self.num_unfinished = sum(1 + len(seq.forks) for seq in unfinished)
+        self.waiting = WaitingQueue()
+        for seq in unfinished:
+            if not seq.awaits_token:
+                is_new = not seq.preemptions and seq.parent is None
+                self._queue(seq, self.policy_key(seq, self.block_manager) if is_new else HEAD)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Finish a sequence in any state. Overwrites an earlier reason."""
         self._leave(seq)
         self.num_unfinished -= seq.status is not Status.FINISHED
-        seq.status, seq.finish_reason, seq.stop_reason = Status.FINISHED, reason, stop_reason
+        seq.status = Status.FINISHED
+        seq.finish_reason = reason
+        seq.stop_reason = stop_reason
         # Rules can refer to large objects, and a step in flight may keep the sequence for long.
         seq.sampling = replace(seq.sampling, rules=None)
 

@@ -2,16 +2,16 @@
 
 The scheduler and the block manager change it. It is never passed to the runner.
 
-    token_ids:   [ prompt ............ | output ....... ]  + placeholder tokens
-                                                 ^             ^
-          num_computed <= num_tokens_with_placeholders = len(token_ids) + placeholder tokens
+    token_ids     [ prompt ............ | output ....... ]   known tokens
+    placeholders                                          [ ] [ ]
+    num_computed  -------------------------------------->
 
-A placeholder token is sampled by a plan in flight. Its id has not reached the engine yet.
+A placeholder is a token that a plan in flight samples. Its id has not reached the engine yet.
 
-A sequence has known tokens and computed tokens (KV in the cache once all plans made so far have
-run). Each step computes some of the difference: a whole prompt, a chunk of one, or the last sampled
-token. There is no prefill state. `decoding` only says where the next token to compute is stored: in
-the runner's row or, if false, in `token_ids`. A placeholder token is stored only in the row.
+Each step computes tokens that are not computed yet: a whole prompt, a chunk of one, or the last
+sampled token. A token is computed if its KV is in the cache once all plans made so far have run.
+There is no prefill state. `decoding` only says where the next token to compute is stored: in the
+runner's row or, if false, in `token_ids`. A placeholder is stored only in the row.
 """
 
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ from typing import Any
 
 from nanovllm.plan import ResultKind, RowSampling
 
-# In place of empty lists that most sequences never fill. A million sequences may wait, and each
-# list takes memory and time of the garbage collector.
+# Used in place of lists that stay empty in most sequences. A million sequences may wait, and each
+# list takes memory, and time in the garbage collector.
 EMPTY: Any = ()
 
 
 class Status(Enum):
-    UNQUEUED = 0  # a fork before the first token of its parent, or see `awaits_token`
+    UNQUEUED = 0  # a fork whose parent has no token yet, or a beam; see `awaits_token`
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
@@ -48,14 +48,14 @@ class Sequence:
     # The sequence from which it is forked: the first sample of its request, or a beam.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = EMPTY  # not queued yet
-    num_candidates: int = 0  # to return, if it yields candidates
+    num_candidates: int = 0  # how many candidates it yields, if it yields candidates
     request: Any = None  # the Request that it belongs to, until that has ended
 
     status: Status = Status.UNQUEUED
-    num_tokens_with_placeholders: int = 0  # known tokens and placeholder tokens
-    num_computed: int = 0  # tokens whose KV is in the cache after every plan made so far has run
-    # Whether its last result is returned and its next token is not chosen yet. If it is preempted
-    # in this state, it is UNQUEUED until that token is appended.
+    num_placeholders: int = 0  # tokens that plans in flight sample
+    num_computed: int = 0  # tokens whose KV is in the cache once all plans made so far have run
+    # Whether it has a result, such as candidates, and its next token is not chosen yet. If it is
+    # preempted in this state, it is UNQUEUED until that token is appended.
     awaits_token: bool = False
     decoding: bool = False  # whether its only uncomputed token is the one that its row sampled last
     queue_number: int = -1  # of its entry in the waiting queue, if it has one
@@ -70,10 +70,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     # Whether its next token may be written to a shared or cached block.
     needs_copy_on_write: bool = False
-    block_hashes: list[int] = EMPTY  # one per full block, chained
     num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another block
     parent_serial: int = 0  # serial number of the last cached block, the parent of the next
-    began_after: int = 0  # resets of the prefix cache before its first block was computed
+    began_after: int = 0  # number of resets of the prefix cache before its first block was computed
 
     @property
     def num_output(self) -> int:

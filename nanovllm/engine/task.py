@@ -5,35 +5,23 @@
     Scoring     features/loglikelihood.py     log-probabilities of the prompt's last tokens
     BeamSearch  features/beam_search.py       the most likely outputs
 
-A task holds checked parameters. Requests with the same parameters share a task, because a million
-requests may wait; the data of one request is in its Request. The engine calls the methods while it
-holds its lock. An error in a method ends only the request that is passed to it.
+A task holds checked parameters. Requests with the same parameters share a task, which saves memory
+if a million requests wait. The data of one request is in its Request. The engine calls the methods
+while it holds its lock. An error in a method ends only the request that is passed to it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.plan import ResultKind, TokenLogprobs
+from nanovllm.plan import ResultKind, RowResult
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.engine.request import Request
-
-
-@dataclass(slots=True)
-class RowResult:
-    """The results of a row of a committed step, except its token."""
-
-    hidden_state: list[float] = field(default_factory=list)  # [E]
-    candidates: list[tuple[int, float]] = field(default_factory=list)  # (token, log-probability)
-    logprobs: TokenLogprobs = field(default_factory=list)  # of its token
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    first_position: int = 0  # of the first of `prompt_logprobs`
 
 
 class Ending(NamedTuple):
@@ -46,13 +34,16 @@ class Ending(NamedTuple):
 class Task(ABC):
     params: Any
     result_kind: ResultKind  # what a row yields when its known tokens are computed
+    changes_queues = False  # whether `receive` changes the scheduler's queues
 
-    def text_prompt(self, text: str) -> str:
-        """Return the text to encode for a prompt that is given as text."""
-        return text
+    def prepare(
+        self, text: str | None, token_ids: list[int] | None
+    ) -> tuple[str | None, list[int] | None]:
+        """Return the text and the token ids of a prompt. Text without ids will be encoded.
 
-    def check_token_prompt(self) -> None:  # noqa: B027
-        """Raise ValueError if a prompt cannot be token ids."""
+        Raises ValueError if the prompt cannot be token ids.
+        """
+        return text, token_ids
 
     @abstractmethod
     def max_length(self, num_tokens: int) -> int:
@@ -69,12 +60,15 @@ class Task(ABC):
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
         """Process the result of a step for one sequence. Returns why it ends, if it does."""
 
-    @abstractmethod
     def rewind(self, request: Request) -> list[Sequence]:
         """Undo the partial changes of a failed step. Returns the sequences to queue.
 
         Results that were committed and not received are removed, so that they are computed again.
+        Without sampling, this is the result of the prompt.
         """
+        for seq in request.seqs:
+            seq.awaits_token = False
+        return request.seqs
 
     @abstractmethod
     def output(self, request: Request) -> Any:

@@ -1,8 +1,8 @@
 """Turns: chooses the thread that runs a step, while other threads and signals wait.
 
-Several threads may use an engine. One thread at a time runs a step, for the requests of all
-threads; the others wait for its end. `lock` is free while the runner works, so that requests can be
-added and aborted during a step. Signals such as Ctrl-C are handled after the step.
+Several threads may use an engine. One thread at a time runs a step for the requests of all threads,
+and the other threads wait for its end. `lock` is free while the runner works, so that requests can
+be added and aborted during a step. Signals such as Ctrl-C are handled after the step.
 """
 
 import os
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Request
 
-BATCH_SIZE = 1000  # requests that are added or aborted at a time
+REQUESTS_AT_ONCE = 1000  # requests that are added or aborted while the lock is held
 # Seconds between two batches. A thread that waits for the lock would not get it without a pause.
 HANDOVER = 1e-4
 
@@ -28,7 +28,7 @@ class Turns:
         self._lock = threading.RLock()
         self._to_abort: deque[Request] = deque()
         self._step_lock = threading.Lock()  # held by the thread that runs a step
-        self._stepping: int | None = None  # that thread
+        self._stepping: int | None = None  # the identifier of this thread
 
     @property
     def lock(self) -> "threading.RLock":
@@ -44,10 +44,10 @@ class Turns:
     def claim(
         self, on_error: Callable[[BaseException], None]
     ) -> Iterator[DeferredInterrupt | None]:
-        """Make this thread run a step. If another thread runs one, wait for its end and yield None.
+        """Let this thread run a step in the block. Ctrl-C is raised at the end of the block.
 
-        Ctrl-C is raised at the end of the block. If the block raises an error, `on_error` is called
-        with the lock held.
+        If another thread runs a step, wait for its end and yield None. If the block raises an
+        error, call `on_error` while the lock is held.
         """
         if self._stepping == threading.get_ident():
             raise RuntimeError(
@@ -75,8 +75,8 @@ class Turns:
     def abort(self, requests: Iterable[Request]) -> None:
         """End the requests that are unfinished. A newer request with the same id is not affected.
 
-        The garbage collector can call this at any moment, for an abandoned stream. It therefore
-        never waits: while another call holds the lock, it only records the requests. They then end
+        The garbage collector can call this method at any moment, for an abandoned stream, so it
+        never waits. While another call holds the lock, it only records the requests. They then end
         with the current step or before the next one.
         """
         self._to_abort.extend(requests)
@@ -88,7 +88,7 @@ class Turns:
         with defer_interrupt():
             while self._to_abort and self._lock.acquire(blocking=False):
                 try:
-                    for _ in range(min(BATCH_SIZE, len(self._to_abort))):
+                    for _ in range(min(REQUESTS_AT_ONCE, len(self._to_abort))):
                         self._abort_request(self._to_abort.popleft())
                 finally:
                     self._lock.release()

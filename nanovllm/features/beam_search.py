@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Annotated
 from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
 from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.request import Request, Sample, start_prompt
+from nanovllm.engine.request import Request, Sample, first_sequence, fork_sequence
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, RowResult, Task
-from nanovllm.plan import LogitRules, ResultKind
+from nanovllm.engine.task import Ending, Task
+from nanovllm.plan import LogitRules, ResultKind, RowResult
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -88,19 +88,23 @@ class BeamSearch(Task):
     """The task of a beam search."""
 
     result_kind = ResultKind.CANDIDATES
+    changes_queues = True
 
     def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
         """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
-        input_processor, scheduler = engine.input_processor, engine.scheduler
+        self.input_processor = input_processor = engine.input_processor
+        self.scheduler = engine.scheduler
         input_processor.check_head()
         self.params = params = replace(params)  # fields may have been set since the last check
-        self.input_processor, self.scheduler = input_processor, scheduler
-        max_width = min(input_processor.vocab_size, scheduler.max_num_seqs)
-        if params.beam_width > max_width:
-            name = "the vocabulary" if max_width == input_processor.vocab_size else "max_num_seqs"
+        vocab_size, max_num_seqs = input_processor.vocab_size, self.scheduler.max_num_seqs
+        if params.beam_width > vocab_size:
             raise ValueError(
-                f"beam_width={params.beam_width} is more than {name}={max_width}; lower it"
-                + " or raise max_num_seqs" * (max_width != input_processor.vocab_size)
+                f"beam_width={params.beam_width} is more than the vocabulary={vocab_size}; lower it"
+            )
+        if params.beam_width > max_num_seqs:
+            raise ValueError(
+                f"beam_width={params.beam_width} is more than max_num_seqs={max_num_seqs}; lower "
+                "it or raise max_num_seqs"
             )
         self.stops = frozenset() if params.ignore_eos else input_processor.eos_token_ids
         self.rules: LogitRules | None = None
@@ -121,7 +125,7 @@ class BeamSearch(Task):
         return num_tokens + self.input_processor.room_for_output(num_tokens, self.params.max_tokens)
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
-        first = start_prompt(request, token_ids, max_length)
+        first = first_sequence(request, token_ids, max_length)
         first.num_candidates = min(self.num_candidates, self.input_processor.vocab_size)
         first.sampling = replace(first.sampling, rules=self.rules)
         request.state = Beams({first: 0.0})
@@ -179,8 +183,9 @@ class BeamSearch(Task):
 
         As in transformers, its expected score is normalized by its current length.
         """
-        enough = len(beams.finished) == self.params.beam_width
-        return enough and score / length**self.params.length_penalty <= beams.finished[-1][0]
+        if len(beams.finished) < self.params.beam_width:
+            return False
+        return score / length**self.params.length_penalty <= beams.finished[-1][0]
 
     def _continue(
         self, request: Request, beams: Beams, chosen: list[tuple[float, Sequence, int]]
@@ -196,19 +201,7 @@ class BeamSearch(Task):
             if parent in kept:
                 kept.remove(parent)
             else:
-                beam = Sequence(
-                    request_id=parent.request_id,
-                    arrival=parent.arrival,
-                    token_ids=[*parent.token_ids, token],
-                    num_prompt=parent.num_prompt,
-                    max_length=parent.max_length,
-                    stop_token_ids=parent.stop_token_ids,
-                    sampling=parent.sampling,
-                    result_kind=parent.result_kind,
-                    num_candidates=parent.num_candidates,
-                    parent=parent,
-                    request=request,
-                )
+                beam = fork_sequence(parent, [*parent.token_ids, token], parent.sampling, index)
                 self.scheduler.num_unfinished += 1
                 parent.parent = None  # else a beam would keep all its ancestors in memory
             beam.index = index
@@ -225,10 +218,9 @@ class BeamSearch(Task):
         beams.candidates = {}
 
     def rewind(self, request: Request) -> list[Sequence]:
-        seqs = [sample.seq for sample in request.samples]
-        for seq in seqs:
+        for seq in request.seqs:
             seq.awaits_token = seq.awaits_token and seq in request.state.candidates
-        return seqs
+        return request.seqs
 
     def output(self, request: Request) -> BeamSearchOutput:
         """Return the results of a search, and after an abort or an error also its beams."""
@@ -236,8 +228,8 @@ class BeamSearch(Task):
         results = [result for _, result in beams.finished]
         for beam, score in beams.scores.items():
             if beam.finish_reason != "stop":
-                ids, reason = list(beam.token_ids), beam.finish_reason
-                results.append(BeamSearchSequence(ids, score, reason))
+                tokens = list(beam.token_ids)
+                results.append(BeamSearchSequence(tokens, score, beam.finish_reason))
         results = results[: self.params.beam_width]
         tokenizer = self.input_processor.tokenizer
         if tokenizer is not None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from nanovllm.api.checks import located
 from nanovllm.api.prompts import Prompt, as_list, split_prompt
-from nanovllm.engine.request import Request, rewind_prompt, start_prompt
+from nanovllm.engine.request import Request, first_sequence
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, RowResult, Task
-from nanovllm.plan import ResultKind
+from nanovllm.engine.task import Ending, Task
+from nanovllm.plan import ResultKind, RowResult
 
 if TYPE_CHECKING:
     from nanovllm.engine.input_processor import InputProcessor
@@ -58,7 +58,8 @@ def tokenize_pairs(
     continuations: Prompt | Iterable[Prompt],
 ) -> list[tuple[Prompt, ScoringParams]]:
     """Return the token ids of each prompt with its continuation, and its ScoringParams."""
-    prompts, continuations = as_list(prompts), as_list(continuations, "continuations")
+    prompts = as_list(prompts)
+    continuations = as_list(continuations, "continuations")
     if len(prompts) == 1:
         prompts = prompts * len(continuations)
     if len(prompts) != len(continuations):
@@ -103,7 +104,8 @@ class Scoring(Task):
 
     def __init__(self, engine: LLMEngine, params: ScoringParams) -> None:
         engine.input_processor.check_head()
-        self.input_processor, self.params = engine.input_processor, params
+        self.input_processor = engine.input_processor
+        self.params = params
 
     def max_length(self, num_tokens: int) -> int:
         # The last token is scored but not computed.
@@ -111,7 +113,7 @@ class Scoring(Task):
         return num_tokens - 1
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
-        seq = start_prompt(request, token_ids[:-1], max_length)
+        seq = first_sequence(request, token_ids[:-1], max_length)
         seq.first_target = len(token_ids) - self.params.num_tokens
         seq.targets = token_ids[seq.first_target :]
         request.state = {}  # position -> (token, log-probability, rank)
@@ -126,9 +128,6 @@ class Scoring(Task):
         if any(math.isnan(logprob) for _, logprob, _ in request.state.values()):
             raise ArithmeticError("there is no log-likelihood: the model computed NaN")
         return Ending("stop")
-
-    def rewind(self, request: Request) -> list[Sequence]:
-        return rewind_prompt(request)
 
     def output(self, request: Request) -> LoglikelihoodOutput:
         seq = request.samples[0].seq

@@ -56,7 +56,8 @@ class Matcher:
     """Follows the output of one row through a grammar."""
 
     def __init__(self, grammar: Grammar) -> None:
-        self.grammar, self.state = grammar, grammar.start.deep_copy()
+        self.grammar = grammar
+        self.state = grammar.start.deep_copy()
         self.num_read = 0  # tokens of the output that `state` has read
 
     def mask(self, output: list[int]) -> bytes | None:
@@ -94,7 +95,9 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: frozenset[int]
     ) -> None:
-        self.tokenizer, self.vocab_size, self.eos_token_ids = tokenizer, vocab_size, eos_token_ids
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
         self.vocabulary: LLTokenizer | None = None  # made for the first grammar
         self.abandoned: list[threading.Thread] = []  # compilations that took too long
         self.compiled = functools.lru_cache(CACHED_GRAMMARS)(self._compile)

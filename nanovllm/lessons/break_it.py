@@ -29,20 +29,23 @@ NAMES = list(MUTANTS)
 class Theme(NamedTuple):
     name: str
     exercises: tuple[int, ...]
-    invariants: tuple[
-        str, ...
-    ]  # the invariants that its faults violate first; a reader chooses one
+    # The invariants that its faults violate first. A reader chooses one of them.
+    invariants: tuple[str, ...]
 
 
-SHARING = ("slots", "owners", "partition", "index", "cached", "progress")
+SHARING = ("slots", "owners", "partition", "context", "cached", "progress")
 THEMES = (
     Theme("sharing and copies", (1, 2, 9, 10, 13, 14, 15, 22), SHARING),
     Theme(
         "prefix cache",
         (3, 4, 5, 6, 7, 8, 25),
-        ("context", "cached", "fresh", "progress", "no error"),
+        ("answers", "context", "cached", "fresh", "progress", "no error"),
     ),
-    Theme("scheduling", (11, 12, 16, 17, 18, 24), ("budget", "oldest", "progress", "no error")),
+    Theme(
+        "scheduling",
+        (11, 12, 16, 17, 18, 24),
+        ("answers", "budget", "oldest", "progress", "no error"),
+    ),
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
 )
 EASY, HARD = (1, 9, 13, 16, 19, 21, 23), (3, 4, 5, 8, 10, 14, 20, 25)
@@ -128,7 +131,7 @@ def show_blocks(history: History) -> None:
         if block.ref_count or block.serial:
             pairs = memory[block.block_id * size : (block.block_id + 1) * size]
             held = " ".join("empty" if p is None else f"{p[0]}@{p[1]}" for p in pairs)
-            cached = memoryview(block.token_ids).cast("I").tolist() if block.serial else ""
+            cached = memoryview(block.key[1]).cast("I").tolist() if block.serial else ""
             rows.append((block.block_id, block.ref_count, cached, held))
     say("""The owned or cached blocks at the end: the reference count, its tokens in the prefix
     index, and the content of each slot, token@position:""")

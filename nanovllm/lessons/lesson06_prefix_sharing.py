@@ -2,10 +2,10 @@
 
 The keys and values of a token depend on this token and those before it, and on nothing after it.
 Two prompts that begin with the same tokens have the same KV there, so both block tables can
-contain the same blocks. The prefix cache finds such blocks by a hash. The samples of one prompt
-(n=2) share blocks too, and one that writes into a shared block copies it first. Sharing and
-copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180); finding blocks by a
-hash is from vLLM.
+contain the same blocks. The prefix cache finds a block by its tokens and the block before it. The
+samples of one prompt (n=2) share blocks too, and one that writes into a shared block copies it
+first. Sharing and copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180). A
+tree of prefixes is from SGLang (Zheng et al. 2023, arXiv:2312.07104); vLLM has hashes instead.
 
     prompt A   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   block table  1 2 3
     prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]   block table  1 4 5
@@ -48,18 +48,21 @@ def share_blocks(llm: LLM) -> dict[int, int]:
     return counts
 
 
-def hash_chains(llm: LLM) -> list[tuple[str, str, str]]:
-    """Return the blocks of three prompts: name, tokens, hash."""
+def key_chains(llm: LLM) -> list[tuple[str, str, str, str]]:
+    """Run three prompts. Returns their blocks: name, tokens, parent, serial number."""
     tokenizer, rows = llm.get_tokenizer(), []
     a, b = tokenizer.encode(A), tokenizer.encode(B)
     other = tokenizer.encode("Sort") + a[1:]
     for name, ids in (("A", a), ("B", b), ("A with another first token", other)):
-        seq = new_sequence(ids)
-        llm.engine.scheduler.block_manager.hash_blocks(seq)
-        hashes = [f"{number:016x}" for number in seq.block_hashes]
+        run_prompts(llm, [ids])
+        cached = llm.engine.scheduler.block_manager.match(new_sequence([*ids, 0]))
         for i in range(0, len(ids), 4):
             texts = [tokenizer.decode([token]) for token in ids[i : i + 4]]
-            rows.append((name, str(texts), hashes[i // 4] if i + 4 <= len(ids) else "not full"))
+            parent, serial = "-", "not full"
+            if i + 4 <= len(ids):
+                block = cached[i // 4]
+                parent, serial = str(block.key[0]), str(block.serial)
+            rows.append((name, str(texts), parent, serial))
     return rows
 
 
@@ -96,10 +99,11 @@ def run() -> list[Question]:
     say(f"""A and B share one block, so its reference count is 2. B computes the other
         {same - 4} of the same tokens itself, because only full blocks are shared. A block that is
         not full will be written by its owner, with tokens that the other does not have.""")
-    say("""A hash is computed from the block's tokens and the hash of the block before it. Equal
-        hashes mean equal prefixes, so the same tokens after another beginning have another
-        hash:""")
-    show_table(("prompt", "tokens of a block", "hash"), hash_chains(llm))
+    say("""Each cached block has a serial number. The cache finds a block by its tokens and the
+        serial number of its parent, which is the block before it. The same tokens after another
+        beginning have another parent, so they are another block:""")
+    chains = key_chains(make_llm(kvcache_block_size=4, num_kvcache_blocks=32))
+    show_table(("prompt", "tokens of a block", "parent", "serial number"), chains)
 
     llm.reset_prefix_cache()
     runs = [run_prompts(llm, [a, b, a[:8]]) for _ in range(2)]
@@ -132,7 +136,7 @@ def run() -> list[Question]:
         cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
     show_source(
-        link(BlockManager.hash_blocks, "parent = self._hash"),
+        link(BlockManager._key),
         link(BlockManager.match, "len(seq.token_ids) - 1"),
         link(Scheduler.fork, "block_manager.fork"),
         link(BlockManager.copy_on_write),
@@ -146,7 +150,7 @@ def run() -> list[Question]:
             "100, counted from 0. How many tokens of the second are found in the cache?",
             str(run_prompts(default, [first, second])[1]),
             "Blocks 0 to 5 end at position 95. Block 6 contains the token that differs, and the "
-            "hash of every later block depends on it, although their tokens are equal.",
+            "every later block has another parent, although their tokens are equal.",
             "Only full blocks before the difference match. Where does the block with position 100 "
             "begin?",
         ),

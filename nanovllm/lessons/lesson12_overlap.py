@@ -133,7 +133,7 @@ def run() -> list[Question]:
         {", ".join(map(str, sizes))} sequences. On a CPU calls cost time as well: with AMX or
         AVX512-BF16 and bfloat16, one call computes all layers.""")
     show_source(
-        link(EngineCore._due, "async_scheduling"),
+        link(EngineCore.run_step, "self.async_scheduling"),
         link(Scheduler.commit, "Status.FINISHED"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
     )

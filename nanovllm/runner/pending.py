@@ -1,5 +1,6 @@
 """The output of a step that the device may still be computing."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.logprobs import likely_tokens, unpack_logprobs
-from nanovllm.plan import COMPLETE, StepOutput
+from nanovllm.plan import COMPLETE, Chunk, RowResult, StepOutput
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Any]:
@@ -41,21 +42,26 @@ class PendingOutput:
     logprobs: Callable[[], list[list[float]]] = list
     errors: dict[int, Exception] = field(default_factory=dict)  # as in StepOutput
     completed: list[int] = field(default_factory=list)  # indices of tokens with a complete grammar
-    # (row, targets, number of log-probabilities), and results of token_logprobs for all targets.
-    prompts: list[tuple[int, list[int], int]] = field(default_factory=list)
+    # (chunk, number of log-probabilities), and results of token_logprobs for all targets.
+    prompts: list[tuple[Chunk, int]] = field(default_factory=list)
     prompt_parts: list[Callable[[], list[list[float]]]] = field(default_factory=list)
 
     def wait(self) -> StepOutput:
-        output = StepOutput(token_ids := self.token_ids(), errors=self.errors)
+        token_ids = self.token_ids()
         for i in self.completed:
             token_ids[i] = COMPLETE
-        output.hidden_states = dict(zip(self.hidden_rows, self.hidden_states(), strict=True))
+        results: dict[int, RowResult] = defaultdict(RowResult)
+        for row, hidden_state in zip(self.hidden_rows, self.hidden_states(), strict=True):
+            results[row].hidden_state = hidden_state
         for (row, k), packed in zip(self.candidate_rows, self.candidates(), strict=True):
-            output.candidates[row] = likely_tokens(packed, k)
+            results[row].candidates = likely_tokens(packed, k)
         for (i, row, k), packed in zip(self.reported, self.logprobs(), strict=True):
-            output.logprobs[row] = unpack_logprobs(packed, token_ids[i], k)
+            results[row].logprobs = unpack_logprobs(packed, token_ids[i], k)
         all_packed = (packed for part in self.prompt_parts for packed in part())
-        for row, targets, k in self.prompts:
-            entries = zip(targets, all_packed, strict=False)  # stops after the last target
-            output.prompt_logprobs[row] = [unpack_logprobs(p, token, k) for token, p in entries]
-        return output
+        for chunk, k in self.prompts:
+            # zip stops after the last target.
+            entries = zip(chunk.logprob_targets, all_packed, strict=False)
+            result = results[chunk.row]
+            result.prompt_logprobs = [unpack_logprobs(p, token, k) for token, p in entries]
+            result.first_position = chunk.start + chunk.logprobs_from + 1
+        return StepOutput(token_ids, results, self.errors)

@@ -17,7 +17,7 @@ def test_equal_blocks_under_different_prefixes() -> None:
     assert all(right(s) for s in seqs)
 
 
-def test_stale_hash_after_reuse() -> None:
+def test_stale_key_after_reuse() -> None:
     """A block that was evicted and filled anew is not found under its old content."""
     engine = Engine(blocks=4, size=2, seqs=1, budget=100)
     old, new, again = ([t] * 6 for t in (1, 2, 1))

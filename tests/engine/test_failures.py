@@ -21,9 +21,16 @@ from nanovllm.tools.oracle.oracle import OracleRunner, make_samples
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-@pytest.mark.parametrize("function", ["process", "add", "collect_finished"])
+@pytest.mark.parametrize(
+    ("part", "function"),
+    [
+        ("output_processor", "process"),
+        ("scheduler", "add"),
+        ("output_processor", "collect_finished"),
+    ],
+)
 def test_an_abandoned_stream_is_collected_while_the_engine_changes(
-    path: Path, function: str
+    path: Path, part: str, function: str
 ) -> None:
     """Its finalizer aborts requests in the middle of any code of the same thread."""
     llm = random_llm(path)
@@ -35,7 +42,8 @@ def test_an_abandoned_stream_is_collected_while_the_engine_changes(
             self.stream = llm.stream([[5, 6], [7, 8]], GREEDY)
             next(self.stream)
 
-    inner = getattr(llm.engine.output_processor, function)
+    changed = getattr(llm.engine, part)
+    inner = getattr(changed, function)
 
     def collected(*args):
         gc.collect()
@@ -45,7 +53,7 @@ def test_an_abandoned_stream_is_collected_while_the_engine_changes(
     gc.freeze()  # so that the collector looks at what comes now, not at all that the tests imported
     try:
         Client()
-        setattr(llm.engine.output_processor, function, collected)
+        setattr(changed, function, collected)
         got = [o["token_ids"] for o in llm.generate([[1, 2], [3]], GREEDY, use_tqdm=False)]
     finally:
         gc.unfreeze()
@@ -190,7 +198,7 @@ def test_a_commit_that_fails_revives_no_finished_sequence() -> None:
     step = scheduler.schedule()
     with pytest.raises(ValueError, match="shorter"):
         scheduler.commit(step, runner.run(step.plan)[:1])
-    scheduler.revert_in_flight()
+    scheduler.revert_in_flight([*scheduler.running, *scheduler.waiting])
     while scheduler.has_work():
         step = scheduler.schedule()
         scheduler.commit(step, runner.run(step.plan))

@@ -19,7 +19,7 @@ from nanovllm.api.config import EngineConfig
 from nanovllm.engine import turns
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.policies import WaitingQueue
+from nanovllm.engine.policies import HEAD, WaitingQueue
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
 from nanovllm.engine.sequence import Sequence
@@ -148,13 +148,13 @@ def test_waiting_queue_is_a_sorted_list() -> None:
             queue.remove(seq)
             expected = [entry for entry in expected if entry[-1] is not seq]
         else:
-            key, at_head = rng.randrange(50), rng.random() < 0.2
-            queue.add(seq, key, at_head)
-            expected = sorted([*expected, (not at_head, key, seq.arrival, seq.index, seq)])
+            key = HEAD if rng.random() < 0.2 else rng.randrange(50)
+            queue.add(seq, key)
+            expected = sorted([*expected, (key, seq.arrival, seq.index, seq)])
         assert list(queue) == [entry[-1] for entry in expected]
         assert len(queue) == len(expected)
         assert not expected or queue.first is expected[0][-1]
-        assert len(queue._in_order) + len(queue._heap) <= 2 * len(queue) + 1
+        assert len(queue._heap) <= 2 * len(queue) + 1
 
 
 def test_memory_of_waiting_requests() -> None:

@@ -12,7 +12,7 @@ from nanovllm.api.outputs import RequestMetrics
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.request import Request
 from nanovllm.engine.sampling import Sampling, read_stream
-from nanovllm.engine.task import RowResult
+from nanovllm.plan import RowResult
 
 
 def test_decoded_tokens_of_split_characters(embedded: LLM) -> None:
@@ -91,7 +91,6 @@ def test_stop_strings(embedded: LLM) -> None:
     assert len(embedded.chat(chat, late, use_tqdm=False)[0]["token_ids"]) > 20
     never = SamplingParams(temperature=0, max_tokens=99, stop="zebra")
     assert embedded.chat(chat, never, use_tqdm=False)[0]["text"] == whole
-    assert not embedded.engine.output_processor.watched
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from nanovllm.api.outputs import RequestMetrics
 from nanovllm.engine import scheduler
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence, Status
-from nanovllm.engine.task import RowResult
 from nanovllm.features.beam_search import BeamSearch, BeamSearchParams
-from nanovllm.plan import ResultKind, StepPlan
+from nanovllm.plan import ResultKind, RowResult, StepPlan
 from nanovllm.tools.oracle.mutants import Mutant, apply
 from nanovllm.tools.oracle.oracle import (
     ALPHABET,
@@ -203,12 +202,12 @@ def test_random_histories_with_beams_and_a_host_cache() -> None:
 FAULTS = {
     "a beam that awaits its token is queued": ("_preempt", "A.awaits_token", "False"),
     "nothing is preempted for a beam that waits": ("schedule", "A and B and not C", "False"),
-    "a beam preempted in flight stays queued": ("commit", "A.status is Status.WAITING", "False"),
-    "the token of a running beam is not counted": (
-        "append",
-        "A.num_tokens_with_placeholders += 1",
-        "pass",
+    "a beam preempted in flight stays queued": (
+        "_commit_other_results",
+        "A.status is Status.WAITING",
+        "False",
     ),
+    "a beam that has its token still awaits it": ("append", "A.awaits_token = False", "pass"),
 }
 
 

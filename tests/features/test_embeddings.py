@@ -200,7 +200,7 @@ def test_nan_and_aborts_end_only_their_request(
 
     def with_nan(plan: object) -> object:
         output = run(plan)()
-        output.hidden_states[next(iter(output.hidden_states))][3] = math.nan
+        next(iter(output.results.values())).hidden_state[3] = math.nan
         return lambda: output
 
     monkeypatch.setattr(engine.runner, "run", with_nan)

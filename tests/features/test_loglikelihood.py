@@ -166,7 +166,7 @@ def test_nan_ends_only_its_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
 
     def with_nan(plan: StepPlan) -> object:
         output = run(plan)()
-        entries = output.prompt_logprobs[plan.chunks[-1].row]
+        entries = output.results[plan.chunks[-1].row].prompt_logprobs
         entries[0] = [(token, math.nan, rank) for token, _, rank in entries[0]]
         return lambda: output
 

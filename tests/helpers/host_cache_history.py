@@ -39,10 +39,9 @@ class HostCacheHistory(History):
         names = dict[int, tuple[int, bytes]]()
         for block in (*blocks.host_index.values(), *blocks.blocks):
             if block.serial:
-                name = block.parent_serial, block.token_ids
-                same = names.setdefault(block.serial, name) == name
+                same = names.setdefault(block.serial, block.key) == block.key
                 require(same, "host", "a serial number has two blocks")
         for key, block in blocks.host_index.items():
             pairs = self.runner.host[block.block_id]
             tokens = array("I", [pair[0] if pair else 99 for pair in pairs]).tobytes()
-            require(block.hash == key and tokens == block.token_ids, "host")
+            require(block.key == key and tokens == key[1], "host")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from nanovllm.api.checks import Positive, check_scalars, refuse_unknown_fields
 from nanovllm.api.outputs import RequestMetrics
-from nanovllm.engine.request import Request, rewind_prompt, start_prompt
+from nanovllm.engine.request import Request, first_sequence
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.task import Ending, RowResult, Task
-from nanovllm.plan import ResultKind
+from nanovllm.engine.task import Ending, Task
+from nanovllm.plan import ResultKind, RowResult
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -31,8 +31,8 @@ class PoolingParams:
     are checked again when a request uses them.
     """
 
-    # Keep only the first dimensions (Matryoshka, Kusupati et al. 2022, arXiv:2205.13147). The
-    # default is all.
+    # How many dimensions to keep, the first ones (Matryoshka, Kusupati et al. 2022,
+    # arXiv:2205.13147). The default is all.
     dimensions: Positive | None = None
     normalize: bool | None = None  # divide the kept dimensions by their L2 norm; default True
     # The name of a prompt of the checkpoint, such as "query". It is prepended to the text.
@@ -44,7 +44,8 @@ class PoolingParams:
         if self.use_activation is not None:
             if self.normalize not in (None, self.use_activation):
                 raise ValueError("normalize and use_activation are two names of one field")
-            self.normalize, self.use_activation = self.use_activation, None
+            self.normalize = self.use_activation
+            self.use_activation = None
 
     def pool(self, hidden: list[float]) -> list[float]:
         """Return the embedding of a hidden state [E]. Raises ArithmeticError if it has NaN."""
@@ -67,7 +68,7 @@ class PoolingSettings:
     prompt_name: str | None = None  # the default of PoolingParams.prompt_name
 
     def complete(self, params: PoolingParams) -> PoolingParams:
-        """Check the parameters and replace None by the settings. All dimensions remain None."""
+        """Return checked parameters, with the settings in place of None except for `dimensions`."""
         params = replace(params)
         if self.refused:
             raise ValueError(self.refused)
@@ -114,19 +115,23 @@ class Embedding(Task):
 
     def __init__(self, engine: LLMEngine, params: PoolingParams) -> None:
         """Check the parameters, and add the settings of the checkpoint."""
-        self.input_processor, settings = engine.input_processor, engine.input_processor.pooling
+        self.input_processor = engine.input_processor
+        settings = engine.input_processor.pooling
         self.params = settings.complete(params)
         self.prefix = settings.prefix(self.params)
 
-    def text_prompt(self, text: str) -> str:
-        return self.prefix + text
-
-    def check_token_prompt(self) -> None:
+    def prepare(
+        self, text: str | None, token_ids: list[int] | None
+    ) -> tuple[str | None, list[int] | None]:
+        """Prepend the prompt of the checkpoint to text. Raises ValueError for token ids."""
+        if text is not None and token_ids is None:
+            return self.prefix + text, None
         if self.params.prompt_name is not None:
             raise ValueError(
                 f"prompt_name={self.params.prompt_name!r} is prepended to text, and the prompt is "
                 "token ids; pass text, or leave out prompt_name"
             )
+        return text, token_ids
 
     def max_length(self, num_tokens: int) -> int:
         self.input_processor.check_length(num_tokens, self.input_processor.max_model_len)
@@ -134,16 +139,13 @@ class Embedding(Task):
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
         request.state = []  # the embedding
-        return start_prompt(request, token_ids, max_length)
+        return first_sequence(request, token_ids, max_length)
 
     def receive(self, request: Request, seq: Sequence, result: RowResult) -> Ending | None:
         if result.hidden_state:
             request.state = self.params.pool(result.hidden_state)
             return Ending("stop")
         return None
-
-    def rewind(self, request: Request) -> list[Sequence]:
-        return rewind_prompt(request)
 
     def output(self, request: Request) -> EmbeddingRequestOutput:
         seq = request.samples[0].seq

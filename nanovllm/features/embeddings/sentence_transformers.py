@@ -25,12 +25,14 @@ def read_pooling_settings(directory: Path, size: int) -> PoolingSettings:
     """
     path = directory / "config_sentence_transformers.json"
     raw = check_fields(read_json(path), path, FIELDS) if path.is_file() else {}
-    prompts, name = raw.get("prompts", {}), raw.get("default_prompt_name")
+    prompts = raw.get("prompts", {})
+    name = raw.get("default_prompt_name")
     for text in prompts.values():
         check_field(path, "a prompt", text, str, ())
     if name not in (None, *prompts):
         raise ValueError(f"{path}: default_prompt_name {name!r} is none of the prompts")
-    refused, normalize = "", True
+    refused = ""
+    normalize = True
     path = directory / "modules.json"
     if path.is_file():
         kinds = {}
@@ -38,7 +40,8 @@ def read_pooling_settings(directory: Path, size: int) -> PoolingSettings:
             if not isinstance(module, dict) or not isinstance(module.get("type"), str):
                 raise ValueError(f"{path}: the module {module!r:.80} has no 'type'")
             kinds[module["type"].rpartition(".")[2]] = directory / str(module.get("path", ""))
-        refused, normalize = why_refused(path, kinds), "Normalize" in kinds
+        refused = why_refused(path, kinds)
+        normalize = "Normalize" in kinds
     return PoolingSettings(size, refused, raw.get("truncate_dim"), normalize, prompts, name)
 
 

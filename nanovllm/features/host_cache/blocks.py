@@ -23,7 +23,7 @@ then computes. A host block that a plan reads or writes is not reused within thi
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager, Key
 from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import BlockCopy, StepPlan
 
@@ -50,8 +50,8 @@ class HostCacheBlockManager(BlockManager):
         self._saves, self._loads, self._busy = [], [], set()
 
     def _empty_host(self) -> None:
-        # Hash -> block, the least recently used first.
-        self.host_index: OrderedDict[int, HostBlock] = OrderedDict()
+        # Key -> block, the least recently used first.
+        self.host_index: OrderedDict[Key, HostBlock] = OrderedDict()
         self.host_free = list(range(self.num_host_blocks - 1, -1, -1))  # taken from the end
 
     def stats(self) -> dict[str, int]:
@@ -72,62 +72,48 @@ class HostCacheBlockManager(BlockManager):
 
     def _save(self, block: Block) -> None:
         """Save a block that is about to be evicted, unless it is saved or no host block is left."""
-        old = self.host_index.get(block.hash)  # its copy, or another block with an equal hash
-        if old is not None and old.serial == block.serial:
-            self.host_index.move_to_end(block.hash)
+        if block.key in self.host_index:
+            self.host_index.move_to_end(block.key)
             return
-        if old is None and not self.host_free:
-            old = next(iter(self.host_index.values()))
-        if old is not None and old.block_id in self._busy:
-            self.lost_blocks += 1
-            return
-        if old is not None:
-            self._drop(old)
+        if not self.host_free:
+            oldest = next(iter(self.host_index.values()))
+            if oldest.block_id in self._busy:
+                self.lost_blocks += 1
+                return
+            self._drop(oldest)
         host_id = self.host_free.pop()
-        self.host_index[block.hash] = HostBlock(
-            host_id,
-            serial=block.serial,
-            parent_serial=block.parent_serial,
-            hash=block.hash,
-            token_ids=block.token_ids,
-        )
+        self.host_index[block.key] = HostBlock(host_id, serial=block.serial, key=block.key)
         self._busy.add(host_id)
         self._saves.append(BlockCopy(block.block_id, host_id))
         self.saved_blocks += 1
 
-    def _drop(self, old: HostBlock) -> None:
-        del self.host_index[old.hash]
-        self.host_free.append(old.block_id)
-        block_id = self.prefix_index.get(old.hash)
-        if block_id is None or self.blocks[block_id].serial != old.serial:
-            self.lost_blocks += 1
+    def _drop(self, block: HostBlock) -> None:
+        del self.host_index[block.key]
+        self.host_free.append(block.block_id)
+        self.lost_blocks += block.key not in self.prefix_index
 
     # ---- from the host to the device ----
 
-    def _find(self, seq: Sequence, i: int, parent: int) -> Block | None:
-        """Look up logical block `i` on the device, and then in host memory.
+    def _find(self, key: Key) -> Block | None:
+        """Look up a block on the device, and then in host memory.
 
-        A host block has no owner, so `num_evictable` counts the device block that its load takes.
+        A host block has no owner, so admission counts the device block that its load takes.
         """
-        block, host = self._lookup(seq, i, parent), self.host_index.get(seq.block_hashes[i])
-        if block is None and host is not None and host.holds(parent, self._token_bytes(seq, i)):
-            return host
-        return block
+        return super()._find(key) or self.host_index.get(key)
 
     def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
         """Set `seq.block_table` to cached blocks. Host blocks are loaded into device blocks."""
         on_host = [i for i, block in enumerate(matched) if isinstance(block, HostBlock)]
-        # A load may remove the last block from the index, which sets its serial to 0.
-        parent = matched[-1].serial if matched else 0
         # Taking a block can evict a block from either cache, but none of `matched`: its device
         # blocks get an owner first, and its host blocks are marked as busy.
         super().attach_cached(seq, [block for block in matched if not isinstance(block, HostBlock)])
         for i in reversed(on_host):  # as in `release`, so that the last is evicted first
             self._busy.add(matched[i].block_id)
-            self.host_index.move_to_end(matched[i].hash)
+            self.host_index.move_to_end(matched[i].key)
         for i in on_host:
             seq.block_table.insert(i, self._load(matched[i]))
-        seq.num_cached_blocks, seq.parent_serial = len(matched), parent
+        seq.num_cached_blocks = len(matched)
+        seq.parent_serial = matched[-1].serial if matched else 0
         seq.num_computed = len(matched) * self.block_size
         if on_host:
             self.spared_tokens += (len(matched) - on_host[0]) * self.block_size
@@ -135,19 +121,18 @@ class HostCacheBlockManager(BlockManager):
     def _load(self, host_block: Block) -> int:
         """Return a device block with one owner, into which the plan loads `host_block`."""
         block = self.blocks[self._take_block()]
-        self._cache(block, host_block.parent_serial, host_block.hash, host_block.token_ids)
+        self._cache(block, host_block.key)
         self._loads.append(BlockCopy(host_block.block_id, block.block_id))
         self.loaded_blocks += 1
         return block.block_id
 
     # ---- both caches ----
 
-    def _cache(self, block: Block, parent: int, key: int, tokens: bytes) -> None:
+    def _cache(self, block: Block, key: Key) -> None:
         """Cache a block. If host memory has a copy, the block gets the copy's serial number."""
-        super()._cache(block, parent, key, tokens)
-        same = self.host_index.get(key)
-        if same is not None and same.holds(parent, tokens):
-            block.serial = same.serial
+        super()._cache(block, key)
+        if key in self.host_index:
+            block.serial = self.host_index[key].serial
 
     def reset_prefix_cache(self) -> None:
         """Remove every block from both caches."""

@@ -24,6 +24,7 @@ import itertools
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -52,16 +53,22 @@ class Ranks(SingleRank):
     """The connections of this rank to the others: one between hosts, one between devices."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Connect. Raises RuntimeError if options differ between ranks or a rank is missing."""
-        self.rank, self.size = config.rank, config.tensor_parallel_size
+        """Connect. Raises RuntimeError if options differ between ranks or a rank is missing.
+
+        Raises ValueError if torchrun has not started as many processes as the options say.
+        """
+        check_options(config)
+        self.rank = config.rank
+        self.size = config.tensor_parallel_size
         if self.rank > 0:
             logger.setLevel(logging.WARNING)
         on_gpu = config.device != "cpu" and torch.cuda.is_available()
         if on_gpu:
             index = int(os.environ.get("LOCAL_RANK", self.rank))
-            if index >= (found := torch.cuda.device_count()):
+            num_gpus = torch.cuda.device_count()
+            if index >= num_gpus:
                 raise ValueError(
-                    f"LOCAL_RANK={index} needs GPU {index}, and torch finds {found}; lower "
+                    f"LOCAL_RANK={index} needs GPU {index}, and torch finds {num_gpus}; lower "
                     "--nproc-per-node and tensor_parallel_size, or set device='cpu'"
                 )
             torch.cuda.set_device(index)
@@ -80,15 +87,15 @@ class Ranks(SingleRank):
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Concatenate x [T, O] of all ranks to [T, O * N], in the order of ranks."""
-        found = [torch.empty_like(x) for _ in range(self.size)]
-        self._call(dist.all_gather, found, x, group=self.device)
-        return torch.cat(found, dim=-1)
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._call(dist.all_gather, parts, x, group=self.device)
+        return torch.cat(parts, dim=-1)
 
     def smallest(self, number: int) -> int:
         """Return the smallest `number` of all ranks."""
-        found = torch.tensor(number, device="cpu")
-        self._call(dist.all_reduce, found, dist.ReduceOp.MIN, group=self.host)
-        return int(found)
+        smallest = torch.tensor(number, device="cpu")
+        self._call(dist.all_reduce, smallest, dist.ReduceOp.MIN, group=self.host)
+        return int(smallest)
 
     def config_of_rank(self, full_config: ModelConfig) -> ModelConfig:
         return config_of_rank(full_config, self.size)
@@ -106,9 +113,9 @@ class Ranks(SingleRank):
         # The address in the representation of an object differs between processes.
         text = re.sub(r" at 0x[0-9a-f]+", "", text)
         digest = xxhash.xxh64_intdigest((what + text).encode()) >> 1
-        found = torch.tensor([digest, -digest], device="cpu")
-        self._call(dist.all_reduce, found, dist.ReduceOp.MAX, group=self.host)
-        highest, negative_lowest = found.tolist()
+        digests = torch.tensor([digest, -digest], device="cpu")
+        self._call(dist.all_reduce, digests, dist.ReduceOp.MAX, group=self.host)
+        highest, negative_lowest = digests.tolist()
         if highest != -negative_lowest:
             texts: list[Any] = [None] * self.size
             self._call(dist.all_gather_object, texts, f"{what} {text}", group=self.host)
@@ -121,7 +128,7 @@ class Ranks(SingleRank):
             )
 
     def connect(self, model: Qwen3, vocab_size: int) -> None:
-        """Set up a loaded `model` to combine its results with those of other ranks.
+        """Set up a loaded `model` to combine its results with the results of other ranks.
 
         vocab_size: size of the whole vocabulary. The last rank's head may be padded.
         """
@@ -183,12 +190,32 @@ class Ranks(SingleRank):
         ) from reason
 
 
+def check_options(config: EngineConfig) -> None:
+    """Raise ValueError if this process cannot be one of the ranks that the options describe."""
+    size = config.tensor_parallel_size
+    if ":" in config.device:
+        raise ValueError(
+            f"device={config.device!r} would be the GPU of all {size} ranks; use 'cuda', and each "
+            "takes the GPU of its LOCAL_RANK"
+        )
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != str(size) or "RANK" not in os.environ:
+        problem = "RANK is not set" if started == str(size) else f"WORLD_SIZE is {started}"
+        script = os.path.basename(sys.argv[0]) or "script.py"
+        raise ValueError(
+            f"tensor_parallel_size={size} needs {size} processes, and {problem}; start them with: "
+            f"torchrun --nproc-per-node {size} {script}"
+        )
+
+
 class ShardedTable:
     """An embedding table whose rows are divided among the ranks."""
 
     def __init__(self, rows: Any, ranks: Ranks) -> None:
         """rows: the rows of this rank, a tensor or an Int8Weight [V / N, E]."""
-        self.rows, self.ranks, self.dtype = rows, ranks, rows.dtype
+        self.rows = rows
+        self.ranks = ranks
+        self.dtype = rows.dtype
         self.start = ranks.rank * rows.shape[0]
 
     def __getitem__(self, ids: Tensor) -> Tensor:
@@ -203,7 +230,8 @@ class AgreeingRunner:
     """A Runner that launches a step only if all ranks have planned the same step."""
 
     def __init__(self, runner: Runner, ranks: Ranks) -> None:
-        self.runner, self.ranks = runner, ranks
+        self.runner = runner
+        self.ranks = ranks
         self.num_blocks = runner.num_blocks
         self.async_scheduling = runner.async_scheduling
         self.last = ""  # the results of the last step

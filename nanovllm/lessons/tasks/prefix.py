@@ -8,18 +8,16 @@ two blocks. [5, 6, 7, 8] matches one: at least one token is computed, because it
 [7, 8, 9] matches none, although there is a block with the tokens 7 and 8: it follows other tokens.
 
 What must stay true:
-  - A hash only says where to look. Different blocks may have the same hash, so compare the token
-    ids and the parent too. Block.parent_serial is the serial number of the block before it, and 0
-    for a first block.
-  - Only the hashes of `seq` change. Without enable_prefix_caching nothing matches.
+  - A block is found by its tokens and its parent, the block before it. Block.serial is the serial
+    number of a cached block. The parent of a first block has the number 0.
+  - Nothing changes.
 
 Where it goes. BlockManager.match in nanovllm/engine/block_manager.py. The check puts your class in
-its place, and random requests run on it, half of them with hashes of 3 bits.
+its place, and random requests run on it.
 
-Hints: self.hash_blocks(seq) fills seq.block_hashes, one for each self.block_size of seq.token_ids.
-self.prefix_index maps a hash to the number of a block, self.blocks that to the Block.
-Block.token_ids are bytes. self._token_bytes(seq, i) returns the bytes for logical block i of the
-sequence.
+Hints: self._key(seq, i, parent) returns the key of logical block i of the sequence after the block
+with the serial number `parent`. self.prefix_index maps a key to the number of a block, self.blocks
+that to the Block. A logical block has self.block_size tokens.
 """
 
 from nanovllm.engine.block_manager import Block, BlockManager

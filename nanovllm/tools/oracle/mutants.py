@@ -28,14 +28,14 @@ BLOCKS, SCHEDULER = block_manager, scheduler
 MUTANTS = {
     "a reference is not counted": Mutant(BLOCKS, "attach_cached", "A.ref_count += 1", "pass"),
     "a shared block stays evictable": Mutant(BLOCKS, "attach_cached", "del A[B]", "pass"),
-    "a stale hash is kept when a block is reused": Mutant(
+    "a stale key is kept when a block is reused": Mutant(
         BLOCKS,
         "_evict",
         "self._uncache(A)",
         "self.free.append(self.evictable.popitem(last=False)[0])",
     ),
-    "the parent is not checked": Mutant(BLOCKS, "holds", "A.parent_serial == B and C", "C"),
-    "the tokens are not compared": Mutant(BLOCKS, "holds", "A and B.token_ids == C", "A"),
+    "a key lacks the parent": Mutant(BLOCKS, "_key", "(parent, A)", "(0, A)"),
+    "a key lacks the last token": Mutant(BLOCKS, "_key", "(parent, A)", "(parent, A[:-4])"),
     "a match goes to the very end": Mutant(BLOCKS, "match", "(len(A) - 1) // B", "len(A) // B"),
     "a block is cached before it is full": Mutant(
         BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"
@@ -76,7 +76,7 @@ MUTANTS = {
     "the budget is not spent": Mutant(SCHEDULER, "schedule", "budget -= 1", "pass"),
     "an abandoned step keeps its blocks": Mutant(BLOCKS, "revert", "self._free_all()", "pass"),
     "max_length is passed by one": Mutant(
-        SCHEDULER, "commit", "len(A) >= B.max_length", "len(A) > B.max_length"
+        SCHEDULER, "_finish_if_complete", "len(A) >= B.max_length", "len(A) > B.max_length"
     ),
     "a resumed chunk starts one token late": Mutant(
         SCHEDULER,

@@ -207,21 +207,15 @@ class History:
         seed: int,
         schedulers: ModuleType = scheduler,
         managers: ModuleType = block_manager,
-        hash_bits: int | None = None,
     ) -> None:
-        """The modules may contain a fault. Few bits make hashes collide; None draws 3 or 64."""
+        """The modules may contain a fault."""
         self.rng = rng = random.Random(seed)
-        bits = rng.choice((3, 64)) if hash_bits is None else hash_bits
         self.size = rng.choice((1, 2, 3, 4))
         self.num_blocks = rng.randint(6, 24)
         self.budget = rng.choice((1, 2, 3, 5, 8, 64))
         self.max_num_seqs = rng.choice((1, 2, 3, 6))
         self.async_scheduling = rng.choice((False, False, True))
         self.block_manager = self.make_blocks(managers)
-        if bits < 64:
-            full_hash = self.block_manager._hash
-            mask = (1 << bits) - 1
-            self.block_manager._hash = lambda parent, tokens: full_hash(parent, tokens) & mask
         policy = rng.choice(("fcfs", "sjf"))
         limits = self.max_num_seqs, self.budget
         self.scheduler = schedulers.Scheduler(self.block_manager, *limits, policy)
@@ -286,7 +280,7 @@ class History:
             for c in plan.chunks:
                 self.spoil(self.runner.slot(c.row, c.start + i) for i in range(len(c.token_ids)))
         self.pending.clear()
-        self.scheduler.revert_in_flight()
+        self.scheduler.revert_in_flight([*self.scheduler.running, *self.scheduler.waiting])
         self.observer.reverted(RuntimeError("a step failed on purpose"))
 
     def spoil(self, slots: Iterable[int]) -> None:
@@ -368,7 +362,7 @@ class History:
         held = {b.block_id for b in blocks if b.serial}
         require(held.issuperset(evictable), "partition", "evictable and not cached")
         require(held.isdisjoint(free), "partition", "free and cached")
-        cached = {blocks[i].hash: i for i in held}
+        cached = {blocks[i].key: i for i in held}
         require(cached == self.block_manager.prefix_index, "index")
         for index in cached.values():
             self.check_cached(index)
@@ -390,7 +384,7 @@ class History:
 
     def check_cached(self, index: int) -> None:
         """Check that a cached block holds the tokens in the index."""
-        named = memoryview(self.block_manager.blocks[index].token_ids).cast("I").tolist()
+        named = memoryview(self.block_manager.blocks[index].key[1]).cast("I").tolist()
         held = [p and p[0] for p in self.runner.memory[index * self.size : (index + 1) * self.size]]
         if held != named:
             raise InvariantError("cached", f"block {index} holds {held}, the index says {named}")

@@ -47,7 +47,7 @@ class Event(TypedDict, total=False):
     loaded: list[tuple[int, int]]  # host block, block
     host: dict[str, int]  # counters of the host cache, if blocks were saved or loaded
     evicted: list[int]
-    why: str  # a key of WHY_WAITING
+    why: str  # Scheduler.why_waiting; a key of WHY_WAITING in show.py
 
     # For a commit only.
     tokens: list[int]  # -1 if no token could be sampled

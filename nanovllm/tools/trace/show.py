@@ -12,12 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.scheduler import WHY_WAITING
 from nanovllm.tools.trace.events import Event, State
 
 # The first columns of the printed table. The other four grow with the terminal.
 FIXED_COLUMNS = "{:>4} {:>4} {:>6} {:>6} {:<8.8}"
 HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "block table", "token")
+# Why the first waiting sequence is not admitted, by the scheduler's word for the reason. {} is
+# replaced by the name of the sequence.
+WHY_WAITING = {
+    "budget": "the token budget is spent",
+    "preempted": "a step that preempts admits nothing",
+    "seqs": "max_num_seqs sequences run",
+    "in flight": "a token of {} is in flight",
+    "blocks": "{} needs more blocks than remain after reserving one for each running sequence",
+}
 INDENT = " " * 24  # of sentences below the rows of a step: they begin in the column "request"
 
 

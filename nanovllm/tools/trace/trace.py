@@ -151,8 +151,8 @@ class Trace(Observer):
         receivers = [number for number, _ in got]
         if receivers != self._state.receivers:
             event["receivers"] = receivers
-        if output.logprobs:
-            event["likely"] = list(self._likely(step, output, receivers))
+        if likely := list(self._likely(step, output, receivers)):
+            event["likely"] = likely
         sampled = [self._numbers[seq] for seq in step.sampling_seqs if seq in self._numbers]
         if dropped := [number for number in sampled if number not in receivers]:
             event["dropped"] = dropped
@@ -164,8 +164,9 @@ class Trace(Observer):
         """Yield `Event.likely`. Probabilities have four digits to keep the trace small."""
         for row, seq in step.seqs.items():
             number = self._numbers.get(seq, -1)
-            sampled, *others = output.logprobs.get(row, [(-1, 0.0, 0)])
-            if number in receivers and sampled[0] >= 0:
+            logprobs = output.results[row].logprobs if row in output.results else []
+            if logprobs and number in receivers and logprobs[0][0] >= 0:
+                sampled, *others = logprobs
                 others = [entry for entry in others if entry[0] != sampled[0]][:MAX_LIKELY]
                 likely = [(t, float(f"{math.exp(p):.4g}")) for t, p, _ in (sampled, *others)]
                 yield number, sampled[2], likely

@@ -33,8 +33,8 @@ def evict_all(blocks: BlockManager) -> list[int]:
     seq, order = make_samples([0], 2)[0], []
     while blocks.num_available:
         if not blocks.free:
-            content = blocks.blocks[blocks.choose_victim()].token_ids
-            order.append(memoryview(content).cast("I")[0] if content else -1)
+            block = blocks.blocks[blocks.choose_victim()]
+            order.append(memoryview(block.key[1]).cast("I")[0] if block.serial else -1)
         blocks.append_block(seq)
     blocks.release(seq)
     return order

@@ -120,9 +120,8 @@ def test_no_request_waits_forever() -> None:
 
 
 def fields(seq: Sequence) -> dict[str, object]:
-    """A copy of what a policy may not change. Hashes of blocks are added when they are needed."""
+    """A copy of what a policy may not change."""
     values = {f.name: getattr(seq, f.name) for f in dataclasses.fields(seq)}
-    del values["block_hashes"]
     return {name: list(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
