@@ -160,7 +160,6 @@ class Sampling(Task):
             del seq.token_ids[seq.num_prompt + received :]
             del sample.logprobs[received:]
             seq.status = Status.UNQUEUED
-            seq.finish_reason = seq.stop_reason = None
             rules = self.fork_rules if seq.index else self.rules  # `finish` has removed them
             seq.sampling = replace(seq.sampling, rules=rules)
 

@@ -362,6 +362,7 @@ class Scheduler:
         self.block_manager.revert([*ran, *self.waiting, *unfinished])
         for seq in unfinished:
             seq.status, seq.row, seq.decoding = Status.UNQUEUED, -1, False
+            seq.finish_reason = seq.stop_reason = None  # the error may have been in `finish`
             seq.num_placeholders = 0
             if seq.result_kind is ResultKind.TOKEN and seq.num_output:
                 self._finish_if_complete(seq)
@@ -377,9 +378,9 @@ class Scheduler:
         """Finish a sequence in any state. Overwrites an earlier reason."""
         self._leave(seq)
         self.num_unfinished -= seq.status is not Status.FINISHED
-        seq.status = Status.FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
+        seq.status = Status.FINISHED  # after the reasons; see `revert_in_flight`
         # Rules can refer to large objects, and a step in flight may keep the sequence for long.
         seq.sampling = replace(seq.sampling, rules=None)
 
