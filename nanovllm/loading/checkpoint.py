@@ -70,7 +70,8 @@ def find_checkpoint(
     if os.path.exists(path):
         remedy = "give the directory that contains config.json"
         if name.endswith(".gguf"):
-            remedy = f"convert it: nanovllm convert {shlex.quote(name)} {shlex.quote(path.stem)}"
+            command = f"nanovllm convert {shlex.quote(name)} {shlex.quote(path.stem)}"
+            remedy = f"convert it: pip install gguf && {command}"
         raise ValueError(f"{name} is a file; {remedy}")
     named_models = find_optional("features.gguf.named")
     if named_models is not None and (found := named_models.find_named(name)) is not None:
@@ -78,7 +79,7 @@ def find_checkpoint(
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise ValueError(
             f"there is no directory {name!r}; give a local directory, a hub id like "
-            f"'Qwen/Qwen3-0.6B', or {EMBEDDED!r} for the embedded model"
+            f"'Qwen/Qwen3-0.6B', {EMBEDDED!r} for the embedded model, or 'smollm2-135m'"
         )
     path = _download(name, revision, patterns)
     check_files(path, patterns)

@@ -55,14 +55,15 @@ def make_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("nanovllm chat", description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--model", default=EMBEDDED, help="a directory or hub id (%(default)s)")
+    add("--model", default=EMBEDDED, help="a directory, hub id or smollm2-135m (%(default)s)")
     add("--system", metavar="TEXT", help="a system message")
     add("--temperature", type=float, help="0 is greedy (the checkpoint's default)")
     add(
         "--max-tokens",
         type=int,
+        default=2048,
         metavar="N",
-        help="largest number of tokens of an answer (as many as fit)",
+        help="largest number of tokens of an answer (%(default)s)",
     )
     pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
     add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=1")

@@ -235,7 +235,9 @@ def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ValueError, match="is a file"):
         LLM(str(path / "config.json"))
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(ValueError, match=r"convert it: nanovllm convert \S+/model\.gguf model$"):
+    with pytest.raises(
+        ValueError, match=r"convert it: pip install gguf && nanovllm convert \S+/model\.gguf model$"
+    ):
         LLM(str(tmp_path / "model.gguf"))
     with pytest.raises(TypeError, match="model"):
         LLM(3)

@@ -24,14 +24,23 @@ SHARD_BYTES = 2**30
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def convert(source: Path, target: Path, dtype: str = "bfloat16", use_tqdm: bool = True) -> None:
+def convert(
+    source: Path,
+    target: Path,
+    dtype: str = "bfloat16",
+    use_tqdm: bool = True,
+    run_in: str | None = None,
+) -> None:
     """Convert a GGUF file to the directory `target`, which must not exist yet.
+
+    The weights are stored in `dtype`. `run_in` is the dtype in which LLM() computes by default, if
+    it is not `dtype`.
 
     Raises ValueError for a file that is broken or not supported, OSError if it cannot be written.
     `target` appears when it is complete; until then, its name begins with a dot.
     """
     file = GGUF(source)
-    raw = file.config(dtype)
+    raw = file.config(run_in or dtype)
     config = ModelConfig.from_json(raw, source)
     expected = {tensor.name for tensor in Qwen3.on_meta(config).checkpoint_tensors()}
     if wrong := expected ^ file.tensors.keys():

