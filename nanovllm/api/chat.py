@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 # Arguments of apply_chat_template that `render` sets itself.
 RESERVED = {"self", "conversation", "conversations", "messages", "tokenize"}
-# Limits of a template that is passed with a request. The longest contexts of models have a tenth of
-# these characters.
+# Limits of a template that is passed with a request. The text of the longest context of a model has
+# about a tenth of MAX_CHARACTERS.
 MAX_SECONDS = 10
 MAX_CHARACTERS = 2**26
 
@@ -26,7 +26,7 @@ MAX_CHARACTERS = 2**26
 def as_conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> list[Sequence[Message]]:
-    """Return a list of conversations, given one or a list of them."""
+    """Return a list of conversations. `messages` is one conversation, or a list of them."""
     if not isinstance(messages, list | tuple):
         raise TypeError(
             'messages must be a list like [{"role": "user", "content": "..."}], or a list of '
@@ -43,24 +43,24 @@ def render(
     conversation: Iterable[Message],
     tokenizer: Tokenizer,
     variables: dict[str, Any],
-    more: dict[str, Any] | None,
+    overrides: dict[str, Any] | None,
 ) -> str:
     """Return the text of a conversation.
 
-    variables: arguments of `apply_chat_template`: the chat template and its variables.
-    more: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
+    variables: the arguments of `apply_chat_template`, such as a chat template and its variables.
+    overrides: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
 
     A template that is passed with a request may run forever, so it has a time limit.
     """
-    more = {} if more is None else more
-    check_scalar("chat_template_kwargs", more, dict)
-    for name in more:
+    overrides = {} if overrides is None else overrides
+    check_scalar("chat_template_kwargs", overrides, dict)
+    for name in overrides:
         if not isinstance(name, str) or name in RESERVED:
             raise ValueError(
                 f"chat_template_kwargs has {name!r:.80}, which cannot be a variable of a chat "
                 "template; remove it"
             )
-    variables = variables | more
+    variables = variables | overrides
     template = variables.get("chat_template")
     if template is None:
         return render_without_limit(conversation, tokenizer, variables)
@@ -87,8 +87,8 @@ def render_without_limit(
         shown = "the tokenizer's" if template is None else f"{template!r:.80}"
         raise ValueError(
             "the chat template cannot render these messages "
-            f"({type(error).__name__}: {error}); change them, or pass another template "
-            f"with chat_template=..., not {shown}"
+            f"({type(error).__name__}: {error}); change them, or use "
+            f"chat_template=... to replace the template, which is {shown}"
         ) from error
 
 
@@ -99,14 +99,16 @@ def apply(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, An
 
 
 def limit_template(template: str) -> None:
-    """Limit the length of the text that a template returns. Raises ValueError for a power.
+    """Limit the length of the text that a template returns.
 
-    A single power can take hours. Meanwhile no other thread runs, and Ctrl-C has no effect.
+    Raises ValueError if the template has the operator **, because one power of large numbers can
+    take hours. During this time no other thread can run, and Ctrl-C has no effect.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     tokens = [t for t in jinja2.Environment().lex(template) if t[1] != "whitespace"]
     for (*_, before), (_, kind, token) in itertools.pairwise(tokens):
+        # After "(" or ",", ** does not compute a power but unpacks the arguments of a call.
         if kind == "operator" and token == "**" and before not in ("(", ","):
             raise ValueError("the operator ** is not accepted")
     # transformers caches compiled templates, each with its own environment.
@@ -114,14 +116,14 @@ def limit_template(template: str) -> None:
 
 
 def join(parts: Iterable[str]) -> str:
-    """Concatenate the parts of a text. Raises ValueError if it is too long."""
+    """Concatenate the parts of a text. Raises ValueError if the text is too long."""
     kept = []
     size = 0
     for part in parts:
         kept.append(part)
-        size += 1 + len(part)
+        size += 1 + len(part)  # empty parts take memory too
         if size > MAX_CHARACTERS:
-            raise ValueError(f"its text has more than {MAX_CHARACTERS} characters")
+            raise ValueError(f"the text has more than {MAX_CHARACTERS} characters")
     return "".join(kept)
 
 
@@ -163,7 +165,7 @@ def part_text(part: Any) -> str:
 
 
 def takes_parts(tokenizer: Tokenizer, chat_template: str | None) -> bool:
-    """Return whether the chat template renders the text of a content part, and nothing else."""
+    """Return whether the chat template accepts content parts, and renders only their text."""
     parts = [{"type": "text", "text": "probe text", "name": "probe name"}]
     probe: list[Message] = [{"role": "user", "content": parts}]
     try:

@@ -27,22 +27,22 @@ class EngineConfig:
     model: str | os.PathLike[str] = EMBEDDED  # a directory, a hub id or "qwen3-nano"
     _: KW_ONLY
     device: str = "auto"  # "auto": "cuda" if torch finds a GPU, else "cpu"
-    # "auto": on a GPU the checkpoint's; on a CPU bfloat16 if that is fast, else float32.
+    # "auto": the checkpoint's dtype on a GPU. On a CPU, bfloat16 if it is fast, else float32.
     dtype: Dtype = "auto"
     # "int8": linear layers and head are quantized while loading.
     quantization: Annotated[str, "int8"] | None = None
-    tokenizer: str | None = None  # a directory or hub id; None: the model's
+    tokenizer: str | None = None  # a directory or hub id; None: the tokenizer of the model
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only
     seed: Seed = 0  # for requests without a seed, and for load_format="dummy"
 
-    # Fields of config.json with other values, such as rope_scaling for a longer context.
+    # Values that replace fields of config.json, such as rope_scaling for a longer context.
     hf_overrides: Mapping[str, Any] | None = None
 
     # ---- the capacity ----
 
-    # Prompt and output tokens, at least one each. None: the checkpoint's maximum, or as many as fit
-    # into the memory.
+    # Maximum number of prompt and output tokens together, at least one each. None: the maximum of
+    # the checkpoint, or what the memory allows if that is less.
     max_model_len: Annotated[int, 2, math.inf] | None = None
     max_num_seqs: Annotated[int, 1, 2**20] = 256  # sequences that run at a time
     max_num_batched_tokens: Positive = 8192  # the token budget of one step
@@ -50,9 +50,9 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[float, 0, 1] = 0.9
     # Size of the KV cache. None: what the memory allows.
     kv_cache_memory_bytes: Positive | None = None
-    # Blocks for requests. The null block is additional. None: what the memory allows.
+    # Number of KV blocks for requests, without the null block. None: what the memory allows.
     num_kvcache_blocks: Positive | None = None
-    # "auto": `dtype`; "fp8" or "fp8_e4m3": half as large as bfloat16
+    # "auto": the same as `dtype`. "fp8" or "fp8_e4m3": 8 bits, half the size of bfloat16.
     kv_cache_dtype: Annotated[str, "auto", "fp8", "fp8_e4m3"] = "auto"
     # GiB of host memory to which evicted KV blocks are saved.
     swap_space: Annotated[float, 0, math.inf] = 0
@@ -63,8 +63,9 @@ class EngineConfig:
     kvcache_block_size: Annotated[int, 1, 2**20] = 16  # tokens
     enable_prefix_caching: bool = True
     scheduling_policy: Annotated[str, "fcfs", "sjf"] = "fcfs"  # "sjf": shortest job first
-    # Plan and launch a step before the tokens of the previous step are read. None: on a GPU only,
-    # which works while the host plans. On a CPU it would compute an unused token for each sequence.
+    # Whether to plan and launch a step before the tokens of the previous step are read. None: True
+    # on a GPU, where the host plans while the GPU works. False on a CPU, where it would compute an
+    # unused token for each sequence.
     async_scheduling: bool | None = None
     enforce_eager: bool = False  # no CUDA graphs
     # "triton" on a GPU, "numba" on a CPU; "sdpa" anywhere
@@ -75,7 +76,7 @@ class EngineConfig:
     load_format: Annotated[str, "auto", "dummy"] = "auto"
 
     def __post_init__(self) -> None:
-        # A dtype may be torch's own: str(torch.float32) is "torch.float32".
+        # `dtype` may be a torch.dtype: str(torch.float32) is "torch.float32".
         dtype = str(self.dtype).removeprefix("torch.")
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         check_scalars(self)
@@ -89,11 +90,11 @@ class EngineConfig:
             )
         if self.swap_space and not self.enable_prefix_caching:
             raise ValueError(
-                f"swap_space={self.swap_space} needs the prefix cache, which finds the blocks "
-                "again; set swap_space=0 or enable_prefix_caching=True"
+                f"swap_space={self.swap_space} needs the prefix cache, which finds saved "
+                "blocks; set swap_space=0 or enable_prefix_caching=True"
             )
 
     @property
     def rank(self) -> int:
-        """The number of this process among those that share the model. torchrun sets RANK."""
+        """The rank of this process in tensor parallelism. torchrun sets RANK."""
         return int(os.environ["RANK"]) if self.tensor_parallel_size > 1 else 0

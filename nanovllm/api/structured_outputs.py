@@ -1,6 +1,6 @@
-"""StructuredOutputsParams: what the text of an output must be.
+"""StructuredOutputsParams: the format that the text of an output must have.
 
-features/structured.py compiles it to a grammar.
+features/structured.py compiles the format to a grammar.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nanovllm.api.checks import check_scalars, refuse_unknown_fields
 
 # Fields of vLLM that do not exist here, and what to use instead.
 ELSEWHERE = {
-    "disable_additional_properties": "say additionalProperties: false in the schema",
+    "disable_additional_properties": "set additionalProperties to false in the schema",
     "disable_any_whitespace": "JSON is always on one line",
     "disable_fallback": "llguidance is the only backend",
     "structural_tag": "write a grammar of the whole output, with its tags",
@@ -27,16 +27,18 @@ ELSEWHERE = {
 @refuse_unknown_fields("field of StructuredOutputsParams", ELSEWHERE)
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """What the text of an output must be. Exactly one of these fields is given:
+    """The format that the text of an output must have. Set exactly one of these fields:
 
-    json: a JSON schema, as a dict or a string, or a pydantic model: the output is such a value.
-    regex: a regular expression that matches the whole output; no look-around, no back-references.
-    choice: a list of strings, one of which is the output.
-    grammar: a context-free grammar in Lark's notation, with the rule `start`, or in GBNF.
-    json_object: True: the output is any JSON object.
+    json: the output matches this JSON schema. It is a dict, a string or a pydantic model.
+    regex: the whole output matches this regular expression. Look-around and back-references are
+        not supported.
+    choice: the output is one of these strings.
+    grammar: the output matches this context-free grammar in GBNF, or in Lark's notation with the
+        rule `start`.
+    json_object: if True, the output is any JSON object.
 
-    Raises TypeError for a wrong type or an unknown field. Raises ValueError if no field or several
-    are given, or if `json` is not JSON. The grammar itself is compiled, and may be refused, when a
+    Raises TypeError for a wrong type or an unknown field. Raises ValueError if not exactly one
+    field is set, or if `json` is not JSON. The grammar is compiled, and may be refused, when a
     request uses it.
     """
 
@@ -59,7 +61,7 @@ class StructuredOutputsParams:
         self.source()
 
     def source(self) -> tuple[str, str, str]:
-        """Return the field that is given, llguidance's name of its format, and its text."""
+        """Return the name of the field that is set, its format in llguidance, and its text."""
         if self.json is not None:
             return "json", "json_schema", schema_text(self.json)
         if self.regex is not None:
@@ -74,7 +76,7 @@ class StructuredOutputsParams:
             raise TypeError(f"choice must be a list of strings, not {choice!r}")
         if not choice:
             raise ValueError("choice is empty; give at least one string")
-        # As one terminal, because llguidance limits how many rules begin at one position.
+        # The choices form one terminal. llguidance limits the rules that begin at one position.
         strings = " | ".join(json.dumps(text) for text in choice)
         return "choice", "lark", f"start: CHOICE\nCHOICE: {strings}"
 

@@ -36,18 +36,19 @@ class EngineCore:
         self.output_processor = output_processor
         self.async_scheduling = async_scheduling
         self.observer = NO_OBSERVER  # see nanovllm/tools/trace/trace.py
-        # Nothing here refers to this object, so that the last reference to it frees its memory.
+        # A bound method as the argument would form a cycle and delay the release of the memory.
         self._turns = Turns(partial(abort_request, scheduler, output_processor))
 
     def run_step(self) -> None:
         """Plan and launch one step, and commit the steps whose results are due.
 
         With async scheduling, the results of the previous step are due while the device computes
-        this one. If nothing can be launched, the results of all steps in flight are due.
+        the new step. If no step can be launched, the results of all steps in flight are due.
 
-        If another thread is running a step, this only waits for its end. If a step fails, the
-        running sequences return to the waiting queue and the error is raised. The engine remains
-        usable. Ctrl-C is raised when the step is complete. A second Ctrl-C interrupts the runner.
+        If another thread is running a step, this method only waits until that step ends. If a step
+        fails, the error is raised, the running sequences return to the waiting queue, and the
+        engine remains usable. Ctrl-C takes effect when the step is complete. A second
+        Ctrl-C interrupts the runner.
         """
         in_flight = self.scheduler.in_flight
         with self._turns.claim(on_error=self._revert) as turn:
@@ -62,7 +63,7 @@ class EngineCore:
                 self._commit(in_flight[0], turn.interruptible(in_flight[0].get_output))
 
     def _schedule(self) -> InFlightStep | None:
-        """Plan a step, which changes queues and blocks."""
+        """Plan a step. This changes queues and blocks."""
         with self.lock:
             self.observer.begin()
             step = self.scheduler.schedule()
@@ -75,14 +76,14 @@ class EngineCore:
         return step
 
     def _commit(self, step: InFlightStep, output: StepOutput) -> None:
-        """Process the results of a step, which changes sequences and the prefix cache."""
+        """Process the results of a step. This changes sequences and the prefix cache."""
         with self.lock:
             self.observer.begin()
             updated = self.scheduler.commit(step, output.token_ids)
             self.output_processor.process(step, output, updated)
             for request in self.output_processor.failed:
                 if request.task.changes_queues and request.error is not None:
-                    # The error interrupted a change of the queues, which may be in any state.
+                    # The error interrupted a change of the queues. They may be inconsistent.
                     self._revert(request.error)
                     return
             self.output_processor.collect_finished([*updated, *self._finish_ended()])
@@ -96,20 +97,20 @@ class EngineCore:
         return list(endings)
 
     def _revert(self, error: BaseException) -> None:
-        """Restore a state from which all requests can continue, whichever line failed."""
+        """Restore a state from which all requests can continue. Any line may have failed."""
         self.scheduler.revert_in_flight(self.output_processor.rewind())
-        self._finish_ended()  # the failed commit may not have done it
+        self._finish_ended()  # in case the failed commit has not done this
         requests = self.output_processor.requests.values()
         self.output_processor.collect_finished([seq for r in requests for seq in r.seqs])
         self.observer.reverted(error)
 
     @property
     def lock(self) -> "threading.RLock":
-        """Lock of scheduler, requests and results. It is free while the runner works."""
+        """The lock of scheduler, requests and results. It is not held while the runner works."""
         return self._turns.lock
 
     def abort(self, requests: Iterable[Request]) -> None:
-        """End the requests that are unfinished. Never waits; see `Turns.abort`."""
+        """End the requests that have not finished. Does not block; see `Turns.abort`."""
         self._turns.abort(requests)
 
 

@@ -1,10 +1,10 @@
 """OutputProcessor: passes the results of steps to the tasks of requests, and collects outputs.
 
-It owns the requests. A sequence can end for these reasons, which are detected in these places:
+It owns the requests. This table shows why a sequence can end, and which code detects it:
 
     a stop token, or the full length     Scheduler.commit
-    a complete grammar                   Scheduler.commit: COMPLETE is in place of a token
-    no token can be sampled              Scheduler.commit: NO_TOKEN is in place of a token
+    a complete grammar                   Scheduler.commit: the token is COMPLETE
+    no token can be sampled              Scheduler.commit: the token is NO_TOKEN
     a stop string, a computed prompt     the task: `receive` returns an Ending
     an error in its request's data       `process`, which ends all samples of the request
     a beam that is not continued         BeamSearch
@@ -23,8 +23,8 @@ from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Ending
 from nanovllm.plan import RowResult, StepOutput
 
-# The output of a task: a RequestOutput, EmbeddingRequestOutput, ... With a union, every program
-# that runs the loop would have to check the type.
+# The output of a task: a RequestOutput, EmbeddingRequestOutput, ... If this were a union, every
+# program that calls `step` would have to check the type of each output.
 Output: TypeAlias = Any
 NOTHING = RowResult()  # for rows with a token and no other result
 
@@ -34,8 +34,8 @@ class OutputProcessor:
         self.requests: dict[str, Request] = {}
         self.finished: dict[str, Output] = {}  # by request id; not returned by `step` yet
         self.progress = Progress()  # of all requests
-        # The sequences that end with the results of the last step, and the requests for which
-        # processing these results has raised an error.
+        # `ended` has the sequences that end with the results of the last step. `failed` has the
+        # requests for which an error was raised while these results were processed.
         self.ended: dict[Sequence, Ending] = {}
         self.failed: list[Request] = []
 
@@ -50,13 +50,13 @@ class OutputProcessor:
                 metrics.first_scheduled_time = now
 
     def process(self, step: InFlightStep, output: StepOutput, updated: list[Sequence]) -> None:
-        """Pass the results to the tasks. `endings` then returns the sequences that they end."""
+        """Pass the results to the tasks. After this, `endings` returns the sequences to end."""
         self.ended = {}
         self.failed = []
         if step.plan.chunks:
             self._record_first_results(updated)
         for row, error in output.errors.items():
-            if (request := step.seqs[row].request) is not None:  # else it has ended
+            if (request := step.seqs[row].request) is not None:  # None if it has ended
                 self._record_error(request, error)
         results = {step.seqs[row]: result for row, result in output.results.items()}
         for seq in updated:
@@ -81,12 +81,12 @@ class OutputProcessor:
                     request.progress.start(request, seq.num_prompt)
 
     def endings(self) -> dict[Sequence, Ending]:
-        """Return `ended`, and an ending for each sequence of the requests in `failed`."""
+        """Return an ending for each sequence in `ended` and for all sequences of `failed`."""
         return self.ended | {seq: Ending("error") for r in self.failed for seq in r.seqs}
 
     @contextmanager
     def _contain_errors(self, request: Request) -> Iterator[None]:
-        """Record an error that the block raises, so that it ends this request and no other."""
+        """Record an error raised in the `with` block, so that only this request ends."""
         try:
             yield
         except Exception as error:
@@ -101,14 +101,14 @@ class OutputProcessor:
             logger.error("request %s failed", request.request_id, exc_info=error)
 
     def rewind(self) -> list[Sequence]:
-        """Rewind all requests after a step failed at any line. Returns the sequences to run."""
+        """Undo the partial changes of a failed step. Returns the sequences to queue again."""
         seqs: list[Sequence] = []
         for request in self.requests.values():
             seqs += request.task.rewind(request)
         return [seq for seq in seqs if seq.status is not Status.FINISHED]
 
     def collect_finished(self, seqs: list[Sequence]) -> None:
-        """Make the output of each request of `seqs` whose samples have all finished."""
+        """Make the output of each request of `seqs` if all samples of the request have finished."""
         finished = [seq.request for seq in seqs if seq.status is Status.FINISHED]
         for request in dict.fromkeys(finished):
             if request is not None and request.num_unfinished == 0:
@@ -134,7 +134,7 @@ class OutputProcessor:
             if request.stream:
                 request.progress.changed.add(request)
         self.requests.pop(request.request_id, None)
-        # This is last, so that `collect_finished` repeats everything after a failure. A step in
-        # flight refers to its sequences, but must not keep the request in memory.
+        # A step in flight refers to the sequences, but must not keep the request in memory. This
+        # loop is last: after an error, `collect_finished` finds the request again through them.
         for seq in request.seqs:
             seq.request = None

@@ -23,10 +23,10 @@ class Sampling(Task):
     result_kind = ResultKind.TOKEN
 
     def __init__(self, engine: LLMEngine, params: SamplingParams) -> None:
-        """Check the parameters. Raises TypeError or ValueError. May compile a grammar."""
+        """Check the parameters and compile any grammar. Raises TypeError or ValueError."""
         input_processor = engine.input_processor
         input_processor.check_head()
-        self.params = replace(params)  # checks the fields again: they may have changed
+        self.params = replace(params)  # checks the fields, which may have changed
         self.input_processor = input_processor
         self.eos_token_ids = NO_IDS if params.ignore_eos else input_processor.eos_token_ids
         self.stop_token_ids = self.eos_token_ids | frozenset(params.stop_token_ids or ())
@@ -46,7 +46,7 @@ class Sampling(Task):
 
     def start(self, request: Request, token_ids: list[int], max_length: int) -> Sequence:
         params = self.params
-        # Requests without a seed get different seeds. The same engine seed gives the same run.
+        # Requests without a seed get different seeds. The engine's seed makes a run repeatable.
         seed = params.seed
         if seed is None:
             seed = (self.input_processor.seed + 1) * 0x9E3779B97F4A7C15 + request.arrival
@@ -88,7 +88,7 @@ class Sampling(Task):
         return None if sample.detokenizer is None else self._add_text(sample, sample.detokenizer)
 
     def _add_text(self, sample: Sample, detokenizer: Detokenizer) -> Ending | None:
-        """Append the text of the new tokens. Returns an ending if it contains a stop string."""
+        """Append the text of the new tokens. Returns an ending if a stop string is complete."""
         seq, params = sample.seq, self.params
         start = len(sample.text)
         sample.text += detokenizer.add(self.text_ids(seq)[sample.num_detokenized :])
@@ -97,8 +97,8 @@ class Sampling(Task):
             sample.text += detokenizer.flush()
         if params.min_tokens and seq.num_output <= params.min_tokens:
             return None
-        # The stop string that is complete first ends the text, as if characters were added one by
-        # one. If a character completes several stop strings, the first of the list ends the text.
+        # The text ends at the stop string that is complete first, as if characters were added one
+        # by one. If one character completes several stop strings, the first in the list is used.
         matches = [
             (begin + len(stop), stop)
             for stop in params.stop or ()
@@ -111,9 +111,9 @@ class Sampling(Task):
         return Ending("stop", stop)
 
     def text_ids(self, seq: Sequence) -> list[int]:
-        """Return the output tokens that the text contains: no stop token, unless requested."""
-        is_stopped = isinstance(seq.stop_reason, int)  # by a token
-        if is_stopped and not self.params.include_stop_str_in_output:
+        """Return the output tokens to decode, without a stop token unless it is requested."""
+        ends_with_stop_token = isinstance(seq.stop_reason, int)
+        if ends_with_stop_token and not self.params.include_stop_str_in_output:
             return seq.output_ids[:-1]
         return seq.output_ids
 
@@ -125,7 +125,8 @@ class Sampling(Task):
     ) -> dict[int, Logprob]:
         """Return the log-probabilities at a position of the prompt or of the output."""
         first = seq.num_prompt if position >= seq.num_prompt else 0
-        before = seq.token_ids[max(first, position - 4) : position]  # UTF-8: at most 4 bytes
+        # Up to 4 tokens are enough, because a UTF-8 character has at most 4 bytes.
+        before = seq.token_ids[max(first, position - 4) : position]
         return {token: Logprob(p, rank, self._decode(token, before)) for token, p, rank in entry}
 
     def _decode(self, token: int, before: list[int]) -> str | None:
@@ -173,7 +174,7 @@ class Sampling(Task):
         return self._make_output(request, outputs)
 
     def error_output(self, request: Request) -> RequestOutput:
-        # Only the tokens are safe: other data may raise the error again.
+        # Only the tokens are returned, because reading other data may raise the error again.
         outputs = [CompletionOutput(s.index, "", s.output_ids, "error") for s in request.seqs]
         return self._make_output(request, outputs)
 
@@ -213,7 +214,7 @@ class Sampling(Task):
 
 
 def read_stream(request: Request, request_index: int) -> list[StreamOutput]:
-    """Return the output of each sample since the last call; nothing after its finish_reason."""
+    """Return the new output of each sample. A sample with a returned finish_reason has none."""
     task = request.task
     assert isinstance(task, Sampling)
     outputs = []
@@ -224,7 +225,7 @@ def read_stream(request: Request, request_index: int) -> list[StreamOutput]:
             continue
         stops = () if task.params.include_stop_str_in_output else task.params.stop
         if seq.finish_reason is None and stops:
-            # These characters may begin a stop string, which the text leaves out.
+            # The last characters may begin a stop string, which the text does not include.
             end -= max(map(len, stops)) - 1
         text = sample.text[sample.chars_streamed : end] if end > sample.chars_streamed else ""
         logprobs = sample.logprobs[sample.tokens_streamed :]
@@ -248,7 +249,7 @@ def read_stream(request: Request, request_index: int) -> list[StreamOutput]:
 
 
 def prompt_logprobs(request: Request) -> list[dict[int, Logprob] | None] | None:
-    """Return one entry for each prompt token, None for the first; None if not requested."""
+    """Return an entry for each prompt token, or None if not requested. The first entry is None."""
     if request.prompt_logprobs is None:
         return None
     return [None, *request.prompt_logprobs.values()]

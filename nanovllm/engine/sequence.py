@@ -6,12 +6,12 @@ The scheduler and the block manager change it. It is never passed to the runner.
     placeholders                                          [ ] [ ]
     num_computed  -------------------------------------->
 
-A placeholder is a token that a plan in flight samples. Its id has not reached the engine yet.
+A placeholder stands for a token of a step in flight. The engine does not know the token's id yet.
 
-Each step computes tokens that are not computed yet: a whole prompt, a chunk of one, or the last
-sampled token. A token is computed if its KV is in the cache once all plans made so far have run.
+Each step computes the next tokens of a sequence: a whole prompt, a chunk of a prompt, or the last
+sampled token. A token counts as computed if its KV is in the cache after all plans made so far.
 There is no prefill state. `decoding` only says where the next token to compute is stored: in the
-runner's row or, if false, in `token_ids`. A placeholder is stored only in the row.
+runner's row if it is true, else in `token_ids`. A placeholder is stored only in the row.
 """
 
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ from typing import Any
 
 from nanovllm.plan import ResultKind, RowSampling
 
-# Used in place of lists that stay empty in most sequences. A million sequences may wait, and each
-# list takes memory, and time in the garbage collector.
+# The default of lists that stay empty in most sequences. A million sequences may wait, and a list
+# in each would take memory and slow down the garbage collector.
 EMPTY: Any = ()
 
 
@@ -48,31 +48,31 @@ class Sequence:
     # The sequence from which it is forked: the first sample of its request, or a beam.
     parent: "Sequence | None" = None
     forks: list["Sequence"] = EMPTY  # not queued yet
-    num_candidates: int = 0  # how many candidates it yields, if it yields candidates
-    request: Any = None  # the Request that it belongs to, until that has ended
+    num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
+    request: Any = None  # the Request that it belongs to; None after the request has ended
 
     status: Status = Status.UNQUEUED
-    num_placeholders: int = 0  # tokens that plans in flight sample
-    num_computed: int = 0  # tokens whose KV is in the cache once all plans made so far have run
-    # Whether it has a result, such as candidates, and its next token is not chosen yet. If it is
-    # preempted in this state, it is UNQUEUED until that token is appended.
+    num_placeholders: int = 0  # tokens that are sampled by steps in flight
+    num_computed: int = 0  # tokens whose KV is in the cache after all plans made so far
+    # Whether it has yielded a result, such as candidates, and its next token has not been chosen
+    # yet. If it is preempted in this state, it is UNQUEUED until that token is appended.
     awaits_token: bool = False
-    decoding: bool = False  # whether its only uncomputed token is the one that its row sampled last
-    queue_number: int = -1  # of its entry in the waiting queue, if it has one
+    decoding: bool = False  # whether the last token sampled by its row is its only uncomputed token
+    queue_number: int = -1  # number of its entry in the waiting queue, or -1
     row: int = -1
     known_to_runner: bool = False  # whether a plan has contained its NewRow
     preemptions: int = 0
-    num_cached_tokens: int = 0  # prompt tokens from the prefix cache at its first admission
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at its first admission
     finish_reason: str | None = None
-    stop_reason: int | str | None = None  # the token id or string that ended it, if one did
+    stop_reason: int | str | None = None  # the token id or string that ended it, if any
 
     # Maintained by the block manager.
     block_table: list[int] = field(default_factory=list)
     # Whether its next token may be written to a shared or cached block.
     needs_copy_on_write: bool = False
     num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another block
-    parent_serial: int = 0  # serial number of the last cached block, the parent of the next
-    began_after: int = 0  # number of resets of the prefix cache before its first block was computed
+    parent_serial: int = 0  # serial number of its last cached block
+    began_after: int = 0  # resets of the prefix cache before its first block was computed
 
     @property
     def num_output(self) -> int:

@@ -15,16 +15,16 @@ from nanovllm.loading.optional import load_optional
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 
-# The messages of torch's RuntimeError for a failed allocation on a CPU.
+# Parts of the messages of the RuntimeError that torch raises if an allocation on a CPU fails.
 OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 # Device memory left for graph nodes, fragmentation and workspaces of libraries. cuBLAS takes up to
-# 32 MiB for each thread that runs steps, and the profile measures the workspaces of one thread.
+# 32 MiB for each thread that runs steps, and `num_kv_blocks` measures only one thread.
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
 
 
 def num_weights(model: Qwen3) -> int:
-    """Return the number of weights. A tied head counts once."""
+    """Return the number of weights. A head that is tied to the embeddings counts once."""
     return sum(math.prod(tensor.shape) for tensor in model.checkpoint_tensors())
 
 
@@ -47,7 +47,7 @@ class Room:
 
     @cached_property
     def requested_blocks(self) -> int | None:
-        """The number of KV blocks for requests, if an option sets it. None: as many as fit."""
+        """The number of KV blocks for requests, or None if no option sets it."""
         if self.config.num_kvcache_blocks is not None:
             return self.config.num_kvcache_blocks
         size = self.config.kv_cache_memory_bytes
@@ -57,8 +57,8 @@ class Room:
         if num < 1:
             raise ValueError(
                 f"kv_cache_memory_bytes={size:,} has no room for one block: a block of "
-                f"{self.config.kvcache_block_size} tokens takes {self.block_bytes:,} bytes and so "
-                "does the null block; raise it, or lower kvcache_block_size"
+                f"{self.config.kvcache_block_size} tokens takes {self.block_bytes:,} bytes, and "
+                "the null block takes as many; raise it, or lower kvcache_block_size"
             )
         return num
 
@@ -83,7 +83,7 @@ class Room:
         return int(pool.num_host_blocks(self.config, self.block_bytes, free, where))
 
     def check(self, name: str, dtype: torch.dtype) -> None:
-        """Raise ValueError if the model `name` or a size that an option sets does not fit."""
+        """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit."""
         if self.weight_bytes > self.free:
             raise ValueError(
                 f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in "
@@ -95,14 +95,14 @@ class Room:
         size = ((self.requested_blocks or 0) + 1) * self.block_bytes
         if self.requested_blocks is not None and size > self.free:
             raise ValueError(
-                f"a KV cache of {size:,} bytes does not fit the {self.free:,} that are free on "
-                f"{self.device}; lower num_kvcache_blocks, kvcache_block_size or "
+                f"a KV cache of {size:,} bytes does not fit in the {self.free:,} bytes that are "
+                f"free on {self.device}; lower num_kvcache_blocks, kvcache_block_size or "
                 "kv_cache_memory_bytes"
             )
         _ = self.num_host_blocks  # raises ValueError if they do not fit
 
     def fitted_length(self, max_model_len: int, num_blocks: int) -> int:
-        """Return max_model_len, or if no option limits them, the tokens that the blocks hold."""
+        """Return max_model_len. Limit it to the blocks' tokens if no option sets either number."""
         if self.config.max_model_len is not None or self.requested_blocks is not None:
             return max_model_len
         return min(max_model_len, num_blocks * self.config.kvcache_block_size)
@@ -111,8 +111,8 @@ class Room:
         """Return the number of KV blocks for requests. Call it after the weights are loaded.
 
         On a GPU, the largest steps are run to measure their scratch memory. The sum over the steps
-        is reserved, because graphs use a separate memory pool. Raises ValueError if there is no
-        room for the shortest request or, on a GPU, for a request of the option max_model_len.
+        is reserved, because graphs use a separate memory pool. Raises ValueError if the shortest
+        request does not fit. On a GPU, a request of max_model_len must fit if that option is set.
         """
         config, block_bytes = self.config, self.block_bytes
         scratch = 0
@@ -130,8 +130,8 @@ class Room:
                 "or raise gpu_memory_utilization"
             )
         else:
-            # Half is left for activations and for other processes. The swap space of all ranks
-            # still counts as free memory, because it is not written yet.
+            # Half is left for activations and for other processes. The swap space of all ranks is
+            # subtracted, because the system counts it as free until it is written.
             swap = int(config.swap_space * 2**30) * config.tensor_parallel_size
             size = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
             size //= config.tensor_parallel_size
@@ -151,9 +151,9 @@ class Room:
 def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan]:
     """Yield the plans that need the most memory and together use every kernel variant.
 
-    These are a decode of all rows with rules, a decode of one row, and chunks with the most tokens
-    in the most rows, with all tokens scored. The decodes come first: they start at position 0, and
-    after the chunks a row may be full.
+    The first plan decodes all rows with rules, and the second decodes one row. The third computes
+    as many tokens in as many rows as possible, and scores all of them. It is last, because a row
+    may be full after it, and a decode needs a free position.
     """
     num_seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     num_rows = min(num_seqs, budget)
@@ -197,7 +197,7 @@ def free_memory(device: torch.device, ranks: int = 1) -> int:
 def _cuda_room(room: Room, scratch: int) -> tuple[int, str]:
     """Return (bytes that the KV cache may take, explanation). Call it after loading the weights."""
     free, total = free_memory(room.device), torch.cuda.mem_get_info(room.device)[1]
-    weights = room.free - free  # what was taken before that belongs to other processes
+    weights = room.free - free  # memory that was not free at first belongs to other processes
     utilization = room.config.gpu_memory_utilization
     size = max(0, min(int(utilization * total) - weights, free - CUDA_MARGIN) - scratch)
     gib = 2**30

@@ -1,6 +1,6 @@
 """Imports optional modules of the package by name, when they are needed.
 
-Each of the folders backends, features, tools and lessons can be deleted, as a whole or in part.
+The folders backends, features, tools and lessons, or parts of them, can be deleted.
 """
 
 import importlib

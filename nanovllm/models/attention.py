@@ -1,7 +1,8 @@
 """Paged attention in plain torch. It runs on every device and is the reference for every kernel.
 
-PlainAttention owns the KV cache [layers, 2, blocks, K, B, D]: keys, then values, of K KV heads, in
-B slots per block. The slots of one head in a block are contiguous. An unwritten slot may contain
+PlainAttention owns the KV cache [layers, 2, blocks, K, B, D]. Index 0 of the second dimension has
+the keys, and index 1 the values. K is the number of KV heads, B the number of slots in a block, and
+D the size of a head. The slots of one head in a block are contiguous. An unwritten slot may contain
 anything, including NaN, and never affects a result. models/fp8.py describes the fp8 cache. T is the
 number of tokens of the step, and H the number of query heads.
 """
@@ -23,10 +24,10 @@ from nanovllm.models.layers import Norms, Rope, rms_norm, rotate
 class SequenceMetadata(NamedTuple):
     """The queries of one sequence of the step, and the location of its keys and values."""
 
-    tokens: slice  # its Q tokens among the tokens of the step
+    tokens: slice  # the indices of its Q tokens in the step
     blocks: Tensor  # [n] int32, the blocks of its context
     context_len: int
-    num_keys: int  # L: context_len and padding; no query attends to the padding
+    num_keys: int  # L, which is context_len plus padding that no query attends to
     mask: Tensor | None  # [Q, L] bool, true if a query attends to a key; None if `is_causal`
     is_causal: bool  # query i attends to keys 0 to i
 
@@ -53,7 +54,7 @@ class PlainAttention:
         self.cache = self.allocate(shape, FP8 if fp8_scales else dtype, device)
         self.block_size, self.dtype, self.eps = block_size, dtype, config.rms_norm_eps
         self.qkv_heads = [config.num_heads, heads, heads]
-        # On the host: a captured launch contains these numbers, and no kernel loads them.
+        # Python floats, so that a captured launch contains them and no kernel has to load them.
         self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
 
     @staticmethod
@@ -72,19 +73,19 @@ class PlainAttention:
         context_len = int(batch.context_lens[i])
         num_keys = -(-context_len // self.key_padding) * self.key_padding
         device = batch.block_tables.device
-        # Padding can exceed the block table. It repeats the last block and is not attended to.
+        # The padding can exceed the block table. The last block is repeated in its place.
         index = torch.arange(-(-num_keys // self.block_size), device=device)
         blocks = batch.block_tables[i, index.clamp(max=(context_len - 1) // self.block_size)]
         is_causal = num_queries == context_len
         mask = None
-        if not is_causal:  # the queries have the last positions of the context
+        if not is_causal:  # the queries are the last tokens of the context
             query_positions = torch.arange(context_len - num_queries, context_len, device=device)
             mask = torch.arange(num_keys, device=device) <= query_positions[:, None]
         tokens = slice(start, end)
         return SequenceMetadata(tokens, blocks, context_len, num_keys, mask, is_causal)
 
     def read_blocks(self, layer: int, blocks: Tensor) -> Tensor:
-        """Copy keys and values of `blocks` [n] -> [2, K, n * B, D]. fp8 scales are not applied."""
+        """Copy keys and values of `blocks` [n] -> [2, K, n * B, D], without the fp8 scales."""
         kv = self.cache[layer].transpose(1, 2)  # [2, K, blocks, B, D]
         # `kv[:, :, blocks]` takes several times as long on a CPU.
         return kv.index_select(2, blocks).flatten(2, 3).to(self.dtype)
@@ -94,8 +95,8 @@ class PlainAttention:
     ) -> Tensor:
         """Normalize and rotate q and k, and store k and v.
 
-        A backend may overwrite `qkv` [T, (H + 2K) D], and returns what its `attend` takes: here
-        q [T, H, D].
+        The shape of `qkv` is [T, (H + 2K) D]. A backend may overwrite it. Returns the argument of
+        `attend`, which is q [T, H, D] in this class.
         """
         q, k, v = qkv.unflatten(-1, (sum(self.qkv_heads), -1)).split(self.qkv_heads, dim=1)
         if norms is not None:

@@ -37,13 +37,13 @@ class Backend:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return an uninitialized weight."""
-        # The defaults of torch are not changed, because they also apply to other threads.
+        # dtype and device are arguments, because torch's defaults also apply to other threads.
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def make_weight(self, outputs: int, inputs: int) -> Any:
-        """Return the weight of a Linear: a tensor [O, I], or an object that is used like one.
+        """Return the weight of a Linear: a tensor [O, I], or an object with part of its interface.
 
-        Such an object has `shape`, `nbytes`, `split` and `copy_`, and is indexed by rows.
+        This part is `shape`, `nbytes`, `split`, `copy_` and indexing by rows.
         """
         return self.empty(outputs, inputs)
 
@@ -64,7 +64,7 @@ class Backend:
     # ---- steps ----
 
     def fuse_layers(self, model: Any, attention: Any) -> Any:
-        """Return an object with `forward` and `logits` of `model` in fewer calls, or None."""
+        """Return a faster object with the methods `forward` and `logits` of `model`, or None."""
         return None
 
     def capture_decode(

@@ -16,7 +16,7 @@ MASKED = float("-inf")  # the logit of a token that is never drawn
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Sample from logits [R, V] -> token ids [R] int64. Temperature 0: the most likely token.
+    """Sample from logits [R, V] -> token ids [R] int64. At temperature 0, take the largest logit.
 
     Every sampler returns -1 for a row with a NaN or +inf logit, or with only -inf logits (masked).
     """
@@ -29,7 +29,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def draw(logits: Tensor, u: Tensor) -> Tensor:
-    """Return the first tokens [R] at which cumulative probabilities of logits [R, V] exceed u."""
+    """Return the first token of each row of logits [R, V] with cumulative probability > u [R]."""
     probs = logits.softmax(dim=-1, dtype=torch.float64)
     # On a GPU, rounding can raise the sum at a token of probability 0, which must not be drawn.
     cumulative = probs.cumsum(dim=-1).masked_fill(probs == 0, 0)
@@ -45,7 +45,7 @@ def filtered_logits(
 ) -> Tensor:
     """Return (logits - maximum) / temperature [R, V] float32, MASKED for filtered tokens."""
     logits = logits.float()
-    # The maximum is subtracted first, because a tiny temperature could make it overflow.
+    # The maximum is subtracted first, because dividing it by a tiny temperature can overflow.
     logits = logits - logits.amax(dim=-1, keepdim=True)
     # The kernels clamp too, because they need a finite float32 reciprocal of the temperature.
     logits = logits / batch.temperature.clamp(min=1.2e-38)[:, None]
@@ -62,14 +62,16 @@ def keep_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the fewest tokens whose probabilities sum to p or more, and tokens as likely as the last
-    of these tokens (nucleus sampling, Holtzman et al. 2019, arXiv:1904.09751). p = 1 keeps all.
+    """Mask all but the fewest tokens whose probabilities sum to p or more. p = 1 keeps all.
+
+    Tokens as likely as the least likely of these are kept too. This is nucleus sampling (Holtzman
+    et al. 2019, arXiv:1904.09751).
     """
     probs = logits.softmax(dim=-1)
     ordered = probs.sort(dim=-1, descending=True).values
     before = ordered.cumsum(dim=-1) - ordered  # the total probability of more likely tokens
-    kept = (before < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)
-    threshold = ordered.gather(1, kept - 1)
+    num_kept = (before < top_p[:, None]).sum(dim=-1, keepdim=True).clamp(min=1)
+    threshold = ordered.gather(1, num_kept - 1)
     return logits.masked_fill((probs < threshold) & (top_p < 1)[:, None], MASKED)
 
 

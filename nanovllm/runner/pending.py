@@ -13,9 +13,9 @@ from nanovllm.plan import COMPLETE, Chunk, RowResult, StepOutput
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Any]:
-    """Start a copy to the host. Returns a function that waits for it and returns a list."""
+    """Start a copy to the host. The returned function waits for it and returns a list."""
     if tensor.device.type != "cuda":
-        return tensor.clone().tolist  # the next replay of a graph may overwrite it
+        return tensor.clone().tolist  # a copy, because the next replay of a graph may overwrite it
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()
@@ -32,17 +32,20 @@ def start_copy(tensor: Tensor) -> Callable[[], Any]:
 class PendingOutput:
     """The output of a step, as functions that wait for copies from the device."""
 
-    token_ids: Callable[[], list[int]] = list  # no tokens by default
+    token_ids: Callable[[], list[int]] = list  # `list` returns no tokens
     hidden_rows: list[int] = field(default_factory=list)
     hidden_states: Callable[[], list[list[float]]] = list  # of `hidden_rows`
     candidate_rows: list[tuple[int, int]] = field(default_factory=list)  # (row, k): k candidates
     candidates: Callable[[], list[list[float]]] = list  # log-probabilities, then token ids
-    # (index among the tokens, row, number of log-probabilities), and the result of token_logprobs.
+    # (index in token_ids, row, number of log-probabilities). `logprobs` returns the results of
+    # token_logprobs for these tokens.
     reported: list[tuple[int, int, int]] = field(default_factory=list)
     logprobs: Callable[[], list[list[float]]] = list
     errors: dict[int, Exception] = field(default_factory=dict)  # as in StepOutput
-    completed: list[int] = field(default_factory=list)  # indices of tokens with a complete grammar
-    # (chunk, number of log-probabilities), and results of token_logprobs for all targets.
+    # Indices in token_ids of the rows whose grammar is complete.
+    completed: list[int] = field(default_factory=list)
+    # (chunk, number of log-probabilities). The functions in `prompt_parts` together return the
+    # results of token_logprobs for the targets of all these chunks.
     prompts: list[tuple[Chunk, int]] = field(default_factory=list)
     prompt_parts: list[Callable[[], list[list[float]]]] = field(default_factory=list)
 
@@ -59,7 +62,7 @@ class PendingOutput:
             results[row].logprobs = unpack_logprobs(packed, token_ids[i], k)
         all_packed = (packed for part in self.prompt_parts for packed in part())
         for chunk, k in self.prompts:
-            # zip stops after the last target.
+            # The targets are first: zip stops after the last one and takes no result too many.
             entries = zip(chunk.logprob_targets, all_packed, strict=False)
             result = results[chunk.row]
             result.prompt_logprobs = [unpack_logprobs(p, token, k) for token, p in entries]

@@ -23,7 +23,7 @@ from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
 @dataclass(slots=True)
 class StepBatch:
-    """A plan as tensors. R of its S sequences sample a token.
+    """A plan as tensors. The plan has S sequences, and R of them sample a token.
 
     Consecutive decode steps of the same rows share one StepBatch. Only `forward_batch`, `rules` and
     the positions of `sampling_batch` change.
@@ -37,7 +37,7 @@ class StepBatch:
     logits_indices: Tensor  # [R] int64
     sampling_rows: Tensor  # [R] int64
     sampling_batch: SamplingBatch
-    num_decodes: int  # one-token sequences at the end: decodes, and chunks just before them
+    num_decodes: int  # number of consecutive one-token sequences at the end, chunks included
     forward_batch: ForwardBatch = field(init=False)
     rules: RulesBatch | None = None
 
@@ -82,12 +82,12 @@ class Rows:
         step = self.step
         rows, num_chunks = step.rows, len(chunks)
         context_lens = self.positions[rows]
-        positions, token_rows = context_lens - 1, rows  # a decode computes its last position
+        positions, token_rows = context_lens - 1, rows  # a decode computes only its last position
         if chunks:
             spans = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
             positions = np.concatenate((*spans, positions[num_chunks:]))
             token_rows = np.repeat(rows, step.query_lens)
-        known, sent_positions, slots, lens, tables, sampling_positions = self.send(
+        chunk_tokens, sent_positions, slots, lens, tables, sampling_positions = self.send(
             np.array([token for c in chunks for token in c.token_ids], np.int64),
             positions,
             self.slots(self.block_tables, token_rows, positions),
@@ -97,7 +97,7 @@ class Rows:
         )
         last = self.last_tokens[step.sampling_rows[len(step.sampling_rows) - len(decode_rows) :]]
         step.forward_batch = ForwardBatch(
-            input_ids=torch.cat((known, last)) if chunks else last,
+            input_ids=torch.cat((chunk_tokens, last)) if chunks else last,
             positions=sent_positions,
             slot_mapping=slots,
             query_start_loc=step.query_start_loc,
@@ -116,7 +116,7 @@ class Rows:
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Record the sampled tokens of `rows` [R], which are the inputs of their next step.
 
-        Returns the tokens, with 0 in place of -1, which means no token (models/sampler.py).
+        Returns the tokens. Each -1, which means that no token can be sampled, is replaced by 0.
         """
         self.last_tokens[rows] = tokens = tokens.clamp(min=0)
         return tokens
@@ -143,7 +143,7 @@ class Rows:
             self.seeds[sampling_rows],
             *params,
         )
-        # `build` sets the positions; the rows have the right shape until then.
+        # `build` sets the positions. Until then, the rows take their place with the same shape.
         sampling = sampling_batch(sent_params, seeds, positions=sent_rows)
         is_random = params[0] > 0
         sampling.all_greedy = not is_random.any()
@@ -151,7 +151,7 @@ class Rows:
             if not (is_random & (values != off)).any():
                 del sampling.filters[name]
         return StepBatch(
-            # A step with chunks must not be reused: [] never equals a decode plan's rows.
+            # [] prevents `build` from reusing a step with chunks: a decode plan has rows.
             decode_rows=[] if chunks else plan.decode_rows,
             rows=rows,
             query_lens=query_lens,

@@ -36,8 +36,8 @@ def convert(
     The weights are stored in `dtype`. `run_in` is the dtype in which LLM() computes by default, if
     it is not `dtype`.
 
-    Raises ValueError for a file that is broken or not supported, OSError if it cannot be written.
-    `target` appears when it is complete; until then, its name begins with a dot.
+    Raises ValueError if the file is broken or not supported, and OSError if `target` cannot be
+    written. The directory has a temporary name, which begins with a dot, until it is complete.
     """
     file = GGUF(source)
     raw = file.config(run_in or dtype)
@@ -60,7 +60,7 @@ def convert(
         bar = tqdm(weights, f"Converting {source.name}", len(expected), disable=not show)
         save_weights(bar, temporary)
         temporary.chmod(0o755)
-        temporary.rename(target)  # fails if another process has made it meanwhile
+        temporary.rename(target)  # fails if another process has made `target`
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -74,9 +74,9 @@ def save_weights(weights: Iterable[tuple[str, Tensor]], directory: Path) -> None
         path = directory / f"model-{len(set(weight_map.values())):05}.safetensors"
         try:
             save_file(shard, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # for example, the disk is full
+        except SafetensorError as error:  # for example if the disk is full
             raise OSError(f"{path} cannot be written: {error}") from None
-        path.chmod(0o644)  # as the other files
+        path.chmod(0o644)  # the same permissions as the other files
         weight_map.update(dict.fromkeys(shard, path.name))
         shard.clear()
 

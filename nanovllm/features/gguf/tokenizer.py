@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file.
 
-transformers makes it from the tokens and merges of the file, but ignores `tokenizer.ggml.pre`, the
-name of a rule that splits a text before the merges. The differences are corrected here. All names
-that are not listed are refused, because a wrong split gives other tokens without an error.
+transformers makes it from the tokens and merges of the file, but ignores `tokenizer.ggml.pre`. This
+field names the rule that splits a text before the merges. This module applies the rule. Names that
+are not listed here are refused, because a wrong rule would give wrong tokens without an error.
 `tests/scripts/gguf_tokenizers.py` compares the results with the original tokenizers.
 """
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from nanovllm.features.gguf.reader import GGUF
 
 # Names of `tokenizer.ggml.pre` for byte-level BPE, which GGUF calls "gpt2".
-DIGITS = {"smollm", "starcoder", "refact"}  # each digit is split off
-WHOLE_TOKENS = {"llama-bpe"}  # a word that is a token needs no merges
-AS_READ = {"qwen2", "deepseek-r1-qwen", "gpt-2"}
+DIGITS = {"smollm", "starcoder", "refact"}  # each digit is split from its neighbors
+WHOLE_TOKENS = {"llama-bpe"}  # a word that is a token is not built by merges
+AS_READ = {"qwen2", "deepseek-r1-qwen", "gpt-2"}  # transformers reads these correctly
 SPOT_CHECKS = 500  # tokens whose ids are compared
 
 
@@ -33,7 +33,7 @@ def read_tokenizer(file: GGUF) -> Any:
         known = ", ".join(sorted(DIGITS | WHOLE_TOKENS | AS_READ))
         raise ValueError(
             f"{file.path} has a tokenizer of the kind {kind!r} with the pre-tokenizer {pre!r}, "
-            f"which is not supported; supported are llama, and gpt2 with {known}"
+            f"which is not supported; supported are llama, and gpt2 with one of {known}"
         )
     tokenizer = load(file.path)
     tokens = file.field("tokenizer.ggml.tokens")
@@ -76,7 +76,7 @@ def load(path: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    except Exception as error:  # of many types
+    except Exception as error:  # transformers raises errors of many types
         raise ValueError(
             f"transformers cannot read the tokenizer of {path}: {error!r:.300}"
         ) from error

@@ -1,9 +1,9 @@
-"""Tensor parallelism: each rank, a process with a device, has a part of every layer and the cache.
+"""Tensor parallelism: each rank is a process with a part of every layer and of the KV cache.
 
 torchrun starts the script once for each rank. All ranks make the same engine, add the same requests
 and plan the same steps, because the scheduler has no clock and a random number is a function of
 (seed, position). There is therefore no controller, and no plan is sent. The model is divided as in
-Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). For N ranks, T tokens and R rows that sample:
+Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053). With N ranks, T tokens and R sampling rows:
 
     embedding   V / N rows: each rank looks up the tokens in its rows         all-reduce of [T, E]
     layer       q, k, v: the rows of H / N and K / N heads
@@ -17,7 +17,7 @@ features/tensor_parallel/shards.py selects its slices of the checkpoint, and thi
 results. All ranks have the same logits, and sample the same tokens from them.
 
 Ranks that run different steps would wait for each other forever or mix their results. Before each
-step they therefore compare a hash of its plan and of the last tokens.
+step they therefore compare a hash of the plan and of the tokens of the last step.
 """
 
 import itertools
@@ -44,13 +44,13 @@ from nanovllm.models.weights import CheckpointTensor
 from nanovllm.plan import Runner, StepOutput, StepPlan
 from nanovllm.runner.single_rank import SingleRank
 
-# If a rank is idle for this long, the others end. If it fails or is killed, they end at once.
+# If a rank is idle for this long, the others fail. If it fails or is killed, they fail at once.
 TIMEOUT = timedelta(minutes=5)
 DOWNLOAD_TIMEOUT = timedelta(days=1)  # for ranks that wait while rank 0 downloads
 
 
 class Ranks(SingleRank):
-    """The connections of this rank to the others: one between hosts, one between devices."""
+    """The connections of this rank to the others: `host` between CPUs, `device` between devices."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Connect. Raises RuntimeError if options differ between ranks or a rank is missing.
@@ -92,7 +92,7 @@ class Ranks(SingleRank):
         return torch.cat(parts, dim=-1)
 
     def smallest(self, number: int) -> int:
-        """Return the smallest `number` of all ranks."""
+        """Return the minimum of `number` over all ranks."""
         smallest = torch.tensor(number, device="cpu")
         self._call(dist.all_reduce, smallest, dist.ReduceOp.MIN, group=self.host)
         return int(smallest)
@@ -145,15 +145,15 @@ class Ranks(SingleRank):
     @contextmanager
     def rank_0_first(self) -> Iterator[None]:
         """Run the block on rank 0, and then on the other ranks."""
-        patient = dist.new_group(backend="gloo", timeout=DOWNLOAD_TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=DOWNLOAD_TIMEOUT)
         if self.rank > 0:
-            self._call(dist.barrier, patient)
+            self._call(dist.barrier, group)
         try:
             yield
         finally:
             if self.rank == 0:
-                self._call(dist.barrier, patient)
-            dist.destroy_process_group(patient)
+                self._call(dist.barrier, group)
+            dist.destroy_process_group(group)
 
     @contextmanager
     def leave_if_it_fails(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class Ranks(SingleRank):
             raise
 
     def leave(self) -> None:
-        """Disconnect from the other ranks, unless already done. Does not wait for them."""
+        """Disconnect from the other ranks without waiting for them. A second call does nothing."""
         if self.is_connected:
             self.is_connected = False
             if dist.is_initialized():  # else the script has destroyed all groups
@@ -178,15 +178,15 @@ class Ranks(SingleRank):
             if self.is_connected:
                 function(*args, **kwargs)
                 return
-        except BaseException as error:  # also Ctrl-C, after which the others must not wait
+        except BaseException as error:  # also Ctrl-C: the others must not wait
             self.leave()
             if not isinstance(error, RuntimeError):
                 raise
             reason = error
         raise RuntimeError(
             f"rank {self.rank} is disconnected from the other ranks: a rank failed, was "
-            f"stopped, ended its script, or made no step for {TIMEOUT.seconds} s, and its own "
-            "error says why; start the script again"
+            f"stopped, ended its script, or made no step for {TIMEOUT.seconds} s; the error "
+            "of that rank says why; start the script again"
         ) from reason
 
 
@@ -198,9 +198,9 @@ def check_options(config: EngineConfig) -> None:
             f"device={config.device!r} would be the GPU of all {size} ranks; use 'cuda', and each "
             "takes the GPU of its LOCAL_RANK"
         )
-    started = os.environ.get("WORLD_SIZE", "1")
-    if started != str(size) or "RANK" not in os.environ:
-        problem = "RANK is not set" if started == str(size) else f"WORLD_SIZE is {started}"
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != str(size) or "RANK" not in os.environ:
+        problem = "RANK is not set" if world_size == str(size) else f"WORLD_SIZE is {world_size}"
         script = os.path.basename(sys.argv[0]) or "script.py"
         raise ValueError(
             f"tensor_parallel_size={size} needs {size} processes, and {problem}; start them with: "

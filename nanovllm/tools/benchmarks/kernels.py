@@ -1,7 +1,8 @@
 """Measures each Triton kernel as a fraction of the GPU's copy bandwidth or matmul rate.
 
 A CUDA graph contains all calls, so launches cost nothing. The inputs of all calls together are
-larger than the L2 cache. SDPA, torch's attention, gets the same lengths in a contiguous KV cache.
+larger than the L2 cache. Attention is also measured with torch's SDPA, which reads a contiguous KV
+cache with sequences of the same lengths.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
 
 Layer: Any = SimpleNamespace  # takes the place of a Linear
-# The sizes of Qwen3-0.6B, and a number of rows.
+# The sizes of Qwen3-0.6B, and the number of rows of the pointwise kernels and the sampler.
 H, K, D, BLOCK, HIDDEN, FFN, VOCAB, ROWS = 16, 8, 128, 16, 1024, 3072, 151_936, 256
 L2_BYTES = 512 << 20
 data: Any = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
@@ -42,13 +43,13 @@ def main() -> None:
     matmul = seconds([lambda: a @ b])
     peaks = {"GB/s": (4 << 29) / copy / 1e9, "TFLOP/s": 2 * 8192**3 / matmul / 1e12}
     lines = [", ".join(f"{rate:,.0f} {unit}" for unit, rate in peaks.items()) + " at most"]
-    lines += [f"{'kernel':34}{'us':>10}{'rate':>17}{'of that':>9}{'torch SDPA us':>15}"]
-    for name, work, unit, calls, dense in tqdm(cases(), desc="Kernels"):
+    lines += [f"{'kernel':34}{'us':>10}{'rate':>17}{'of peak':>9}{'torch SDPA us':>15}"]
+    for name, work, unit, calls, torch_calls in tqdm(cases(), desc="Kernels"):
         time = seconds(calls)
-        other = f"{1e6 * seconds(dense):15.1f}" if dense else ""
+        torch_time = f"{1e6 * seconds(torch_calls):15.1f}" if torch_calls else ""
         rate = work / time / (1e9 if unit == "GB/s" else 1e12)
         share = rate / peaks[unit]
-        lines.append(f"{name:34}{1e6 * time:10.1f}{rate:9,.0f} {unit:7}{share:9.0%}{other}")
+        lines.append(f"{name:34}{1e6 * time:10.1f}{rate:9,.0f} {unit:7}{share:9.0%}{torch_time}")
     print(f"\n{torch.cuda.get_device_name()}: " + "\n".join(lines))
 
 
@@ -64,13 +65,13 @@ def seconds(calls: list[Callable[[], object]]) -> float:
 
 
 def cache_dtypes() -> list[torch.dtype]:
-    """Return the dtypes of the cache that Triton can convert on this GPU."""
+    """Return the dtypes of a KV cache that Triton kernels can read on this GPU."""
     has_fp8 = torch.version.hip or torch.cuda.get_device_capability() >= (8, 9)
     return [torch.bfloat16, FP8] if has_fp8 else [torch.bfloat16]
 
 
 def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
-    """Yield (name, bytes to move or FLOPs, their unit, calls, calls of SDPA)."""
+    """Yield (name, bytes moved or FLOPs, unit of the rate, calls, calls of torch or [])."""
     gpu = GpuInfo.of(torch.device("cuda"))
     dense = partial(sdpa, enable_gqa=True)
     rest: tuple[Any, ...]
@@ -112,7 +113,7 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
 
     shapes = ((4096, HIDDEN), (HIDDEN, FFN), (VOCAB, HIDDEN))
     for (outputs, inputs), rows in product(shapes, (1, 16, 64, 256)):
-        # SDPA's column has torch's product with weights in bfloat16.
+        # In place of SDPA, the table shows torch's linear with weights in bfloat16.
         shape = -(-L2_BYTES // (outputs * inputs)), outputs, inputs
         values = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
         x, scale, bf16 = data(rows, inputs), data(outputs).float(), torch.bfloat16
@@ -129,7 +130,7 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
     off = SamplingBatch(0.6 * row, ids, ids, {"top_k": 0 * ids, "top_p": row, "min_p": 0 * row})
     filters = {"top_k": 0 * ids + 50, "top_p": 0.95 * row, "min_p": 0 * row}
     on = SamplingBatch(0.6 * row, ids, ids, filters)
-    # The width of the input, the values moved per row, the kernel.
+    # name: (values of the input per row, values moved per row, kernel)
     table: dict[str, tuple[int, int, Callable[[Any], object]]] = {
         "add, RMSNorm": (2 * HIDDEN, 4 * HIDDEN, lambda x: add(*x.view(2, ROWS, -1), w, 1e-6)),
         "SiLU, multiply": (2 * FFN, 3 * FFN, silu_and_mul),
@@ -138,7 +139,7 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         "sampler, top-k 50, top-p": (VOCAB, VOCAB, lambda x: sample(x, on)),
     }
     if FP8 in cache_dtypes():
-        # The cache takes half of the bytes.
+        # A stored key or value takes one byte, which is half of a bfloat16.
         fp8, stored = kv.to(FP8), 2 * width - K * D
         table["norm, rotary, fp8 KV store"] = (
             width,

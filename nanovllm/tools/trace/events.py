@@ -6,7 +6,7 @@ An event contains what has changed since the previous event. `State.apply` repla
     plan 1, commit 1, plan 2, commit 2, plan 3, ...     each plan begins a step of the trace
     plan 1, plan 2, commit 1, plan 3, commit 2, ...     with async scheduling
 
-Sequences are numbered in the order in which they appear, steps from 1.
+Sequences are numbered from 0 in the order in which they appear. Steps are numbered from 1.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import TypedDict
 
 
 class Event(TypedDict, total=False):
-    """What changed. A missing `running`, `waiting`, `decodes` or `receivers` is unchanged."""
+    """What changed. `running`, `waiting`, `decodes` and `receivers` are missing if unchanged."""
 
     # One of these four says what happened.
     plan: int  # the number of the step that was planned
     commit: int  # the step whose tokens were read
     failed: str  # the error that reverted all steps in flight
-    ended: str  # the `with` block ended, with this error or ""
+    ended: str  # the error that ended the `with` block, or "" for no error
 
-    # Microseconds since the trace began. For a plan: start and end of `schedule`, then the launch.
-    # For a commit: when the tokens arrived, then its end.
+    # Microseconds since the trace began. A plan has three times: the start of `schedule`, its end,
+    # and the launch. A commit has two: the arrival of the tokens, and the end of the commit.
     time: list[int]
-    # Sequences: name, prompt tokens, known token ids, computed tokens, parent or -1.
+    # New sequences: name, number of prompt tokens, known token ids, number of computed tokens, and
+    # the number of the parent or -1.
     new: list[tuple[str, int, list[int], int, int]]
     running: list[int]  # in order of admission
     waiting: list[int]  # in the order of the queue
-    # Sequence, number of unchanged blocks at the start of its block table, the blocks after them.
+    # Changed block tables: sequence, number of unchanged blocks at the start, and all later blocks.
     tables: list[list[int]]
     cached: list[int]  # blocks that entered or left the prefix cache
     preempted: list[int]
@@ -52,8 +53,8 @@ class Event(TypedDict, total=False):
     # For a commit only.
     tokens: list[int]  # -1 if no token could be sampled
     receivers: list[int]  # the sequences that got these tokens
-    # For requests with `logprobs`: the sequence, the rank of its token (1 is the most likely), then
-    # (token, probability) of that token and of the most likely other tokens.
+    # For requests with `logprobs`: sequence, rank of its token (1 is the most likely), and pairs
+    # (token, probability). The first pair is for its token. The most likely other tokens follow.
     likely: list[tuple[int, int, list[tuple[int, float]]]]
     dropped: list[int]  # sequences that ended before their token was read
 
@@ -65,14 +66,14 @@ class SeqState:
     name: str
     num_prompt: int
     tokens: list[int]  # known token ids
-    computed: int  # tokens with KV, after the steps planned so far
+    computed: int  # tokens whose KV is in the cache after all plans so far
     parent: int  # the sequence that it is forked from, or -1
     lost: int = 0  # the largest `computed` that a preemption discarded
     table: list[int] = field(default_factory=list)
 
     def kind(self, start: int) -> str:
         """Return what a plan computes from position `start` on: "prompt", "decode" or "again"."""
-        # If there is output, only its last token has not been computed before.
+        # A sequence with output has computed all tokens but the last at least once.
         has_output = len(self.tokens) > self.num_prompt
         if start >= max(self.num_prompt, len(self.tokens) - 1):
             return "decode"
@@ -92,7 +93,7 @@ class State:
     receivers: list[int] = field(default_factory=list)  # of the last commit
 
     def apply(self, event: Event) -> None:
-        """Change the state by an event."""
+        """Apply the changes of an event to the state."""
         for name, num_prompt, tokens, computed, parent in event.get("new", ()):
             self.seqs.append(SeqState(name, num_prompt, list(tokens), computed, parent))
         self.ran_before = self.running
@@ -118,7 +119,7 @@ class State:
                     self.seqs[number].tokens.append(token)
 
     def pool(self, num_blocks: int) -> tuple[int, int, int]:
-        """Return how many blocks are free, cached without an owner, and shared."""
+        """Return the numbers of free blocks, cached blocks without owners, and shared blocks."""
         owners = Counter(block for seq in self.seqs for block in seq.table)
         cached = len(self.cached - owners.keys())
         shared = sum(count > 1 for count in owners.values())
