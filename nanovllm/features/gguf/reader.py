@@ -76,9 +76,7 @@ class GGUF:
         try:
             self.reader = gguf.GGUFReader(path)
         except Exception as error:  # gguf raises many types for a broken file
-            raise ValueError(
-                f"{path} is truncated or not a GGUF file: {error}"
-            ) from error
+            raise ValueError(f"{path} is truncated or not a GGUF file: {error}") from error
         self.kind = self.field("general.architecture")
         if self.kind not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
