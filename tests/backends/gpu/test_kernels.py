@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import references
 import torch
+from checkpoints import make_checkpoint, random_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,7 +33,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
-from nanovllm import LLM  # noqa: E402
+from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends.gpu.kernels import attention, int8, launch, pointwise, sampling, store  # noqa: E402
 from nanovllm.backends.gpu.kernels.configs import Tile  # noqa: E402
 from nanovllm.backends.int8 import Int8Weight, weight_only  # noqa: E402
@@ -441,6 +443,21 @@ def test_the_engine_answers_with_the_kernels() -> None:
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     answers = [out.outputs[0].text for out in llm.chat(chats, use_tqdm=False)]
     assert answers == list(QUESTIONS.values())
+
+
+@pytest.mark.slow
+def test_the_layout_of_llama_with_the_kernels(tmp_path: Path) -> None:
+    """No norms of queries and keys, biases of all projections of attention, rope of Llama 3."""
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    model = make_checkpoint(tmp_path, "llama", attention_bias=True, rope_parameters=rope)
+    llm = random_llm(tmp_path, attention_backend="triton", max_model_len=48)
+    ids = list(range(3, 29))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    new = llm.generate(ids, params, use_tqdm=False)[0]["token_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + new])).logits[0, len(ids) - 1 : -1]
+    assert new == logits.argmax(dim=1).tolist()
 
 
 @pytest.fixture

@@ -98,8 +98,11 @@ def broken(path: Path, what: str) -> Path:
         (source / "config.json").write_text(json.dumps(config | changes[what]))
     divisors = np.full(5, 8.0, np.float32) if what == "divisors" else None
     write_gguf(path, kind, source, divisors=divisors, **more)
+    whole = path.read_bytes()
     if what == "truncated":
-        path.write_bytes(path.read_bytes()[:-1000])
+        path.write_bytes(whole[:-1000])
+    if what == "version":
+        path.write_bytes(whole[:4] + b"\1\0\0\0" + whole[8:])
     return path
 
 
@@ -108,6 +111,7 @@ def broken(path: Path, what: str) -> Path:
     [
         ("no file", "is not a file"),
         ("text", "is truncated or not a GGUF file"),
+        ("version", "version 1"),
         ("truncated", "is truncated or not a GGUF file"),
         ("architecture", "the architecture 'gemma'; supported are llama, qwen2, qwen3"),
         ("heads", "num_attention_heads must be an int"),
