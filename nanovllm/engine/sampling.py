@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, StreamOutput
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.logit_rules import logit_rules
 from nanovllm.engine.request import NO_IDS, Request, Sample, first_sequence, fork_sequence
+from nanovllm.engine.request_rules import logit_rules
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Ending, Task
 from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling, TokenLogprobs

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nanovllm.api.sampling_params import takes_prompt
 from nanovllm.models.batch import to_device
-from nanovllm.models.penalties import Penalties, PenaltyState, check_ids
+from nanovllm.models.penalties import Penalties, PenaltyState, check_vocabulary
 from nanovllm.models.sampler import MASKED
 from nanovllm.plan import LogitRules, NewRow
 
@@ -60,8 +60,8 @@ class RowRules:
         min_length = len(new_row.prompt) + rules.min_tokens
         self.edits += [(token, MASKED, min_length) for token in rules.stops]
         self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
-        check_ids([token for token, *_ in self.edits], vocab_size)
-        check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
+        check_vocabulary([token for token, *_ in self.edits], vocab_size)
+        check_vocabulary([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to the row's logits [V]."""

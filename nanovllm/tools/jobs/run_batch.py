@@ -41,7 +41,6 @@ from nanovllm.tools.jobs.openai_format import Job, error_body, parse
 RESULT = re.compile(rb'\{"id": "batch-([0-9a-f]{16})-(\d{1,18})", ')  # what each line begins with
 RECORD = re.compile(rb" *(\d{1,18}) ([0-9a-f]{16})((?: \d{1,18}:\d{1,9})*)\n")
 MAX_ENDS = 2  # of the process while a line is added; then the line gets an error
-RESUME = "start the same command again to resume"
 
 
 class BatchFiles:
@@ -363,14 +362,14 @@ def main(argv: list[str] | None = None) -> int:
         config = engine_config({"model": args.model, **options})
         with BatchFiles(args.input_file, args.output_file) as files:
             num_failed = 0
-            try:
-                if files.num_done < files.num_requests:
-                    max_concurrency = args.max_concurrency or 2 * config.max_num_seqs
-                    num_failed = run_batch(
-                        LLM(args.model, **options), files, model, max_concurrency
-                    )
-            finally:
-                progress = f"; {files.num_done} of {files.num_requests} lines are done: {RESUME}"
+            if files.num_done < files.num_requests:
+                max_concurrency = args.max_concurrency or 2 * config.max_num_seqs
+                llm = LLM(args.model, **options)  # its errors would come again at a resumption
+                try:
+                    num_failed = run_batch(llm, files, model, max_concurrency)
+                finally:
+                    done = f"{files.num_done} of {files.num_requests} lines are done"
+                    progress = f"; {done}: start the same command again to resume"
             print(f"{files.num_done} results in {args.output_file}, {num_failed} new errors")
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}{progress}", file=sys.stderr)

@@ -846,3 +846,13 @@ def test_other_names_and_help(embedded: LLM, capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "the same command" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_model_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command would fail again, so the message does not propose it."""
+    source = save(tmp_path / "in.jsonl", few())
+    arguments = ["-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    assert main([*arguments, "--model", str(tmp_path / "absent")]) == 1
+    said = capsys.readouterr().err
+    assert "absent" in said
+    assert "resume" not in said
