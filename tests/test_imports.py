@@ -166,6 +166,11 @@ def test_optional_places_can_be_deleted(deleted: str, tmp_path: Path) -> None:
             "except ValueError as error: text = str(error)\n"
             "assert text == 'embed needs nanovllm/features/embeddings/pooling.py, '"
             " 'which this copy of nanovllm does not have', text\n"
+            "text = None\n"
+            "params = nanovllm.SamplingParams(min_tokens=3)\n"
+            "try: llm.generate('2 + 3', params)\n"
+            "except ValueError as error: text = str(error)\n"
+            "assert text.startswith('min_tokens needs nanovllm/features/logit_rules, which'), text\n"
         )
     done = fresh.run(code, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,14 @@ from nanovllm.api.prompts import Prompt, split_prompt
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.task import Task
+from nanovllm.plan import LogitRules
 
+DEFAULTS = SamplingParams()
+# The sampling parameters that need logit rules. The other fields of LogitRules follow from them.
+RULE_PARAMETERS = [
+    *(name for name in LogitRules.__dataclass_fields__ if hasattr(DEFAULTS, name)),
+    "structured_outputs",
+]
 PROMPTS_AT_ONCE = 1000  # prompts tokenized at a time; a fast tokenizer uses all cores
 
 
@@ -40,7 +47,9 @@ class InputProcessor:
     seed: int
     has_head: bool = True
     max_logprobs: int = 20
-    grammars: Any = None  # a GrammarCompiler, if features/structured.py exists
+    # These are None if their files in features/ are deleted.
+    make_rules: Any = None  # `make_rules` of features/logit_rules/params.py
+    grammars: Any = None  # a GrammarCompiler of features/structured.py
     pooling: Any = None  # PoolingSettings: the embedding settings of the checkpoint
     tokens: list[int] = field(init=False)
 
@@ -119,6 +128,27 @@ class InputProcessor:
                 f"token id {token} is outside the vocabulary of {size} (0 to {size - 1})"
             )
         return [self.tokens[token] for token in ids]
+
+    def check_vocabulary(self, what: str, ids: Iterable[int] | None) -> None:
+        """Raise ValueError for a token id outside the vocabulary."""
+        if (token := max(ids or (), default=0)) >= self.vocab_size:
+            end = self.vocab_size - 1
+            raise ValueError(f"{what} token id {token}; the vocabulary of the model ends at {end}")
+
+    def logit_rules(
+        self, params: SamplingParams, stop_token_ids: frozenset[int]
+    ) -> LogitRules | None:
+        """Return the rules that the parameters request, or None. May compile a grammar."""
+        if self.make_rules is not None:
+            rules: LogitRules | None = self.make_rules(params, self, stop_token_ids)
+            return rules
+        for name in RULE_PARAMETERS:
+            if getattr(params, name) != getattr(DEFAULTS, name):
+                raise ValueError(
+                    f"{name} needs nanovllm/features/logit_rules, which this copy of nanovllm "
+                    "does not have"
+                )
+        return None
 
     def compile_grammar(self, params: Any, stop_token_ids: tuple[int, ...]) -> Any:
         """Return the compiled grammar of an output that ends with one of `stop_token_ids`."""

@@ -9,7 +9,6 @@ from nanovllm.api.outputs import CompletionOutput, Logprob, RequestOutput, Strea
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.request import NO_IDS, Request, Sample, first_sequence, fork_sequence
-from nanovllm.engine.request_rules import logit_rules
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.engine.task import Ending, Task
 from nanovllm.plan import FILTERS, ResultKind, RowResult, RowSampling, TokenLogprobs
@@ -26,6 +25,11 @@ class Sampling(Task):
         """Check the parameters and compile any grammar. Raises TypeError or ValueError."""
         input_processor = engine.input_processor
         input_processor.check_head()
+        input_processor.check_vocabulary("stop_token_ids has", params.stop_token_ids)
+        if (params.stop or params.bad_words) and input_processor.tokenizer is None:
+            raise ValueError(
+                "stop strings and bad words need a tokenizer (skip_tokenizer_init is set)"
+            )
         self.params = replace(params)  # checks the fields, which may have changed
         self.input_processor = input_processor
         self.eos_token_ids = NO_IDS if params.ignore_eos else input_processor.eos_token_ids
@@ -35,7 +39,7 @@ class Sampling(Task):
         if not 0 < params.top_k < input_processor.vocab_size:
             filters["top_k"] = FILTERS["top_k"]
         self.filters = tuple(filters.values())
-        self.rules = logit_rules(self.params, input_processor, self.stop_token_ids)
+        self.rules = input_processor.logit_rules(self.params, self.stop_token_ids)
         # The first sample computes the prompt's log-probabilities for all samples.
         self.fork_rules = self.rules and replace(self.rules, prompt_logprobs=None)
 

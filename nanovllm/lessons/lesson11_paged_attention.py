@@ -78,7 +78,7 @@ def make_steps(contexts: list[int]) -> tuple[ForwardBatch, ForwardBatch]:
     torch.manual_seed(0)
     counts = [-(-context // BLOCK) for context in contexts]
     tables = torch.split(torch.randperm(sum(counts)) + 1, counts)
-    rows = Rows(len(contexts), max(counts), BLOCK, 1, CPU)
+    rows = Rows(len(contexts), max(counts), BLOCK, CPU)
     prompts = [[0] * (context - 1) for context in contexts]
     batches = []
     for plan in (prompt_plan(prompts, [t.tolist() for t in tables]), decode_plan(len(contexts))):

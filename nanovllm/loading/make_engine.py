@@ -89,6 +89,8 @@ def load_engine(
         has_head=checkpoint.has_head,
         max_logprobs=config.max_logprobs,
     )
+    if (rules := find_optional("features.logit_rules.params")) is not None:
+        input_processor.make_rules = rules.make_rules
     if (structured := find_optional("features.structured")) is not None:
         compiler = structured.GrammarCompiler(tokenizer, model_config.vocab_size, eos_token_ids)
         input_processor.grammars = compiler

@@ -105,7 +105,10 @@ def make_eager_runner(
     """Return a runner without a KV cache, and without captured or fused steps."""
     block_size, device = config.kvcache_block_size, model.backend.device
     max_blocks = -(-max_model_len // block_size)
-    rows = Rows(config.max_num_seqs, max_blocks, block_size, vocab_size, device)
+    rows = Rows(config.max_num_seqs, max_blocks, block_size, device)
+    if (rules := find_optional("features.logit_rules.rows")) is not None:
+        length = max_blocks * block_size
+        rows.rules = rules.RulesState(config.max_num_seqs, length, vocab_size, device)
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
     device_rows = DeviceRows(rows) if model.backend.captures else None
     thread_limit = nullcontext

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.api.config import EngineConfig
-from nanovllm.loading.optional import load_optional
+from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import FILTERS, Chunk, LogitRules, NewRow, ResultKind, RowSampling, StepPlan
 
@@ -165,9 +165,11 @@ def largest_plans(config: EngineConfig, max_model_len: int) -> Iterator[StepPlan
         sampling = RowSampling(temperature=1.0, seed=0, filters=filters, rules=rules)
         return [NewRow(row, table, sampling, prompt=[0]) for row in range(num)]
 
-    rules = LogitRules(
-        repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
-    )
+    rules = None
+    if find_optional("features.logit_rules.rows") is not None:
+        rules = LogitRules(
+            repetition_penalty=2.0, logit_bias=((0, 1.0),), allowed_token_ids=(0,), logprobs=1
+        )
     yield StepPlan(new_rows(num_seqs, rules), decode_rows=list(range(num_seqs)))
     yield StepPlan(new_rows(num_seqs, None), decode_rows=[0])
     tokens = [0] * length

@@ -33,7 +33,7 @@ def add_chunk_results(
     for chunk in chunks:
         start, end = end, end + len(chunk.token_ids)
         if targets := chunk.logprob_targets:
-            rules = rows.rules.rows.get(chunk.row)
+            rules = rows.rules and rows.rules.rows.get(chunk.row)
             k = (rules and rules.rules.prompt_logprobs) or 0
             output.prompts.append((chunk, k))
             scored += enumerate(targets, start + chunk.logprobs_from)
@@ -65,7 +65,7 @@ def find_candidates(output: PendingOutput, logits: Tensor, rows: Rows, backend: 
     """
     k = max(k for _, k in output.candidate_rows)
     candidate_rows = [row for row, _ in output.candidate_rows]
-    rules = rows.rules.batch(candidate_rows, rows.positions)
+    rules = rows.rules_of(candidate_rows)
     if rules is not None and rules.changes_logits:
         positions = to_device(rows.positions[candidate_rows], logits.device)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)

@@ -14,7 +14,6 @@ from torch import Tensor
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch, to_device
-from nanovllm.models.logit_rules import RulesBatch
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import StepOutput, StepPlan
 from nanovllm.runner.chunk_results import add_chunk_results
@@ -77,7 +76,7 @@ class ModelRunner:
             hidden, tokens = self.graphs.replay(decode_rows)
         else:
             hidden, tokens = self.decode(to_device(np.array(decode_rows), self.device))
-        rules = self.rows.rules.batch(decode_rows, self.rows.positions)
+        rules = self.rows.rules_of(decode_rows)
         if rules is None:
             return PendingOutput(start_copy(tokens))
         rows = to_device(np.array(decode_rows), self.device)
@@ -94,9 +93,9 @@ class ModelRunner:
         return hidden, tokens
 
     def _sample(
-        self, hidden: Tensor, sampling: SamplingBatch, rows: Tensor, rules: RulesBatch | None
+        self, hidden: Tensor, sampling: SamplingBatch, rows: Tensor, rules: Any
     ) -> PendingOutput:
-        """Sample a token for each of `rows` [R] from hidden states [R, E]."""
+        """Sample a token for each of `rows` [R], with their `rules`, from hidden states [R, E]."""
         logits = self.fused_model.logits(hidden)
         changed = logits
         if rules is not None and rules.changes_logits:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device
-from nanovllm.models.logit_rules import RulesBatch, RulesState
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
 
@@ -39,12 +38,14 @@ class StepBatch:
     sampling_batch: SamplingBatch
     num_decodes: int  # number of consecutive one-token sequences at the end, chunks included
     forward_batch: ForwardBatch = field(init=False)
-    rules: RulesBatch | None = None
+    rules: Any = None  # a RulesBatch of features/logit_rules, if a sampling row has rules
 
 
 class Rows:
+    rules: Any = None  # a RulesState of features/logit_rules, unless it is deleted
+
     def __init__(
-        self, num_rows: int, max_blocks: int, block_size: int, vocab_size: int, device: torch.device
+        self, num_rows: int, max_blocks: int, block_size: int, device: torch.device
     ) -> None:
         """Allocate N = `num_rows` rows. A sequence has at most B = `max_blocks` blocks."""
         self.num_rows, self.block_size, self.device = num_rows, block_size, device
@@ -54,7 +55,6 @@ class Rows:
         self.params = np.zeros((1 + len(FILTERS), num_rows + 1), np.float32)
         self.params[1:, num_rows] = list(FILTERS.values())
         self.seeds = np.zeros(num_rows + 1, np.int64)
-        self.rules = RulesState(num_rows, max_blocks * block_size, vocab_size, device)
         # The last sampled tokens [N + 1], on the device only: the host may not have them yet.
         self.last_tokens = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
         self.step: StepBatch | None = None  # the last step built
@@ -67,7 +67,8 @@ class Rows:
             self.block_tables[row, len(table) :] = 0
             self.params[:, row] = (sampling.temperature, *sampling.filters)
             self.seeds[row] = sampling.seed
-            self.rules.replace_row(new_row)
+            if self.rules is not None:
+                self.rules.replace_row(new_row)
         for row, index, block in plan.new_blocks:
             self.block_tables[row, index] = block
         self.positions[plan.decode_rows] += 1
@@ -107,11 +108,15 @@ class Rows:
             query_lens=step.query_lens,
             num_decodes=step.num_decodes,
         )
-        step.rules = None
-        if self.rules.rows:
-            step.rules = self.rules.batch(rows[step.samples].tolist(), self.positions)
+        step.rules = self.rules_of(rows[step.samples])
         step.sampling_batch.positions = sampling_positions
         return step
+
+    def rules_of(self, rows: list[int] | np.ndarray) -> Any:
+        """Return the RulesBatch of `rows` [R], or None if no row has rules."""
+        if self.rules is None or not self.rules.rows:
+            return None
+        return self.rules.batch(np.asarray(rows).tolist(), self.positions)
 
     def record(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """Record the sampled tokens of `rows` [R], which are the inputs of their next step.

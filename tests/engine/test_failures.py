@@ -14,8 +14,8 @@ from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.models.logit_rules import RowRules
-from nanovllm.models.penalties import PenaltyState
+from nanovllm.features.logit_rules.penalties import PenaltyState
+from nanovllm.features.logit_rules.rows import RowRules
 from nanovllm.tools.oracle.oracle import OracleRunner, make_samples
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -25,9 +25,9 @@ from nanovllm import (
 )
 from nanovllm.engine.sampling import Sampling, read_stream
 from nanovllm.features import structured as structured_module
+from nanovllm.features.logit_rules.rows import RowRules, RulesBatch, RulesState
 from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
-from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
 from nanovllm.plan import LogitRules, NewRow, RowSampling
 from nanovllm.runner import model_runner, pending
 

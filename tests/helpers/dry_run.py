@@ -47,9 +47,10 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.backends.gpu import graphs
 from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.features.host_cache import pool as host_pool
+from nanovllm.features.logit_rules import penalties
 from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 from nanovllm.loading import memory as runner_memory
-from nanovllm.models import layers, penalties, sampler
+from nanovllm.models import layers, sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 

@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm.plan import StepPlan
-from nanovllm.tools.oracle.oracle import ALPHABET, History, OracleRunner
+from nanovllm.tools.oracle.oracle import History, OracleRunner
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def test_rows_build_what_the_plan_says() -> None:
         history = History(seed)
         runner = Both(history.num_blocks, history.size, history.max_num_seqs)
         runner.before = [0] * history.max_num_seqs
-        runner.rows = Rows(history.max_num_seqs, 40, history.size, ALPHABET, torch.device("cpu"))
+        runner.rows = Rows(history.max_num_seqs, 40, history.size, torch.device("cpu"))
         history.runner = runner
         for _ in range(40):
             history.rng.choice((History.step, History.step, History.add, History.abort))(history)

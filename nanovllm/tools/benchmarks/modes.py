@@ -85,7 +85,7 @@ def host_only(args: argparse.Namespace, options: dict[str, Any], steps: int = 20
     blocks = -(-(1000 + steps) // 16) + 1  # of a sequence
     for n in (1, 64, 256, 1024):
         scheduler = Scheduler(BlockManager(n * blocks, 16), n, n * 1000)
-        rows = Rows(n, blocks, 16, 10_000, torch.device("cpu"))
+        rows = Rows(n, blocks, 16, torch.device("cpu"))
         for i in range(n):
             ids = [rng.randrange(10_000) for _ in range(1000)]
             stop = frozenset({10_001})

@@ -34,10 +34,10 @@ class PenaltyState:
         self.counts = torch.empty((num_rows, length), dtype=torch.float32, device=device)
 
     def add_row(self, row: int, prompt: list[int], output: list[int]) -> None:
-        """Set the tokens and counts of a row. Raises ValueError as `check_vocabulary` does."""
+        """Set the tokens and counts of a row. Raises ValueError as `check_ids` does."""
         known = np.array([*prompt, *output], np.int32)
         ids, index = np.unique(known, return_inverse=True)
-        check_vocabulary([*ids[:1], *ids[-1:]], self.vocab_size)
+        check_ids([*ids[:1], *ids[-1:]], self.vocab_size)
         counts = np.bincount(index[len(prompt) :], minlength=len(ids))[index]
         self.tokens[row, : len(known)] = to_device(known, self.tokens.device)
         self.counts[row, : len(known)] = to_device(counts, self.counts.device)
@@ -102,7 +102,7 @@ class Penalties:
             self.state.append(*known, part)
 
 
-def check_vocabulary(ids: list[int], vocab_size: int) -> None:
+def check_ids(ids: list[int], vocab_size: int) -> None:
     """Raise ValueError for an id that is not in the vocabulary.
 
     Its index in the flat logits [R * V] could belong to another row.

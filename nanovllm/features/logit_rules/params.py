@@ -1,27 +1,21 @@
-"""The logit rules of a request: from SamplingParams to what the runner applies to its rows."""
+"""Makes the logit rules of a request, which the runner applies to its rows, from SamplingParams."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.api.sampling_params import SamplingParams
+from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.plan import LogitRules
 
-if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor
 
-
-def logit_rules(
+def make_rules(
     params: SamplingParams, input_processor: InputProcessor, stop_token_ids: frozenset[int]
 ) -> LogitRules | None:
     """Return the rules that the parameters request, or None. May compile a grammar."""
     bias = params.logit_bias or {}
-    check_ids("logit_bias has", bias, input_processor.vocab_size)
-    check_ids("allowed_token_ids has", params.allowed_token_ids, input_processor.vocab_size)
-    check_ids("stop_token_ids has", params.stop_token_ids, input_processor.vocab_size)
-    if (params.stop or params.bad_words) and input_processor.tokenizer is None:
-        raise ValueError("stop strings and bad words need a tokenizer (skip_tokenizer_init is set)")
+    input_processor.check_vocabulary("logit_bias has", bias)
+    input_processor.check_vocabulary("allowed_token_ids has", params.allowed_token_ids)
     stops = tuple(sorted(stop_token_ids))
     grammar: Any = None
     if params.structured_outputs is not None:
@@ -53,7 +47,7 @@ def bad_words(
         for text in (word, " " + word.lstrip()):
             ids = input_processor.encode(text, add_special_tokens=False)
             what = f"bad_words has {text!r:.80}, which is encoded with"
-            check_ids(what, ids, input_processor.vocab_size)
+            input_processor.check_vocabulary(what, ids)
             phrases.add(tuple(ids))
     return tuple(sorted(phrases))
 
@@ -73,11 +67,3 @@ def num_logprobs(name: str, value: int | None, input_processor: InputProcessor) 
             + "; ask for fewer, or give LLM() a larger max_logprobs (-1: no limit)"
         )
     return vocab_size if value == -1 else value
-
-
-def check_ids(what: str, ids: Iterable[int] | None, vocab_size: int) -> None:
-    """Raise ValueError for a token id outside the vocabulary."""
-    if (token := max(ids or (), default=0)) >= vocab_size:
-        raise ValueError(
-            f"{what} token id {token}; the vocabulary of the model ends at {vocab_size - 1}"
-        )

@@ -21,9 +21,9 @@ from transformers import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.models import penalties
-from nanovllm.models.logit_rules import RowRules, RulesBatch, RulesState
-from nanovllm.models.penalties import PenaltyState
+from nanovllm.features.logit_rules import penalties
+from nanovllm.features.logit_rules.penalties import PenaltyState
+from nanovllm.features.logit_rules.rows import RowRules, RulesBatch, RulesState
 from nanovllm.plan import LogitRules, NewRow, RowSampling
 
 PROMPT, OUTPUT = [3, 5, 5, 7], [5, 9, 9, 2]

@@ -1,4 +1,4 @@
-"""Logit rules: penalties, bias, masks and grammars, which change a row's logits before sampling.
+"""Applies logit rules, such as penalties and masks, to the logits of rows before sampling.
 
 A row without rules costs nothing. The rules of all rows of a step are applied together, in few
 operations on the device and without waiting for it. Three kinds of rules need the sampled tokens on
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.api.sampling_params import takes_prompt
+from nanovllm.features.logit_rules.penalties import Penalties, PenaltyState, check_ids
 from nanovllm.models.batch import to_device
-from nanovllm.models.penalties import Penalties, PenaltyState, check_vocabulary
 from nanovllm.models.sampler import MASKED
 from nanovllm.plan import LogitRules, NewRow
 
@@ -60,8 +60,8 @@ class RowRules:
         min_length = len(new_row.prompt) + rules.min_tokens
         self.edits += [(token, MASKED, min_length) for token in rules.stops]
         self.edits += [(token, value, NO_END) for token, value in rules.logit_bias]
-        check_vocabulary([token for token, *_ in self.edits], vocab_size)
-        check_vocabulary([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
+        check_ids([token for token, *_ in self.edits], vocab_size)
+        check_ids([*itertools.chain(*self.phrases), *(allowed or ())], vocab_size)
 
     def apply(self, logits: Tensor) -> None:
         """Apply the rules that need output tokens, in place, to the row's logits [V]."""
