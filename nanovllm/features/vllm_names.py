@@ -70,6 +70,8 @@ NO_EFFECT = (
     "use_tqdm_on_load",
 )
 VLLM_OPTIONS |= dict.fromkeys(NO_EFFECT, ((), ""))
+# Values of vLLM's `quantization` that name the format of a checkpoint.
+CHECKPOINT_FORMATS = ("awq", "awq_marlin", "compressed-tensors", "fp8", "gptq", "gptq_marlin")
 
 
 def translate(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +93,11 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
         value = values.pop(name)
         check_unused(name, value, *VLLM_OPTIONS[name])
         logger.debug(f"{name}={value!r} is an option of vLLM and changes nothing here")
+    if (method := values.get("quantization")) in CHECKPOINT_FORMATS:
+        raise ValueError(
+            f"quantization={method!r} is not needed: the format of a quantized checkpoint is read "
+            "from its config.json; leave it out"
+        )
     return values
 
 

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from nanovllm.api.checks import scalar_fields
 from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
-from nanovllm.loading.optional import find_optional
+from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.config import (
     Fields,
     ModelConfig,
@@ -136,6 +136,7 @@ class Checkpoint:
         self.directory, self.has_weights = directory, has_weights
         self.overrides = overrides or {}
         self.config_path = directory / "config.json"
+        self.weight_format: Any = None  # of quantized weights; set with `model_config`
         self.open_files = ExitStack()  # a context manager that closes the weight files
 
     @cached_property
@@ -151,7 +152,24 @@ class Checkpoint:
     @cached_property
     def model_config(self) -> ModelConfig:
         suffix = " with hf_overrides" if self.overrides else ""  # for messages
-        return ModelConfig.from_json(self.config, Path(f"{self.config_path}{suffix}"))
+        path = Path(f"{self.config_path}{suffix}")
+        model_config = ModelConfig.from_json(self.config, path)
+        self.weight_format = self.find_weight_format(path)
+        return model_config
+
+    def find_weight_format(self, path: Path) -> Any:
+        """Return the WeightFormat of features/quantized_checkpoint.py, or None.
+
+        Raises ValueError if the weights are quantized in a format that is not supported.
+        """
+        config = self.config.get("quantization_config") or {}
+        # If only the KV cache has a scheme, the weights are not quantized; see models/fp8.py.
+        if not config or (config.get("kv_cache_scheme") and not config.get("config_groups")):
+            return None
+        method = config.get("quant_method")
+        option = f"a checkpoint with the quant_method {method!r}"
+        module = load_optional("features.quantized_checkpoint", option)
+        return module.WeightFormat.from_config(config, path)
 
     def generation_defaults(self) -> tuple[frozenset[int], SamplingParams]:
         """Return the end-of-sequence tokens and the sampling parameters of generation_config.json.
@@ -200,7 +218,9 @@ class Checkpoint:
                 files[path] = self.open_files.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # the error types of safetensors are not public
                 raise unreadable(path, "a readable safetensors file", error) from None
-        return files
+        return (
+            files if self.weight_format is None or not files else self.weight_format.decoded(files)
+        )
 
     def weight_files(self) -> list[Path]:
         """Return the safetensors files, from the index if any. Raises ValueError if none exist."""

@@ -86,15 +86,6 @@ class ModelConfig:
                 raise ValueError(f"{path} has no {name!r}")
             return raw[name]
 
-        quantized = raw.get("quantization_config", {})
-        # If only the KV cache has a scheme, the weights are not quantized; see models/fp8.py.
-        if quantized and (not quantized.get("kv_cache_scheme") or quantized.get("config_groups")):
-            method = quantized.get("quant_method")
-            raise ValueError(
-                f"{path}: the checkpoint is quantized already ({method!r}), which is not "
-                "supported; use a bfloat16 checkpoint, and quantization='int8' to quantize its "
-                "weights during loading"
-            )
         rope = _rope(raw, path)
         if raw.get("mlp_bias"):
             raise ValueError(f"{path}: mlp_bias is not supported")

@@ -1,6 +1,5 @@
 """quantization="int8": both references, the CPU's kernel, engines, memory, errors, grades."""
 
-import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -323,15 +322,6 @@ def test_values_that_do_not_fit(
     make_checkpoint(tmp_path)
     with pytest.raises(error, match=words):
         random_llm(tmp_path, **{"quantization": "int8", **options})
-
-
-def test_a_quantized_checkpoint(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ValueError, match=r"quantized already \('fp8'\).*quantization='int8'"):
-        random_llm(tmp_path, quantization="int8")
 
 
 # ---- quality ----

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
+from quantized_files import quantize_checkpoint
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.int8 import quantized
@@ -486,3 +487,12 @@ def test_the_script_of_the_documentation(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("12 + 30 = 42") == 1
+
+
+@pytest.mark.slow
+def test_a_quantized_checkpoint(ranks: Job, tmp_path: Path) -> None:
+    """Each rank loads its slices of the decoded weights."""
+    make_checkpoint(tmp_path)
+    quantize_checkpoint(tmp_path, "gptq desc_act")
+    alone, *_ = values(ranks("greedy", 1, path=str(tmp_path)))
+    assert values(ranks("greedy", 2, path=str(tmp_path))) == [alone, alone]

@@ -148,3 +148,9 @@ def test_options_of_vllm_that_change_nothing(path: Path, caplog: pytest.LogCaptu
 def test_arrays_as_options(option: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{option}=.* is not supported"):
         engine_config({option: value})
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq_marlin", "fp8"])
+def test_the_format_of_a_checkpoint(method: str) -> None:
+    with pytest.raises(ValueError, match=f"quantization='{method}' is not needed: the format of"):
+        LLM(quantization=method)

@@ -107,6 +107,10 @@ def everything(path: str, **options: Any) -> dict[str, Any]:
     }
 
 
+def greedy(path: str) -> list[list[int]]:
+    return tokens_of(make(path).generate(some_prompts(3), GREEDY, use_tqdm=False))
+
+
 def with_graphs(path: str) -> dict[str, Any]:
     """Decode steps are captured, by the stand-in of graphs.py, and padded."""
     from graphs import capture_with, stand_in

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint, random_llm
+from quantized_files import quantize_checkpoint
 
 from nanovllm import SamplingParams
 from nanovllm.loading.optional import find_optional, load_optional
@@ -39,6 +40,19 @@ def test_without_tensor_parallelism(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     words = "tensor_parallel_size needs nanovllm/features/tensor_parallel/ranks.py, which this copy"
     with pytest.raises(ValueError, match=words):
         random_llm(tmp_path, tensor_parallel_size=2)
+
+
+def test_without_quantized_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path)
+    delete(monkeypatch, "nanovllm.features.quantized_checkpoint")
+    random_llm(tmp_path)
+    quantize_checkpoint(tmp_path, "awq")
+    words = (
+        "a checkpoint with the quant_method 'awq' needs "
+        "nanovllm/features/quantized_checkpoint.py, which this copy"
+    )
+    with pytest.raises(ValueError, match=words):
+        random_llm(tmp_path)
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
