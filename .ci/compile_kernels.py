@@ -33,8 +33,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from nanovllm.backends.gpu.kernels import attention, int8, pointwise, sampling, store
+from nanovllm.backends.gpu.kernels import attention, int4, int8, pointwise, sampling, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+from nanovllm.backends.int4 import Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
@@ -148,7 +149,7 @@ def variants(
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
             pointwise.add_rms_norm(x, None, x[0], 1e-6)
             pointwise.silu_and_mul(x)
-            launch_int8(dtype, every=name == "sm_90" and dtype != torch.float16)
+            launch_quantized(dtype, every=name == "sm_90" and dtype != torch.float16)
             # The vocabulary of the embedded model is a single chunk.
             for num_rows, vocab_size in ((32, 151_936), (1, 151_936), (32, 1042)):
                 row, ids = torch.ones(num_rows), torch.ones(num_rows, dtype=torch.int64)
@@ -182,17 +183,18 @@ def launch_layer(
             store.norm_rope_store(qkv, norm, norm, 1e-6, cos, cos, lens, cache, cache)
 
 
-def launch_int8(dtype: torch.dtype, every: bool) -> None:
-    """Linear layers with weights in int8: all tiles, with and without a bias, also of odd sizes.
+def launch_quantized(dtype: torch.dtype, every: bool) -> None:
+    """Linear layers with weights in int8 and int4: all tiles, with and without a bias, also of odd sizes.
 
     Not `every` combination: each tile with a bias and a multiple of its size, and with neither.
     """
     for outputs, inputs in ((4096, 1024), (70, 70)):
         empty = partial(torch.empty, dtype=dtype)
-        weight = Int8Weight.empty(empty, outputs, inputs)
-        for bias in (None, empty(outputs)):
-            if every or (bias is None) == (outputs == 70):
-                int8.compile_for(SimpleNamespace(weight=weight, bias=bias))
+        for weight_class, kernels in ((Int8Weight, int8), (Int4Weight, int4)):
+            weight = weight_class.empty(empty, outputs, inputs)
+            for bias in (None, empty(outputs)):
+                if every or (bias is None) == (outputs == 70):
+                    kernels.compile_for(SimpleNamespace(weight=weight, bias=bias))
 
 
 def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]]:

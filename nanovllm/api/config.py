@@ -30,7 +30,7 @@ class EngineConfig:
     # "auto": the checkpoint's dtype on a GPU. On a CPU, bfloat16 if it is fast, else float32.
     dtype: Dtype = "auto"
     # "int8": linear layers and head are quantized while loading.
-    quantization: Annotated[str, "int8"] | None = None
+    quantization: Annotated[str, "int8", "int4"] | None = None
     tokenizer: str | None = None  # a directory or hub id; None: the tokenizer of the model
     revision: str | None = None  # branch, tag or commit of a hub id
     skip_tokenizer_init: bool = False  # work with token ids only

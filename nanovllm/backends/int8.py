@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ def quantized(backend: Backend) -> Backend:
     """Return a backend for the same device with the weights of linear layers in int8."""
     if type(backend) is Backend:
         return Int8Backend(backend.device, backend.dtype)
-    return backend.quantized()
+    return backend.quantized("int8")
 
 
 class Int8Backend(Backend):
@@ -129,12 +130,12 @@ class Int8Backend(Backend):
         """Raise ValueError if the device has no int8 product for the dtype."""
         if device.type == "cpu" and dtype is torch.float16:
             raise ValueError(
-                "quantization='int8' on a CPU is for float32 and bfloat16, and dtype is 'float16'; "
+                "quantized weights on a CPU are for float32 and bfloat16, and dtype is 'float16'; "
                 "set dtype='bfloat16'"
             )
         super().__init__(device, dtype)
 
-    def make_weight(self, outputs: int, inputs: int) -> Int8Weight:
+    def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         return Int8Weight.empty(self.empty, outputs, inputs)
 
     def linear(self, x: Tensor, module: Linear) -> Tensor:

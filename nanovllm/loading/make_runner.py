@@ -77,8 +77,9 @@ def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
     if config.quantization is None:
         return backend
-    int8 = load_optional("backends.int8", f"quantization={config.quantization!r}")
-    return cast(Backend, int8.quantized(backend))
+    option = f"quantization={config.quantization!r}"
+    module = load_optional(f"backends.{config.quantization}", option)
+    return cast(Backend, module.quantized(backend))
 
 
 def load_model(

@@ -29,8 +29,11 @@ class Backend:
         self.device, self.dtype = device, dtype
         self.before_layer: Callable[[], None] = lambda: None  # called before each layer of a step
 
-    def quantized(self) -> Backend:
-        """Return this backend with the weights of linear layers in int8; see backends/int8.py."""
+    def quantized(self, weights: str) -> Backend:
+        """Return this backend with the weights of linear layers in "int8" or "int4".
+
+        See backends/int8.py and backends/int4.py.
+        """
         raise NotImplementedError
 
     # ---- weights ----
@@ -40,9 +43,10 @@ class Backend:
         # dtype and device are arguments, because torch's defaults also apply to other threads.
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
-    def make_weight(self, outputs: int, inputs: int) -> Any:
+    def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         """Return the weight of a Linear: a tensor [O, I], or an object with part of its interface.
 
+        `names` are the names of its projections, such as "lm_head".
         This part is `shape`, `nbytes`, `split`, `copy_` and indexing by rows.
         """
         return self.empty(outputs, inputs)

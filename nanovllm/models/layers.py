@@ -52,7 +52,7 @@ class Linear:
         """`projections` maps names in a checkpoint to numbers of outputs."""
         outputs = sum(projections.values())
         self.projections, self.backend = projections, backend
-        self.weight = backend.make_weight(outputs, inputs)  # [O, I]
+        self.weight = backend.make_weight(outputs, inputs, [*projections])  # [O, I]
         self.bias = backend.empty(outputs) if bias else None
         # Combines the results of several ranks; see features/tensor_parallel/ranks.py.
         self.reduce: Callable[[Tensor], Tensor] | None = None

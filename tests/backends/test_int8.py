@@ -308,8 +308,12 @@ def test_random_weights_and_bench(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"quantization": "int4"}, ValueError, "quantization must be one of int8, not 'int4'"),
-        ({"quantization": "INT8"}, ValueError, "int8, not 'INT8'"),
+        (
+            {"quantization": "int5"},
+            ValueError,
+            "quantization must be one of int8, int4, not 'int5'",
+        ),
+        ({"quantization": "INT8"}, ValueError, "int8, int4, not 'INT8'"),
         ({"quantization": 8}, TypeError, "quantization must be a string, not 8"),
         ({"dtype": "float16"}, ValueError, "'float16'; set dtype='bfloat16'"),
         ({"dtype": "float16", "attention_backend": "sdpa"}, ValueError, "set dtype='bfloat16'"),

@@ -13,6 +13,7 @@ could still use, and no launch may use its memory before it has ended.
 Triton specializes each launch for its real arguments; a plain reference computes the result.
 """
 
+import contextlib
 import gc
 import itertools
 import json
@@ -42,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / ".ci"))
 import compile_kernels
 import references
 
+import nanovllm.backends.int4
 import nanovllm.backends.int8
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.backends.gpu import graphs
@@ -500,7 +502,14 @@ def int8_linear(a: Any) -> None:
     a.out.copy_(F.linear(a.x.float(), weight, a.bias.float() if a.BIAS else None))
 
 
+def int4_linear(a: Any) -> None:
+    values = torch.cat((a.weight & 15, a.weight >> 4), dim=2).float() - 8
+    weight = (values * a.scale.float()[:, :, None]).flatten(1)[:, : a.x.shape[1]]
+    a.out.copy_(F.linear(a.x.float(), weight, a.bias.float() if a.BIAS else None))
+
+
 REFERENCES: dict[str, Callable[[Any], Any]] = {
+    "_int4_linear": int4_linear,
     "_int8_linear": int8_linear,
     "_attend": attend_chunks,
     "_attend_decode": attend_decode,
@@ -587,11 +596,12 @@ SAMPLING: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def int8(directory: str) -> Any:
-    """Weights in int8. The CPU takes the product of a GPU, so that the answers are the same."""
-    module = nanovllm.backends.int8
-    with patch.object(module, "dynamic", module.weight_only):
-        return serve(directory, quantization="int8")
+def quantized(directory: str, quantization: str) -> Any:
+    """Quantized weights. The CPU takes the products of a GPU, so that the answers are the same."""
+    with contextlib.ExitStack() as stack:
+        for module in (nanovllm.backends.int8, nanovllm.backends.int4):
+            stack.enter_context(patch.object(module, "dynamic", module.weight_only))
+        return serve(directory, quantization=quantization)
 
 
 class Alone(tensor_parallel.Ranks):
@@ -956,7 +966,8 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "fp8": ("scaled", partial(serve, kv_cache_dtype="fp8")),
     "bfloat16": ("qwen3", partial(serve, dtype="bfloat16")),
     "bfloat16 with fp8": ("scaled", partial(serve, dtype="bfloat16", kv_cache_dtype="fp8")),
-    "int8": ("qwen3", int8),
+    "int8": ("qwen3", partial(quantized, quantization="int8")),
+    "int4": ("qwen3", partial(quantized, quantization="int4")),
     "ranks": ("qwen3", ranks),
     "decode": ("wide", decode),
     "memory": ("wide", memory),

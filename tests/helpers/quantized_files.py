@@ -213,13 +213,15 @@ def quantize_layers(
     torch.manual_seed(1)
     stored: Tensors = {}
     decoded: Tensors = {}
-    for key, tensor in load_file(path / "model.safetensors").items():
+    files = sorted(path.glob("*.safetensors"))
+    for key, tensor in [item for file in files for item in load_file(file).items()]:
         if key.endswith("_proj.weight"):
             parts, decoded[key] = encode(tensor.float())
             stored |= {f"{key.removesuffix('weight')}{part}": x for part, x in parts.items()}
         else:
             stored[key] = decoded[key] = tensor
-    (path / "model.safetensors").unlink()
+    for file in [*files, *path.glob("*.index.json")]:
+        file.unlink()
     names = sorted(stored, key=lambda key: key[::-1])  # the tensors of a weight in several shards
     for i in range(shards):
         part = {key: stored[key] for key in names[i::shards]}

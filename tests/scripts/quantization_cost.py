@@ -53,6 +53,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
     "int8, fp8 KV": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "fp8"},
     "int8 in float32": {"dtype": "float32", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "int4, fp8 KV": {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "fp8"},
 }
 # Checkpoints whose linear layers are rounded to the nearest number of each format.
 W8A8 = scheme("int-quantized", strategy="channel")

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from nanovllm.backends.cpu import fused_decode, int8, jit, linear, pointwise, sampler
+from nanovllm.backends.cpu import fused_decode, int4, int8, jit, linear, pointwise, sampler
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import is_ready
+from nanovllm.backends.int4 import HEAD
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 
@@ -36,8 +37,9 @@ class CpuBackend(Backend):
     sample = staticmethod(sampler.sample)
     token_logprobs = staticmethod(sampler.token_logprobs)
 
-    def quantized(self) -> Backend:
-        return CpuInt8Backend(self.device, self.dtype)
+    def quantized(self, weights: str) -> Backend:
+        backends = {"int8": CpuInt8Backend, "int4": CpuInt4Backend}
+        return backends[weights](self.device, self.dtype)
 
     def after_load(self, module: Linear) -> None:
         linear.pack(module)
@@ -54,7 +56,7 @@ class CpuInt8Backend(CpuBackend):
 
     linear = staticmethod(int8.linear)
 
-    def make_weight(self, outputs: int, inputs: int) -> int8.PackedWeight:
+    def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         return int8.PackedWeight.empty(self.empty, outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
@@ -62,3 +64,14 @@ class CpuInt8Backend(CpuBackend):
 
     def fuse_layers(self, model: Any, attention: Any) -> None:
         """Return None, because fused layers read bfloat16."""
+
+
+class CpuInt4Backend(CpuInt8Backend):
+    """The same with the weights of linear layers in int4."""
+
+    linear = staticmethod(int4.linear)
+
+    def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
+        if HEAD in names:
+            return super().make_weight(outputs, inputs, names)
+        return int4.PackedInt4.empty(self.empty, outputs, inputs)

@@ -19,7 +19,7 @@ from numba import typeof
 
 from nanovllm.api.child import python
 from nanovllm.api.log import logger
-from nanovllm.backends.cpu import fused_decode, int8, jit, parallel, pointwise, sampler
+from nanovllm.backends.cpu import fused_decode, int4, int8, jit, parallel, pointwise, sampler
 from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.parallel import Types
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
@@ -41,6 +41,7 @@ def kernels_in_parts(unit: Unit) -> list[Kernel]:
         sampler._logprobs_of_rows,
         int8.quantize_rows,
         int8.product_blocks,
+        int4.int4_blocks,
     ]
 
 
@@ -60,7 +61,7 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
     callers = [
         *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
         (attend, (*[0] * 6, shape, work, example, cached, 0, 1)),
-        (int8.product, ((0, 0), *[0] * 8, example, 1)),
+        (int8.product, ((0, 0), *[0] * 11, example, 1)),
     ]
     if unit.linear_blocks is not None:
         code, slots = fused_decode.Code(*[0] * 6), np.empty(0, np.int64)

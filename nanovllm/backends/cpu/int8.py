@@ -8,8 +8,8 @@ neighbours. The weights are stored in the order in which the kernel reads them:
     inputs 0 to 3         [ wwww | wwww | .. | wwww ]       x of a token: inputs 0 to 3 in all lanes
            4 to 7         [ wwww | wwww | .. | wwww ]                     inputs 4 to 7
 
-One operand of VNNI is unsigned: w + 128 is stored. The excess of a sum, 128 times the sum of the
-token's activations, is known before the product and subtracted after it. No sum overflows.
+One operand of VNNI is unsigned: w + 128 is stored. A sum would therefore be too large by 128 times
+the sum of the token's activations, so it starts at minus this number. No sum overflows.
 """
 
 from __future__ import annotations
@@ -111,8 +111,11 @@ tile: Any = vnni_tile if has_feature("avx512vnni") else plain_tile
 
 
 @compiled(exact=True)
-def quantize_rows(x_ptr, values, scale, excess, size, example, start, stop):
-    """Quantize rows [start, stop) of x [T, size], and set the excess [T] of their products."""
+def quantize_rows(x_ptr, values, scale, starts, size, group, offset, example, start, stop):
+    """Quantize rows [start, stop) of x [T, size] to values [T, I] int8, padded with zeros.
+
+    Set starts [T, ceil(size / group)] to -offset times the sum of the values of each group.
+    """
     x = array(x_ptr, (len(scale), size), example)
     for i in range(start, stop):
         # As integers, the bits of magnitudes are in the same order, and the bits of NaN last.
@@ -121,26 +124,28 @@ def quantize_rows(x_ptr, values, scale, excess, size, example, start, stop):
             number = np.float32(to_float32(x[i, c])).view(np.int32)
             bits = max(bits, int32(number & int32(0x7FFFFFFF)))
         largest = int32(bits).view(np.float32)
-        inverse, total = f32(INT8_MAX) / largest, int32(0)
-        for c in range(size):
-            value = int32(np.rint(to_float32(x[i, c]) * inverse))
-            values[i, c] = np.int8(value)
-            total = int32(total + value)
+        inverse = f32(INT8_MAX) / largest
+        for g in range(starts.shape[1]):
+            total = int32(0)
+            for c in range(g * group, min(size, (g + 1) * group)):
+                value = int32(np.rint(to_float32(x[i, c]) * inverse))
+                values[i, c] = np.int8(value)
+                total = int32(total + value)
+            starts[i, g] = int32(-offset * total)
         values[i, size:] = 0
-        scale[i], excess[i] = largest * f32(1 / INT8_MAX), int32(128 * total)
+        scale[i] = largest * f32(1 / INT8_MAX)
 
 
 @compiled(exact=True)
-def scale_dequantized(sums, excess, token_scale, scale, addend, out):
-    """Compute out [N] = (sums - excess) * token_scale * scale + addend."""
+def scale_dequantized(sums, token_scale, scale, addend, out):
+    """Compute out [N] = sums * token_scale * scale + addend."""
     for c in range(len(out)):
-        total = f32(int32(sums[c] - excess))
-        out[c] = from_float32(total * token_scale * scale[c] + addend[c], out[c])
+        out[c] = from_float32(f32(sums[c]) * token_scale * scale[c] + addend[c], out[c])
 
 
 @compiled(exact=True)
-def product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
-                   example, start, stop):
+def product_blocks(values, token_scale, starts, weight_ptr, scale_ptr, bias_ptr, out_ptr,
+                   outputs, example, start, stop):
     """Compute blocks [start, stop) of 64 outputs: values [T, I] int8 -> out [T, outputs]."""
     tokens, size = values.shape
     scale, out = array(scale_ptr, (outputs,), f32(0)), array(out_ptr, (tokens, outputs), example)
@@ -155,30 +160,36 @@ def product_blocks(values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr,
                     addend[c] = to_float32(bias[o + c])
             for t in range(first, last, TOKENS):
                 rows = min(TOKENS, last - t)
-                sums[:rows] = 0
+                for i in range(rows):
+                    sums[i] = starts[t + i, 0]
                 sums_ptr, x = np.int64(sums.ctypes.data), np.int64(values.ctypes.data) + t * size
                 tile(sums_ptr, x, weight, size // 4, size, rows)
                 for i in range(rows):
                     scale_dequantized(
-                        sums[i], excess[t + i], token_scale[t + i], scale[o:], addend,
+                        sums[i], token_scale[t + i], scale[o:], addend,
                         out[t + i, o : o + OUTPUTS])
 
 
 @compiled()
-def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, example,
-            parts):
-    """Compute out [tokens, outputs]. `code` has the addresses of quantize_rows, product_blocks."""
+def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, group,
+            offset, width, example, parts):
+    """Compute out [tokens, outputs] in blocks of `width` outputs.
+
+    `code` has the addresses of quantize_rows and of a kernel like product_blocks. `group` inputs of
+    a weight share a scale, or all; it is a multiple of 4. `offset` is what makes values unsigned.
+    """
     quantize, blocks = code
-    values = np.empty((tokens, (size + 3) // 4 * 4), np.int8)
-    token_scale, excess = np.empty(tokens, f32), np.empty(tokens, np.int32)
-    rows = (x_ptr, values, token_scale, excess, size, example)
+    groups = (size + group - 1) // group
+    values = np.empty((tokens, groups * group), np.int8)
+    token_scale, starts = np.empty(tokens, f32), np.empty((tokens, groups), np.int32)
+    rows = (x_ptr, values, token_scale, starts, size, group, offset, example)
     if tokens * size <= SERIAL_ELEMENTS:
         call_at(code_at(quantize, rows), (*rows, np.int64(0), tokens))
     else:
         in_parts(quantize, rows, tokens, parts)
-    arguments = (values, token_scale, excess, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
+    arguments = (values, token_scale, starts, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
                  example)
-    in_parts(blocks, arguments, (outputs + OUTPUTS - 1) // OUTPUTS, parts)
+    in_parts(blocks, arguments, (outputs + width - 1) // width, parts)
 
 
 @cache
@@ -194,6 +205,7 @@ def linear(x: Tensor, module: Linear) -> Tensor:
     out = x.new_empty((len(x), outputs))
     addresses = (x.data_ptr(), weight.values.data_ptr(), weight.scale.data_ptr(),
                  0 if bias is None else bias.data_ptr(), out.data_ptr())
-    sizes = len(x), inputs, outputs
+    group = -(-inputs // 4) * 4  # one scale for all inputs
+    sizes = len(x), inputs, outputs, group, 128, OUTPUTS
     product(code(x.dtype), *addresses, *sizes, DTYPE_EXAMPLE[x.dtype], get_num_threads())
     return out

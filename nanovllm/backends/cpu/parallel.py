@@ -47,8 +47,7 @@ def example_arguments(
     for element_type, dims, names_of_arrays in (
         (np.int64, 1, "slot_mapping seeds positions tokens"),
         (np.int64, 2, "queries context_lens"),
-        (np.int32, 1, "excess"),
-        (np.int32, 2, "block_tables"),
+        (np.int32, 2, "block_tables starts"),
         (np.int8, 2, "values"),
         (np.bool_, 1, "filtered"),
         (np.float32, 1, "temperatures scale token_scale"),

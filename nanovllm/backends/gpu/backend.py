@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.attention import TritonAttention, check_capability
 from nanovllm.backends.gpu.graphs import DecodeGraphs, cuda_capture
-from nanovllm.backends.gpu.kernels import int8, pointwise, sampling
+from nanovllm.backends.gpu.kernels import int4, int8, pointwise, sampling
+from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
@@ -43,8 +45,9 @@ class GpuBackend(Backend):
         super().__init__(device, dtype)
         self.captures = device.type == "cuda"  # not in Triton's interpreter
 
-    def quantized(self) -> Backend:
-        return GpuInt8Backend(self.device, self.dtype)
+    def quantized(self, weights: str) -> Backend:
+        backends = {"int8": GpuInt8Backend, "int4": GpuInt4Backend}
+        return backends[weights](self.device, self.dtype)
 
     def capture_decode(
         self, decode: Callable[[Tensor], tuple[Tensor, Tensor]], hidden: Tensor
@@ -57,8 +60,22 @@ class GpuInt8Backend(GpuBackend):
 
     linear = staticmethod(int8.linear)
 
-    def make_weight(self, outputs: int, inputs: int) -> Int8Weight:
+    def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         return Int8Weight.empty(self.empty, outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
         int8.compile_for(module)
+
+
+class GpuInt4Backend(GpuInt8Backend):
+    """The same with the weights of linear layers in int4, except the head."""
+
+    linear = staticmethod(int4.linear)
+
+    def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
+        if HEAD in names:
+            return super().make_weight(outputs, inputs, names)
+        return Int4Weight.empty(self.empty, outputs, inputs)
+
+    def after_load(self, module: Linear) -> None:
+        int4.compile_for(module)

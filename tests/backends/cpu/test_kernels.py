@@ -420,11 +420,11 @@ def test_without_amx(tmp_path) -> None:
     """
     code = (
         "from nanovllm import LLM\n"
-        "from nanovllm.backends.cpu import backend, compile, int8, sampler\n"
+        "from nanovllm.backends.cpu import backend, compile, int4, int8, sampler\n"
         "from nanovllm.backends.cpu.units import amx, any, avx512\n"
         "from nanovllm.models import sampler as plain\n"
         "same = [sampler._weigh_chunks, sampler._draw_rows, sampler._logprobs_of_rows]\n"
-        "same += [int8.quantize_rows, int8.product_blocks]\n"
+        "same += [int8.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
         "every, int8.product.compile = compile.kernels_in_parts, lambda _: None\n"
         "def other(unit): return [kernel for kernel in every(unit) if kernel not in same]\n"
         "compile.kernels_in_parts = other\n"

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 # The scenarios of dry_run.py, in two processes that take about as long.
 PROCESSES = (
     ("qwen3", "int8", "host cache", "faults", "ranks", "memory"),
-    ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "decode"),
+    ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int4", "decode"),
 )
 SCENARIOS = [name for names in PROCESSES for name in names]
 
@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return first | second
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8", "ranks", "host cache"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8", "int4", "ranks", "host cache"])
 def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -> None:
     found = runs[family]["found"]
     for run in found:
@@ -92,7 +92,7 @@ def test_the_profile_reserves_what_later_steps_need(runs: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int8", "ranks"]
+    "name", ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks"]
 )
 def test_nothing_is_compiled_while_serving(runs: dict[str, Any], name: str) -> None:
     for run in runs[name]["found"]:

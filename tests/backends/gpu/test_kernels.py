@@ -34,8 +34,18 @@ from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
-from nanovllm.backends.gpu.kernels import attention, int8, launch, pointwise, sampling, store  # noqa: E402
+from nanovllm.backends import int4 as plain_int4  # noqa: E402
+from nanovllm.backends.gpu.kernels import (  # noqa: E402
+    attention,
+    int4,
+    int8,
+    launch,
+    pointwise,
+    sampling,
+    store,
+)
 from nanovllm.backends.gpu.kernels.configs import Tile  # noqa: E402
+from nanovllm.backends.int4 import Int4Weight  # noqa: E402
 from nanovllm.backends.int8 import Int8Weight, weight_only  # noqa: E402
 from nanovllm.models import sampler  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
@@ -307,6 +317,26 @@ def test_int8_linear(
     close(int8.linear(x, module), weight_only(x, module))
 
 
+@pytest.mark.slow
+@BRIEF
+@given(
+    seed=SEEDS,
+    rows=st.sampled_from([1, 16, 17, 65, 129, 257]),
+    shape=st.sampled_from([(64, 64), (70, 70), (16, 300), (199, 96)]),
+    bias=st.booleans(),
+    dtype=DTYPES,
+)
+def test_int4_linear(
+    seed: int, rows: int, shape: tuple[int, int], bias: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(seed)
+    weight = Int4Weight.empty(partial(torch.empty, dtype=dtype), *shape)
+    weight.copy_(torch.randn(shape) / shape[1] ** 0.5)
+    module = SimpleNamespace(weight=weight, bias=torch.randn(shape[0]).to(dtype) if bias else None)
+    x = torch.randn(rows, shape[1]).to(dtype)
+    close(int4.linear(x, module), plain_int4.weight_only(x, module))
+
+
 def sampling_batch(rows: int, generator: torch.Generator) -> SamplingBatch:
     def pick(*values: float) -> Tensor:
         return torch.tensor(values)[torch.randint(len(values), (rows,), generator=generator)]
@@ -518,13 +548,15 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     launches(pointwise, "silu_and_mul", x)
     weight = Int8Weight.empty(torch.empty, 32, 64)
     launches(int8, "linear", x, SimpleNamespace(weight=weight, bias=None))
+    weight = Int4Weight.empty(torch.empty, 32, 64)
+    launches(int4, "linear", x, SimpleNamespace(weight=weight, bias=None))
     launches(
         store, "norm_rope_store", torch.zeros(2, 96), None, None, 0.0, cos, cos, ids, cache, cache
     )
     launches(attention, "attend", q, cache, cache, tables, ids, ids, tables, tile, q)
     launches(attention, "attend_decode", q, cache, cache, ids, ids, tables, tile, 2, q)
     found = launches(sampling, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
-    assert len(found) == 9
+    assert len(found) == 10
     assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}
 
 

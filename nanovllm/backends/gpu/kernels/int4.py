@@ -1,0 +1,97 @@
+"""Products of few rows with weights in int4: `weight_only` of backends/int4.py in one pass over W.
+
+As in int8.py, the weights are converted to the dtype of x in registers. The halves of a byte belong
+to different inputs of a group, so each program multiplies the low halves by inputs 0 to 15 of the
+groups and the high halves by inputs 16 to 31. A scale belongs to a group, so it multiplies the
+weights and not the sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.backends.gpu.kernels import int8
+from nanovllm.backends.gpu.kernels.launch import launch
+from nanovllm.backends.int4 import GROUP, Int4Weight
+from nanovllm.models.layers import Linear
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_inputs"])
+def _int4_linear(
+    x, weight, scale, bias, out, num_rows, num_outputs, num_inputs,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr,
+    GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+):
+    """One program computes ROWS x OUTPUTS of out = x weight^T + bias.
+
+    out [T, O], x [T, I], weight [O, G, GROUP / 2] uint8, scale [O, G] float16.
+
+    A step of the loop reads INPUTS / 2 bytes of each output, which are INPUTS / GROUP groups.
+    ALIGNED: whether I is a multiple of the group, so that a load of x takes 16 bytes.
+    """
+    dtype = x.dtype.element_ty
+    HALF: tl.constexpr = GROUP // 2
+    if ALIGNED:
+        num_inputs = num_inputs // GROUP * GROUP  # the same: the compiler sees what divides it
+    num_groups = (num_inputs + GROUP - 1) // GROUP
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    byte = tl.arange(0, INPUTS // 2)
+    group = byte // HALF
+    # A weight may have more than 2^31 elements.
+    weight_ptrs = weight + output.to(tl.int64)[:, None] * (num_groups * HALF) + byte[None, :]
+    scale_ptrs = scale + output.to(tl.int64)[:, None] * num_groups + group[None, :]
+    low = group * GROUP + byte % HALF  # the input of the low half of a byte
+    x_ptrs = x + row.to(tl.int64)[None, :] * num_inputs + low[:, None]
+    is_output, is_row = (output < num_outputs)[:, None], (row < num_rows)[None, :]
+    acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in range(0, num_inputs, INPUTS):
+        is_group = is_output & (group < num_groups - start // GROUP)[None, :]
+        both = tl.load(weight_ptrs + start // 2, mask=is_group, other=0)
+        s = tl.load(scale_ptrs + start // GROUP, mask=is_group, other=0.0).to(tl.float32)
+        for high in tl.static_range(2):
+            value = ((both >> 4) if high else (both & 15)).to(tl.int32) - 8
+            w = (value.to(tl.float32) * s).to(dtype)
+            is_input = low + high * HALF < num_inputs - start
+            columns = tl.load(
+                x_ptrs + start + high * HALF, mask=is_row & is_input[:, None], other=0.0
+            )
+            acc = tl.dot(w, columns, acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[:, None]
+    out_ptrs = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
+    tl.store(out_ptrs, acc.to(dtype), mask=is_row & is_output)
+
+
+def linear(x: Tensor, module: Linear) -> Tensor:
+    """Return x [T, I] times the weight in int4, or in int8 that of the head, [T, O]."""
+    weight, bias, rows = module.weight, module.bias, len(x)
+    if not isinstance(weight, Int4Weight):
+        return int8.linear(x, module)
+    tiles = int8.FLOAT32 if x.dtype == torch.float32 else int8.HALF
+    if rows > max(tiles):
+        return F.linear(x, weight.dequantized(), bias)
+    tile = tiles[min(limit for limit in tiles if limit >= rows)]
+    outputs, inputs = weight.shape
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    addend = weight.scale if bias is None else bias
+    packed = weight.values.view(torch.uint8)
+    args = (x, packed, weight.scale, addend, out, rows, outputs, inputs)
+    constants = dict(
+        ROWS=tile.num_rows, OUTPUTS=tile.num_outputs, INPUTS=max(tile.num_inputs, GROUP),
+        BIAS=bias is not None, GROUP=GROUP, ALIGNED=inputs % GROUP == 0,
+    )
+    grid = (-(-outputs // tile.num_outputs), -(-rows // tile.num_rows), 1)
+    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+    launch(_int4_linear, grid, args, constants, **options)
+    return out
+
+
+def compile_for(module: Linear) -> None:
+    """Compile what a Linear needs, with each number of rows, before requests are served."""
+    device = module.weight.values.device
+    dtype = module.weight.dtype
+    for rows in int8.FLOAT32 if dtype == torch.float32 else int8.HALF:
+        linear(torch.zeros((rows, module.weight.shape[1]), dtype=dtype, device=device), module)
