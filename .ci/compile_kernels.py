@@ -70,8 +70,8 @@ NEWEST = VERSION >= (3, 9)
 # What may spill registers, by a regular expression of what `compile_one` calls it, and the reason.
 SPILLS = {
     r"float32 .* fp8": "it uses no matrix units, and is for comparisons",
-    r"_int8_linear .* ALIGNED=False": "layers whose inputs are no multiple of 16 are rare",
-    r"sm_75: _int8_linear": "2 to 3 KB with every tile; use the dtype of the model there",
+    r"_int[48]_linear .* ALIGNED=False": "layers whose inputs are no multiple of 16 are rare",
+    r"sm_75: _int[48]_linear": "2 to 3 KB with every tile; use the dtype of the model there",
     r"sm_90: _int8_linear \(bfloat16 D=64 G=32 ": "8 bytes at 72 registers, which are not too few",
 }
 if not NEWEST:

@@ -85,8 +85,17 @@ class Int4Weight:
         parts = zip(self.values.split(sizes), self.scale.split(sizes), strict=True)
         return [Int4Weight(values, scale, self.inputs, self.dtype) for values, scale in parts]
 
-    def copy_(self, source: Tensor) -> None:
-        """Quantize `source` [O, I], of any floating dtype and device."""
+    def copy_(self, source: Any) -> None:
+        """Quantize `source` [O, I], a tensor of any floating dtype and device.
+
+        A QuantizedWeight of features/quantized_checkpoint.py keeps its numbers if they fit.
+        """
+        if not isinstance(source, Tensor):
+            if (groups := source.int4_groups()) is not None:
+                values, scale = groups
+                self.store(0, pack(values), scale)
+                return
+            source = source.dequantized()
         for start in range(0, len(source), ROWS):
             values, scale = quantize(source[start : start + ROWS].to(self.values.device))
             self.store(start, pack(values), scale)

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.models.weights import HEAD
+
 # The suffixes of the tensors of a weight: numbers, scales, and others.
 VALUES = ("weight", "weight_packed", "qweight")
 SCALES = ("weight_scale", "weight_scale_inv", "scales")
@@ -62,6 +64,29 @@ class QuantizedWeight:
         zeros = self.zeros if isinstance(self.zeros, int) else self._expand(self.zeros)
         weight = (self.values.float() - zeros) * self._expand(self.scales)
         return weight.to(self.scales.dtype).contiguous()  # AWQ stores the transpose
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> QuantizedWeight:
+        """Return the rows, and the columns if there are two slices, of a weight with rows = 1."""
+        rows, columns = (*slices, slice(None))[:2]
+        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[rows]
+        values, groups = self.values[rows, columns], self.groups[columns]
+        return QuantizedWeight(values, self.scales[rows], zeros, self.rows, groups)
+
+    def int4_groups(self) -> tuple[Tensor, Tensor] | None:
+        """Return values [O, I / 32, 32] int8 from -8 to 7 and scales [O, I / 32] float16.
+
+        Returns None if the weight has zero points, groups that are no multiples of 32 consecutive
+        inputs, or scales that float16 does not represent. Then it has to be quantized again.
+        """
+        scales = self.scales.half()
+        is_symmetric = bool((torch.as_tensor(self.zeros) == 8).all())
+        if len(self.groups) % 32 or not is_symmetric or not torch.equal(scales, self.scales):
+            return None
+        groups = self.groups.unflatten(0, (-1, 32))
+        if (groups != groups[:, :1]).any():
+            return None
+        values = (self.values.to(torch.int8) - 8).unflatten(1, (-1, 32))
+        return values, scales[:, groups[:, 0]]
 
     def _expand(self, blocks: Tensor) -> Tensor:
         """Repeat the numbers of blocks [O / rows, G] -> [O, I] float32."""
@@ -126,13 +151,15 @@ class WeightFormat:
         rows, columns = ({"weight_block_size": value} for value in sizes)
         return cls(method, 8, (size(rows, *rows), size(columns, *columns)))
 
-    def decoded(self, files: Mapping[Path, Any]) -> dict[Path, DecodedFile]:
+    def decoded(self, files: Mapping[Path, Any], keeps_int4: bool) -> dict[Path, DecodedFile]:
         """Return views of open safetensors files, in which no weight is quantized.
 
+        keeps_int4: get_tensor returns weights of 4 bits as QuantizedWeight, for backends/int4.py.
         Raises ValueError if there is no quantized weight, or a scale without a weight.
         """
         where = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118
-        views = {path: DecodedFile(self, file, where) for path, file in files.items()}
+        keeps_int4 = keeps_int4 and self.bits == 4
+        views = {path: DecodedFile(self, f, where, keeps_int4) for path, f in files.items()}
         stems = {stem for view in views.values() for stem in view.quantized.values()}
         directory = next(iter(files)).parent
         if not stems:
@@ -235,9 +262,12 @@ class Header(NamedTuple):
 class DecodedFile:
     """A view of an open safetensors file, with the methods that loading uses."""
 
-    def __init__(self, weight_format: WeightFormat, file: Any, where: Mapping[str, Any]) -> None:
+    def __init__(
+        self, weight_format: WeightFormat, file: Any, where: Mapping[str, Any], keeps_int4: bool
+    ) -> None:
         """`where` maps the names of all tensors of the checkpoint to their files."""
         self.format, self.file, self.where = weight_format, file, where
+        self.keeps_int4 = keeps_int4
         self.quantized: dict[str, str] = {}  # name of a decoded weight -> prefix of its tensors
         self.others: list[str] = []  # names of tensors that stay as they are
         for name in file.keys():  # noqa: SIM118 (not a dict)
@@ -262,12 +292,13 @@ class DecodedFile:
         dtype = next(n for n, dtype in DTYPES.items() if dtype == weight.scales.dtype)
         return Header(list(weight.values.shape), dtype)
 
-    def get_tensor(self, name: str) -> Tensor:
+    def get_tensor(self, name: str) -> Tensor | QuantizedWeight:
         """Return a tensor, in the dtype of its scales if it is decoded."""
-        if name in self.quantized:
-            return self.read(name).dequantized()
-        tensor: Tensor = self.file.get_tensor(name)
-        return tensor
+        if name not in self.quantized:
+            tensor: Tensor = self.file.get_tensor(name)
+            return tensor
+        weight = self.read(name)
+        return weight if self.keeps_int4 and name != HEAD else weight.dequantized()
 
     def read(self, name: str, header_only: bool = False) -> QuantizedWeight:
         """Return a quantized weight, or the shapes of its large tensors (on the meta device)."""

@@ -128,12 +128,14 @@ class Checkpoint:
         directory: Path,
         has_weights: bool = True,
         overrides: Mapping[str, Any] | None = None,
+        keeps_int4: bool = False,
     ) -> None:
         """`has_weights` is false if no weights are read, as with load_format="dummy".
 
-        `overrides` replace fields of config.json.
+        `overrides` replace fields of config.json. keeps_int4: see features/quantized_checkpoint.py.
         """
         self.directory, self.has_weights = directory, has_weights
+        self.keeps_int4 = keeps_int4
         self.overrides = overrides or {}
         self.config_path = directory / "config.json"
         self.weight_format: Any = None  # of quantized weights; set with `model_config`
@@ -218,9 +220,9 @@ class Checkpoint:
                 files[path] = self.open_files.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # the error types of safetensors are not public
                 raise unreadable(path, "a readable safetensors file", error) from None
-        return (
-            files if self.weight_format is None or not files else self.weight_format.decoded(files)
-        )
+        if files and self.weight_format is not None:
+            return dict(self.weight_format.decoded(files, self.keeps_int4))
+        return files
 
     def weight_files(self) -> list[Path]:
         """Return the safetensors files, from the index if any. Raises ValueError if none exist."""

@@ -202,3 +202,45 @@ def test_compressed_tensors_gives_the_same_weights() -> None:
                 found = weight_format.read("x.weight", compressed.get).dequantized()
                 assert found.dtype == wanted.dtype
                 assert torch.equal(found, wanted), (layout, fields, symmetric, dtype)
+
+
+@pytest.mark.parametrize("attention_backend", ["sdpa", "numba"])
+@pytest.mark.parametrize(
+    ("name", "is_kept"),
+    [
+        ("compressed W4A16", True),
+        ("gptq symmetric", True),
+        ("gptq", False),
+        ("compressed W4A16 asymmetric", False),
+        ("compressed W4A16 ordered", False),
+        ("compressed W8A8", False),
+    ],
+)
+def test_int4_keeps_the_numbers(
+    name: str, is_kept: bool, attention_backend: str, tmp_path: Path
+) -> None:
+    """Weights in symmetric groups of 32 inputs or more are not quantized a second time."""
+    if attention_backend == "numba":
+        pytest.importorskip("numba")
+    make_checkpoint(tmp_path)
+    decoded = quantize_checkpoint(tmp_path, name)
+    options: Any = {"quantization": "int4", "attention_backend": attention_backend}
+    llm = random_llm(tmp_path, **options)
+    for key, weight in weights_of(llm).items():
+        if key.endswith("_proj.weight"):
+            found = weight[torch.arange(weight.shape[0])]
+            rounded = found.to(decoded[key].dtype)  # as the decoded weight is
+            assert torch.equal(rounded, decoded[key]) == is_kept, key
+    assert llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+
+def test_slices_of_int4_groups(tmp_path: Path) -> None:
+    """A rank keeps the numbers of its rows, and of its columns if they begin with a group."""
+    tensors, decoded = packed(torch.randn(16, 128), group=64)
+    config = scheme("pack-quantized", 4, strategy="group", group_size=64)
+    weight = WeightFormat.from_config(config, tmp_path).read("x.weight", tensors.get)
+    for slices in ((slice(4, 9),), (slice(None), slice(32, 96))):
+        values, scales = weight[slices].int4_groups()
+        found = (values * scales.float()[:, :, None]).flatten(1)
+        assert torch.equal(found.to(decoded.dtype), decoded[slices])
+    assert weight[slice(None), slice(16, 112)].int4_groups() is None

@@ -58,7 +58,12 @@ def awq(weight: torch.Tensor, group: int = 32) -> tuple[Tensors, torch.Tensor]:
 
 
 def gptq(
-    weight: torch.Tensor, bits: int = 4, group: int = 32, ordered: bool = False, v2: bool = False
+    weight: torch.Tensor,
+    bits: int = 4,
+    group: int = 32,
+    ordered: bool = False,
+    v2: bool = False,
+    symmetric: bool = False,
 ) -> tuple[Tensors, torch.Tensor]:
     inputs = weight.shape[1]
     size = inputs if group == -1 else group
@@ -68,6 +73,8 @@ def gptq(
     low, high = block_ranges(weight[:, g_idx.argsort(stable=True)], 1, size)
     scales = ((high - low) / ((1 << bits) - 1)).half()
     zeros = (-low / scales).round().clamp(1, (1 << bits) - 1).long()
+    if symmetric:
+        zeros[:] = 1 << (bits - 1)
     q = (weight / scales[:, g_idx] + zeros[:, g_idx]).round().clamp(0, (1 << bits) - 1).long()
     tensors = {
         "qweight": packed_rows(q, bits).T.contiguous(),
@@ -194,6 +201,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[..., tuple[Tensors, torch.Tens
         GPTQ | {"bits": 8, "group_size": -1},
         lambda w: gptq(w, bits=8, group=-1),
     ),
+    "gptq symmetric": (GPTQ | {"sym": True}, lambda w: gptq(w, symmetric=True)),
     "gptq_v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, v2=True)),
 }
 
