@@ -19,7 +19,6 @@ import logging
 from pathlib import Path
 from types import ModuleType
 
-from nanovllm.lessons import break_it, build_it, ladder, lesson10_puzzles
 from nanovllm.lessons.show import fill, say, show_answers, show_questions
 
 LESSONS = (
@@ -40,12 +39,18 @@ LESSONS = (
     "lesson15_tensor_parallel",
 )
 NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
-EXERCISES = {"puzzle": lesson10_puzzles.run_puzzle, "break": break_it.run}
-MODULES = {"ladder": ladder, "puzzle": lesson10_puzzles, "break": break_it, "build": build_it}
+MODULES = {
+    "ladder": "ladder",
+    "puzzle": "lesson10_puzzles",
+    "break": "break_it",
+    "build": "build_it",
+}
 
 
-def load(number: str) -> ModuleType:
-    return importlib.import_module(f"nanovllm.lessons.{LESSONS[int(number) - 1]}")
+def load(what: str) -> ModuleType:
+    """Import a lesson by its number, or an exercise by its name."""
+    name = MODULES.get(what) or LESSONS[int(what) - 1]
+    return importlib.import_module(f"nanovllm.lessons.{name}")
 
 
 def title(number: str) -> str:
@@ -90,18 +95,20 @@ def main(argv: list[str] | None = None) -> None:
         if args.what is None:
             parser.print_help()
             return
-        say(str((MODULES.get(args.what) or load(args.what)).__doc__))
+        say(str(load(args.what).__doc__))
         return
     logging.getLogger("nanovllm").setLevel(logging.WARNING)  # no line for each LLM that is made
     try:
         if args.what in NUMBERS and args.which is None:
             run_lesson(args.what, args.answers)
-        elif args.what in EXERCISES:
-            EXERCISES[args.what](args.which, args.answers)
+        elif args.what == "puzzle":
+            load(args.what).run_puzzle(args.which, args.answers)
+        elif args.what == "break":
+            load(args.what).run(args.which, args.answers)
         elif args.what == "build" and args.answers is None:
-            build_it.write(args.which)
+            load(args.what).write(args.which)
         elif args.what == "ladder" and args.which is None and args.answers is None:
-            ladder.run()
+            load(args.what).run()
         elif args.what is None and args.answers is None:
             for number in NUMBERS:
                 print(fill(title(number), rest="  "))

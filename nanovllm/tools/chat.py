@@ -6,14 +6,18 @@
 Ctrl-C ends an answer, Ctrl-D ends the program, and /new begins a new conversation.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EMBEDDED
 from nanovllm.tools.jobs.run_batch import option
+
+if TYPE_CHECKING:
+    from nanovllm import LLM, SamplingParams
 
 
 class Conversation:
@@ -73,6 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Read questions from stdin and print the answers until the end of the input."""
     args = make_parser().parse_args(argv)
+    from nanovllm import LLM  # not for --help: torch takes seconds
+
     try:
         llm = LLM(args.model, **dict(args.set))
         params = llm.get_default_sampling_params()

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nanovllm.features.gguf.convert import DTYPES, convert
+from nanovllm.api.config import DTYPES
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -19,12 +19,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("nanovllm convert", description=__doc__, formatter_class=raw)
     parser.add_argument("source", metavar="IN.gguf", type=Path, help="a GGUF file")
     parser.add_argument("target", metavar="OUT", type=Path, help="a new directory")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of OUT (%(default)s)")
+    dtypes = DTYPES[1:]  # without "auto"
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16", help="of OUT (%(default)s)")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
+    from nanovllm.features.gguf.convert import convert  # not for --help: torch takes seconds
+
     try:
         convert(args.source, args.target, args.dtype)
     except (OSError, ValueError) as error:

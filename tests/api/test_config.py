@@ -61,7 +61,7 @@ OPTIONS = [
     ({"tokenizer": 3}, TypeError, "tokenizer"),
     ({"skip_tokenizer_init": False}, ValueError, "skip_tokenizer_init=True"),  # it has none
     ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported: .*never"),
-    ({"quantization": "awq"}, ValueError, "must be one of int8, not 'awq'"),
+    ({"quantization": "int3"}, ValueError, "must be one of int8, int4, not 'int3'"),
     ({"tensor_parallel_sise": 1}, TypeError, "did you mean 'tensor_parallel_size'"),
     ({"mamba_cache_mode": "auto"}, TypeError, "unknown option .*; known: model, device, dtype"),
 ]

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.engine.request import Request
 from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
 from nanovllm.features.vllm_names import check_unused
-from nanovllm.llm import LLM
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 Fields = dict[str, Any]
