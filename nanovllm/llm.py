@@ -89,7 +89,10 @@ class LLM:
         self.engine.__reduce__()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.engine.input_processor.get_tokenizer()
+        """Return the tokenizer of transformers."""
+        tokenizer = self.engine.input_processor.get_tokenizer()
+        full: PreTrainedTokenizerBase = getattr(tokenizer, "full", tokenizer)
+        return full
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the checkpoint's generation_config.json."""

@@ -114,7 +114,7 @@ class GrammarCompiler:
         return Grammar(start, tuple(self.vocabulary.eos_tokens), tuple(end_tokens))
 
     def _make_vocabulary(self) -> LLTokenizer:
-        tokenizer: Any = self.tokenizer
+        tokenizer: Any = getattr(self.tokenizer, "full", self.tokenizer)  # of transformers
         if tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer (skip_tokenizer_init is set)")
         try:

@@ -12,7 +12,6 @@ from typing import Any
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import logger
 from nanovllm.api.sampling_params import SamplingParams
-from nanovllm.engine.detokenizer import Tokenizer
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sampling import Sampling
@@ -20,7 +19,7 @@ from nanovllm.engine.task import TaskFactory
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.optional import find_optional, load_optional
-from nanovllm.models.config import read_json
+from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
 
 # Held while a tokenizer is loaded. transformers imports its modules on first use, and two threads
@@ -137,37 +136,3 @@ def longest_request(config: EngineConfig, checkpoint: Checkpoint) -> int:
             f"is not supported; set max_model_len={window} or less to run it within one window"
         )
     return max_model_len
-
-
-def load_tokenizer(directory: Path) -> Tokenizer:
-    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
-    if not any((directory / name).is_file() for name in names):
-        raise ValueError(
-            f"{directory} has no tokenizer files; name one with tokenizer=..., or set "
-            "skip_tokenizer_init=True to work with token ids"
-        )
-    config = directory / "tokenizer_config.json"
-    raw = read_json(config) if config.is_file() else {}
-    kind, length = raw.get("tokenizer_class"), raw.get("model_max_length")
-    if not isinstance(length, int | float | None):
-        raise ValueError(f"{config}: model_max_length must be a number, not {length!r:.80}")
-    try:
-        if kind == "PreTrainedTokenizerFast":
-            # AutoTokenizer would choose this class too, but imports transformers' models in 0.4 s.
-            from transformers import PreTrainedTokenizerFast
-
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-        else:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        tokenizer.decode(tokenizer.encode("a"))  # A class that does not match may fail only here.
-        return tokenizer
-    except Exception as error:  # transformers and tokenizers raise errors of many types
-        for path in sorted(directory.glob("*.json")):
-            read_json(path)  # raises ValueError with the name of a broken file
-        raise ValueError(
-            f"tokenizer.json or tokenizer_config.json in {directory} cannot be used "
-            f"with the tokenizer_class {kind!r:.80} ({type(error).__name__}: {error}); fetch them "
-            "again, or name another tokenizer with tokenizer=..."
-        ) from error
