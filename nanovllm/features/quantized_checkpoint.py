@@ -278,6 +278,10 @@ class DecodedFile:
             )
             if suffix in VALUES and not is_plain:
                 self.quantized[f"{stem}.weight"] = stem
+            elif (
+                suffix == "bias" and f"{stem}.qweight" in where and not file.get_tensor(name).any()
+            ):
+                pass  # AutoGPTQ adds zeros to layers without a bias
             elif suffix not in SCALES + ZEROS + OTHERS:
                 self.others.append(name)
 

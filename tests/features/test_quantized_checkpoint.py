@@ -145,6 +145,19 @@ def test_tensors_that_do_not_fit(name: str, changes: dict, words: str, tmp_path:
         random_llm(tmp_path)
 
 
+def test_biases_that_are_zero(tmp_path: Path) -> None:
+    """AutoGPTQ adds them to layers without a bias. Other biases that the model lacks are refused."""
+    make_checkpoint(tmp_path)
+    quantize_checkpoint(tmp_path, "gptq")
+    path = next(tmp_path.glob("*.safetensors"))
+    tensors = load_file(path)
+    save_file(tensors | {Q_PROJ + "bias": torch.zeros(128)}, path)
+    random_llm(tmp_path)
+    save_file(tensors | {Q_PROJ + "bias": torch.ones(128)}, path)
+    with pytest.raises(ValueError, match="unexpected: .*q_proj.bias"):
+        random_llm(tmp_path)
+
+
 def test_a_config_whose_weights_are_not_quantized(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
