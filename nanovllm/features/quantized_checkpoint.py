@@ -102,7 +102,7 @@ class WeightFormat:
     bits: int
     block: tuple[int, int]  # (outputs, inputs) that share a scale; 0 means all
     has_order: bool = False  # whether a g_idx must say which inputs form a group
-    zero_offset: int = 0  # GPTQ stores zero points minus 1
+    zero_offset: int = 0  # GPTQ subtracts 1 from each of the packed zero points
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], path: Path) -> WeightFormat:
@@ -194,13 +194,14 @@ class WeightFormat:
         order = get("g_idx")
         if self.method in ("awq", "gptq"):
             values, scales = need("qweight"), need("scales").T
-            zeros = unpack(need("qzeros"), self.bits)  # [G, O]
+            ones = {4: 0x11111111, 8: 0x01010101}[self.bits]  # added to words, so that they borrow
+            zeros = unpack(need("qzeros") + self.zero_offset * ones, self.bits)  # [G, O]
             if self.method == "awq":  # [I, O / 8]
                 values = _from_awq_order(unpack(values, self.bits)).T
                 zeros = _from_awq_order(zeros)
             else:  # [I * bits / 32, O]
                 values = unpack(values.T.contiguous(), self.bits)
-            zeros = (zeros + self.zero_offset & (1 << self.bits) - 1).T
+            zeros = zeros.T
         elif (packed := get("weight_packed")) is not None:
             outputs, inputs = need("weight_shape").tolist()
             values = unpack(packed, self.bits)[:outputs, :inputs]

@@ -29,6 +29,11 @@ def packed_rows(x: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
     return torch.where(total >= 1 << 31, total - (1 << 32), total).int()
 
 
+def pack_ones(bits: int) -> int:
+    """The word whose numbers are all 1. GPTQ's first version subtracts it from words of zeros."""
+    return int(sum(1 << shift for shift in range(0, 32, bits)))
+
+
 def block_ranges(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
     """The least and the largest number of each block, at most and at least 0."""
     outputs, inputs = weight.shape
@@ -72,13 +77,14 @@ def gptq(
         g_idx = g_idx[torch.randperm(inputs)]
     low, high = block_ranges(weight[:, g_idx.argsort(stable=True)], 1, size)
     scales = ((high - low) / ((1 << bits) - 1)).half()
-    zeros = (-low / scales).round().clamp(1, (1 << bits) - 1).long()
+    zeros = (-low / scales).round().clamp(0, (1 << bits) - 1).long()
+    zeros[::3] = 0  # the words below borrow from the next number
     if symmetric:
         zeros[:] = 1 << (bits - 1)
     q = (weight / scales[:, g_idx] + zeros[:, g_idx]).round().clamp(0, (1 << bits) - 1).long()
     tensors = {
         "qweight": packed_rows(q, bits).T.contiguous(),
-        "qzeros": packed_rows(zeros.T - (0 if v2 else 1), bits),
+        "qzeros": packed_rows(zeros.T, bits) - (0 if v2 else pack_ones(bits)),
         "scales": scales.T.contiguous(),
         "g_idx": g_idx.int(),
     }
