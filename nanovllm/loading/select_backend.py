@@ -67,7 +67,8 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(name: str, device: torch.device, stored: str | None) -> torch.dtype:
     if name == "auto":
         if device.type == "cpu":
-            name = "bfloat16" if cpu_has_fast_bf16() else "float32"
+            # A checkpoint that is stored in float32 may need it, as smollm2-135m does.
+            name = "bfloat16" if stored != "float32" and cpu_has_fast_bf16() else "float32"
         else:
             name = stored or "bfloat16"
             if name == "bfloat16" and torch.cuda.get_device_capability(device) < (8, 0):

@@ -10,6 +10,7 @@ import torch
 from checkpoints import make_checkpoint, random_llm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.loading import select_backend
 from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.backend import Backend
 
@@ -84,3 +85,13 @@ def test_a_gpu_older_than_the_kernels(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert pick_backend("auto", gpu, *arguments).captures
     assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_auto_dtype_on_a_cpu(has_bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint in float32 stays so: smollm2-135m answers wrongly in bfloat16."""
+    monkeypatch.setattr(select_backend, "cpu_has_fast_bf16", lambda: has_bf16)
+    cpu, fast = torch.device("cpu"), torch.bfloat16 if has_bf16 else torch.float32
+    for stored, wanted in {"float32": torch.float32, "bfloat16": fast, "float16": fast}.items():
+        assert select_backend.pick_dtype("auto", cpu, stored) is wanted
+    assert select_backend.pick_dtype("auto", cpu, None) is fast
