@@ -28,6 +28,10 @@ class StepPlan:
     saves: list[BlockCopy] = field(default_factory=list)  # from the device to host memory
     block_copies: list[BlockCopy] = field(default_factory=list)
     loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
+    # For models with linear attention; see features/hybrid/states.py. (source, target) of copies
+    # before anything is computed, and copies of states that this step computes.
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
+    state_saves: list[StateSave] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     # Rows that compute the token that they sampled last. With async scheduling, the step is planned
     # before this token reaches the host.
@@ -74,6 +78,14 @@ class BlockCopy(NamedTuple):
     """A copy of the content of one block to another, as in copy-on-write."""
 
     source: int
+    target: int
+
+
+class StateSave(NamedTuple):
+    """A copy of the state that `row` has before the last `tokens_left` of its tokens."""
+
+    row: int
+    tokens_left: int
     target: int
 
 

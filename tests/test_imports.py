@@ -1,6 +1,7 @@
 """Imports point one way, the control plane needs no torch, and the device folders are optional."""
 
 import ast
+import json
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,8 @@ def test_optional_places_can_be_deleted(deleted: str, tmp_path: Path) -> None:
             shutil.rmtree(copy / name)
         else:
             (copy / name).unlink()
+    config = {"architectures": ["Qwen3_5ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     code = (
         # The finder of `pip install -e` would find what is deleted in this repository.
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
@@ -171,6 +174,9 @@ def test_optional_places_can_be_deleted(deleted: str, tmp_path: Path) -> None:
             "try: llm.generate('2 + 3', params)\n"
             "except ValueError as error: text = str(error)\n"
             "assert text.startswith('min_tokens needs nanovllm/features/logit_rules, which'), text\n"
+            f"try: LLM({str(tmp_path)!r})\n"
+            "except ValueError as error: text = str(error)\n"
+            "assert 'needs nanovllm/features/hybrid/config.py, which' in text, text\n"
         )
     done = fresh.run(code, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -9,7 +9,7 @@ import math
 import os
 import shlex
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.config import (
+    FEATURES,
     Fields,
     ModelConfig,
     check_field,
@@ -29,6 +30,7 @@ from nanovllm.models.config import (
     override,
     read_json,
     unreadable,
+    with_text_config,
 )
 from nanovllm.models.weights import HEAD
 from nanovllm.plan import FILTERS
@@ -138,7 +140,9 @@ class Checkpoint:
         self.keeps_int4 = keeps_int4
         self.overrides = overrides or {}
         self.config_path = directory / "config.json"
-        self.weight_format: Any = None  # of quantized weights; set with `model_config`
+        # Set with `model_config`:
+        self.weight_format: Any = None  # of quantized weights
+        self.select_tensors: Callable[[dict[Path, Any]], dict[Path, Any]] = dict
         self.open_files = ExitStack()  # a context manager that closes the weight files
 
     @cached_property
@@ -148,15 +152,22 @@ class Checkpoint:
             raise ValueError(
                 f"{self.directory} has no config.json; it is not a model in Hugging Face layout"
             )
-        raw: dict[str, Any] = read_json(self.config_path)
+        raw: dict[str, Any] = with_text_config(read_json(self.config_path))
         return override(raw, self.overrides) if self.overrides else raw
 
     @cached_property
     def model_config(self) -> ModelConfig:
         suffix = " with hf_overrides" if self.overrides else ""  # for messages
         path = Path(f"{self.config_path}{suffix}")
-        model_config = ModelConfig.from_json(self.config, path)
+        names = self.config.get("architectures")
+        config_class: type[ModelConfig] = ModelConfig
+        for name in names if isinstance(names, list) else ():
+            if name in FEATURES:
+                option = f"the architecture {name!r}"
+                config_class = load_optional(f"features.{FEATURES[name]}.config", option).CONFIG
+        model_config = config_class.from_json(self.config, path)
         self.weight_format = self.find_weight_format(path)
+        self.select_tensors = model_config.select_tensors
         return model_config
 
     def find_weight_format(self, path: Path) -> Any:
@@ -220,6 +231,7 @@ class Checkpoint:
                 files[path] = self.open_files.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # the error types of safetensors are not public
                 raise unreadable(path, "a readable safetensors file", error) from None
+        files = self.select_tensors(files)
         if files and self.weight_format is not None:
             return dict(self.weight_format.decoded(files, self.keeps_int4))
         return files

@@ -32,6 +32,7 @@ class FakeRunner:
 
     num_blocks, async_scheduling, device = 40, False, torch.device("cpu")
     host_pool: SimpleNamespace | None = None
+    states = None
     backend = Backend(device, torch.float32)
 
     def __init__(

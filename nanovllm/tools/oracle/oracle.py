@@ -41,6 +41,8 @@ INVARIANTS = {
     "progress": "All requests end after a bounded number of steps, whatever happened before.",
     "returned": "When all requests have ended, all blocks are available and all rows are free.",
     "no error": "The scheduler and the block manager raise no exception.",
+    "states": "Each row has consumed the tokens of its context, each snapshot the tokens up to its "
+    "block, and each slot has one use.",
     "host": "Each host block is free, or in the host index once with the tokens that it holds.",
 }
 

@@ -20,6 +20,7 @@ HEAD = ("step", "free", "cached", "shared", "request", "computes", "slots", "blo
 # Why the first waiting sequence is not admitted, by the scheduler's word for the reason. {} is
 # replaced by the name of the sequence.
 WHY_WAITING = {
+    "state": "{} waits for a state that this step computes",
     "budget": "the token budget is spent",
     "preempted": "a step that preempts admits nothing",
     "seqs": "max_num_seqs sequences run",

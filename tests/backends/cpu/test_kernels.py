@@ -132,10 +132,10 @@ x, weight = torch.randn(2, 4, 8), torch.ones(8)
 kernel, example = pointwise.add_rms_norm_rows, DTYPE_EXAMPLE[torch.float32]
 address = parallel.address_for(kernel, torch.float32, torch.float32)
 start = x[0].data_ptr(), x[1].data_ptr(), weight.data_ptr(), 4, 8
-parallel.in_parts(address, (*start, 1e-6, example), 4, 2)
+parallel.in_parts(address, (*start, 1e-6, example, example), 4, 2)
 ints = (1, example), (1e-6, np.uint16(0))
 for wrong in (*ints, (np.float32(0), example), (example, 1e-6), (0.0,)):
-    try: parallel.in_parts(address, (*start, *wrong), 4, 2)
+    try: parallel.in_parts(address, (*start, *wrong, example), 4, 2)
     except TypeError as error: assert "arguments of other types" in str(error)
     else: raise AssertionError(wrong)
 print("alive")
@@ -205,7 +205,7 @@ def test_turn_and_store(
         *cache.shape[1:],
         heads,
         eps,
-        *[primitives.DTYPE_EXAMPLE[dtype]] * 2,
+        *[primitives.DTYPE_EXAMPLE[dtype]] * 3,
         1.0,
         1.0,
     )

@@ -1,0 +1,145 @@
+"""Histories of the oracle with states: each row has consumed exactly the tokens of its sequence."""
+
+import random
+from types import ModuleType
+from typing import NamedTuple
+
+from nanovllm.engine import scheduler
+from nanovllm.engine.observer import Observer
+from nanovllm.engine.scheduler import InFlightStep
+from nanovllm.engine.sequence import Status
+from nanovllm.features.hybrid import state_blocks
+from nanovllm.plan import StepPlan
+from nanovllm.tools.oracle.oracle import History, OracleRunner, require
+
+
+class State(NamedTuple):
+    """What a model with linear attention would have computed its state from."""
+
+    pairs: tuple[tuple[int, int], ...] | None  # None: unknown, because a step failed
+    age: int  # resets of the prefix cache before the oldest of it was computed
+
+
+class HybridRunner(OracleRunner):
+    """An oracle whose rows have states. A row samples only from the state of its context."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_rows: int, num_states: int) -> None:
+        super().__init__(num_blocks, block_size, num_rows)
+        self.states = [State(None, 0)] * num_states
+
+    def run(self, plan: StepPlan) -> list[int]:
+        states, decoded = self.states, {row: self.last[row] for row in plan.decode_rows}
+        starts = {row: self.positions[row] for row in plan.decode_rows}
+        read = [states[source] for source, _ in plan.state_copies]
+        for (_, target), state in zip(plan.state_copies, read, strict=True):
+            states[target] = state
+        written = [save.target for save in plan.state_saves]
+        require(len(set(written)) == len(written), "states", "a slot is written twice in a step")
+        rows = len(self.tables)
+        require(all(slot > rows for slot in written), "states", "a save overwrites a row")
+        drawn = super().run(plan)  # KV and tokens; `last` and `positions` have changed
+        work = [(c.row, c.start, c.token_ids) for c in plan.chunks]
+        work += [(row, starts[row], [token]) for row, token in decoded.items()]
+        computed = {row for row, *_ in work}
+        require(all(save.row in computed for save in plan.state_saves), "states")
+        for row, start, ids in work:
+            saves = [save for save in plan.state_saves if save.row == row]
+            state = State((), self.resets) if start == 0 else states[row]
+            for number in range(len(ids) + 1):
+                for save in saves:
+                    if save.tokens_left == len(ids) - number:
+                        states[save.target] = state
+                if number < len(ids):
+                    position = start + number
+                    pair = (ids[number], position)
+                    age = min(state.age, self.ages[self.slot(row, position)])
+                    pairs = None if state.pairs is None else (*state.pairs, pair)
+                    state = State(pairs, age)
+            states[row] = state
+            detail = f"row {row} has consumed {state.pairs} and its context is {self.context(row)}"
+            require(state.pairs == tuple(self.context(row)), "states", detail)
+        return drawn
+
+    def forget_states(self) -> None:
+        """A step has failed: no state may be used any more."""
+        self.states = [State(None, 0)] * len(self.states)
+
+
+class AbortInFlight(Observer):
+    """Sometimes aborts a request between a plan and the commit of the plan before it."""
+
+    def __init__(self, history: History) -> None:
+        self.history, self.is_planned = history, False
+
+    def scheduled(self, step: InFlightStep | None) -> None:
+        self.is_planned = step is not None
+
+    def begin(self) -> None:
+        if self.is_planned and self.history.rng.random() < 0.03:
+            self.history.abort()
+        self.is_planned = False
+
+
+class HybridHistory(History):
+    """Most of these histories repeat the beginnings of earlier requests."""
+
+    repeats = 0.8
+
+    def __init__(
+        self, seed: int, schedulers: ModuleType = scheduler, managers: ModuleType = state_blocks
+    ) -> None:
+        super().__init__(seed, schedulers, managers)
+        sizes = self.num_blocks, self.size, self.max_num_seqs, self.num_states
+        self.runner = HybridRunner(*sizes)
+        self.observer = AbortInFlight(self)
+
+    def make_blocks(self, managers: ModuleType) -> state_blocks.StateBlockManager:
+        rng: random.Random = self.rng
+        caches = rng.random() < 0.9
+        num_slots = rng.choice((0, 1, 2, 3, 5, 8, 40))
+        self.num_states = self.max_num_seqs + 1 + num_slots
+        sizes = self.num_blocks, self.size, caches, self.max_num_seqs, self.num_states
+        return managers.StateBlockManager(*sizes)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self.runner.forget_states()
+
+    def check(self) -> None:
+        super().check()
+        manager: state_blocks.StateBlockManager = self.block_manager
+        runner: HybridRunner = self.runner
+        named = [
+            *manager.free_slots,
+            *manager._returned,
+            *manager.snapshots.values(),
+            *(slot for _, slot in manager.unknown.values()),
+            *manager.fork_slots.values(),
+        ]
+        require(sorted(named) == list(manager.all_slots), "states", f"the slots are {named}")
+        for block_id, slot in manager.snapshots.items():
+            block, state = manager.blocks[block_id], runner.states[slot]
+            require(bool(block.serial), "states", "a block with a snapshot is not cached")
+            require(state.age == runner.resets, "fresh", "a snapshot is from before a reset")
+            pairs = state.pairs or ()
+            held = runner.memory[block_id * self.size : (block_id + 1) * self.size]
+            require(list(pairs[-self.size :]) == held, "states", f"{state} is not after {held}")
+            parent, position = block.key[0], len(pairs) - self.size
+            while parent:  # the blocks before it, as far as they are cached
+                before = [b for b in manager.blocks if b.serial == parent]
+                if not before:
+                    break
+                held = runner.memory[before[0].block_id * self.size :][: self.size]
+                detail = f"{state} is not after {held}"
+                require(list(pairs[position - self.size : position]) == held, "states", detail)
+                parent, position = before[0].key[0], position - self.size
+            require(bool(parent) or position == 0, "states", f"{state} has too many tokens")
+        require(set(manager.rolling.values()) <= manager.snapshots.keys(), "states")
+        for seq in (*manager.rolling, *manager.unknown, *manager._sources, *manager.wanted):
+            require(seq.status is Status.RUNNING, "states", "a sequence that does not run has one")
+
+    def drain(self) -> None:
+        super().drain()
+        manager = self.block_manager
+        held = len(manager.free_slots) + len(manager._returned) + len(manager.snapshots)
+        require(held == len(manager.all_slots), "returned", "slots are missing")
