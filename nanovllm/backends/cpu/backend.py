@@ -7,7 +7,16 @@ from typing import Any
 
 import torch
 
-from nanovllm.backends.cpu import fused_decode, int4, int8, jit, linear, pointwise, sampler
+from nanovllm.backends.cpu import (
+    delta_rule,
+    fused_decode,
+    int4,
+    int8,
+    jit,
+    linear,
+    pointwise,
+    sampler,
+)
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import is_ready
 from nanovllm.backends.int4 import HEAD
@@ -43,6 +52,9 @@ class CpuBackend(Backend):
 
     def after_load(self, module: Linear) -> None:
         linear.pack(module)
+
+    def delta_rule(self) -> Any:
+        return delta_rule
 
     def fuse_layers(self, model: Any, attention: Any) -> fused_decode.FusedLayers | None:
         return fused_decode.fuse_layers(model, attention)

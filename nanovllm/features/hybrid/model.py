@@ -40,7 +40,8 @@ class LinearAttention:
         named = {f"in_proj_{name}": outputs for name, outputs in projections.items()}
         self.in_proj = Linear(config.hidden_size, named, backend)
         self.out_proj = Linear(size, {"out_proj": config.hidden_size}, backend)
-        self.conv1d = backend.empty(channels, KERNEL_SIZE)
+        # In float32 and transposed, as kernels read it.
+        self.conv1d = backend.empty(KERNEL_SIZE, channels, dtype=torch.float32)
         self.a_log, self.dt_bias, self.norm = (
             backend.empty(n, dtype=torch.float32) for n in (heads, heads, self.sizes[3])
         )
@@ -56,9 +57,8 @@ class LinearAttention:
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         for linear in self.linears():
             yield from linear.checkpoint_tensors(prefix)
-        shape = (len(self.conv1d), 1, KERNEL_SIZE)
-        copy = self.conv1d.copy_
-        yield CheckpointTensor(f"{prefix}conv1d.weight", shape, lambda t: copy(t.squeeze(1)))
+        shape, copy = (self.conv1d.shape[1], 1, KERNEL_SIZE), self.conv1d.copy_
+        yield CheckpointTensor(f"{prefix}conv1d.weight", shape, lambda t: copy(t[:, 0].T))
         yield CheckpointTensor.of(f"{prefix}A_log", self.a_log)
         yield CheckpointTensor.of(f"{prefix}dt_bias", self.dt_bias)
         yield CheckpointTensor.of(f"{prefix}norm.weight", self.norm)

@@ -11,6 +11,7 @@ token 0 begins with zeros. The runner copies states between rows and snapshots, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,9 @@ class States:
         dims = config.linear_key_head_dim, config.linear_value_head_dim
         self.rule = backend.empty(layers, num_states, heads, *dims, dtype=torch.float32)
         self.conv = backend.empty(layers, num_states, KERNEL_SIZE - 1, config.conv_size)
-        kernels = backend.delta_rule()
-        self.decode = getattr(kernels, "decode", delta_rule.decode)
-        self.chunk = getattr(kernels, "chunk", delta_rule.chunk)
+        kernels = backend.delta_rule() or delta_rule
+        self.decode = kernels.decode
+        self.chunk = getattr(kernels, "chunk", partial(delta_rule.chunk, kernels=kernels))
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hybrid_checkpoints import make_hybrid_checkpoint, nest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.backends.cpu import delta_rule as cpu_delta_rule
 from nanovllm.features.hybrid import delta_rule
 from nanovllm.features.hybrid.model import LinearAttention
 from nanovllm.loading.checkpoint import Checkpoint
@@ -107,16 +109,22 @@ def test_chunks_equal_steps() -> None:
         k[length // 2 :] = k[length // 2]  # repeated keys
         v, beta = torch.randn(length, heads, values), torch.rand(length, heads)
         g = -torch.rand(length, heads) * 3
-        state = torch.randn(heads, dim, values)
-        want_state, want = state.clone(), []
+        first = torch.randn(heads, dim, values)
+        want_state, want = first.clone(), []
         for i in range(length):
             want_state = want_state * g[i].exp()[:, None, None]
             difference = beta[i, :, None] * (v[i] - (want_state * k[i, :, :, None]).sum(1))
             want_state = want_state + k[i, :, :, None] * difference[:, None]
             want.append((want_state * q[i, :, :, None]).sum(1))
-        out = delta_rule.chunked_rule(q, k, v, beta, g, state)
-        torch.testing.assert_close(out, torch.stack(want), atol=2e-5, rtol=1e-4)
-        torch.testing.assert_close(state, want_state, atol=2e-5, rtol=1e-4)
+        expected = torch.stack(want, dim=1)
+        layer: Any = SimpleNamespace(sizes=(heads, heads, dim, values))
+        mixed = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), dim=1)
+        for module in (delta_rule, cpu_delta_rule):
+            state = first.clone()
+            solved = delta_rule.Solved(*module.solve(layer, mixed, beta, g))
+            out = delta_rule.advance(solved, state)
+            torch.testing.assert_close(out[:, :length], expected, atol=2e-5, rtol=1e-4)
+            torch.testing.assert_close(state, want_state, atol=2e-5, rtol=1e-4)
 
 
 VARIANTS: list[dict[str, object]] = [
