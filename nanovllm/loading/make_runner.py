@@ -59,7 +59,7 @@ def make_runner(
         weight_bytes = memory.weight_bytes(model_class(model_config).on_meta(model_config, backend))
         room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
         room.check(checkpoint.directory.name, backend.dtype)
-        if model_config.feature == "hybrid":
+        if model_config.state_bytes(1):
             divide = load_optional("features.hybrid.memory", "the model").num_states
             sizes = backend.dtype.itemsize, room.max_bytes
             num_rows, num_slots, state_bytes = divide(config, model_config, *sizes)
@@ -179,7 +179,7 @@ def make_cache(
 def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank) -> None:
     """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
     backend, model = runner.backend, runner.model
-    if ranks.size == 1 and runner.states is None:  # fused layers have no all-reduce and no states
+    if ranks.size == 1:  # fused layers have no all-reduce
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model
     if backend.captures and not config.enforce_eager:
         hidden = backend.empty(config.max_num_seqs, model.config.hidden_size)

@@ -136,6 +136,10 @@ class ModelConfig:
         num_layers = len(self.kv_layers)
         return 2 * num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
 
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a sequence's state, which models with linear attention have."""
+        return 0
+
 
 # Properties that follow from the name of the architecture and may be absent from config.json. If
 # attention_bias is not given here, the one of config.json is for all four projections of attention.

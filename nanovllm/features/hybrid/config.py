@@ -105,7 +105,7 @@ class HybridConfig(ModelConfig):
         return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.value_size
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the states of a sequence. The model has `itemsize` bytes a number."""
+        """Return the bytes of a sequence's state. The convolution has `itemsize` bytes a number."""
         rule = self.value_size * self.linear_key_head_dim * 4
         conv = self.conv_size * (KERNEL_SIZE - 1) * itemsize
         return self.num_linear_layers * (rule + conv)

@@ -27,8 +27,6 @@ def num_states(
                 f"linear attention are kept on one device only; leave {option} out"
             )
     state_bytes = model_config.state_bytes(itemsize)
-    if not state_bytes:
-        return config.max_num_seqs, 0, 0
     fit = max_bytes // 2 // state_bytes - 1  # the padding row has a state too
     wanted, per_row = config.num_state_slots, SLOTS_PER_ROW
     if not config.enable_prefix_caching:

@@ -6,6 +6,7 @@ its bytes (memory-bound):
 
     weights     read once in each step, LM head included
     KV          2 * layers * KV heads * head size values per token, read once in each decode step
+    states      of linear attention: read and written once for each decoded token
     linear      2 FLOPs per parameter and token; the LM head for sampled tokens only
     attention   4 FLOPs per layer, head, dimension and attended token
 """
@@ -17,8 +18,8 @@ from os.path import commonprefix
 import torch
 from torch.utils.benchmark import Timer
 
+from nanovllm.loading.make_runner import model_class
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3
 from nanovllm.tools.benchmarks.workloads import Workload
 
 
@@ -33,12 +34,13 @@ def costs(
 
     itemsize: bytes of a weight. kv_itemsize: bytes of a KV value; None: `itemsize`.
     """
-    linears = [linear.weight.numel() for linear in Qwen3.on_meta(config).linears()]
+    model = model_class(config).on_meta(config)
+    linears = [linear.weight.numel() for linear in model.linears()]
     head = linears.pop()
     layers = sum(linears)
     weight_bytes = (layers + head) * itemsize
     kv_token = config.block_bytes(1, kv_itemsize or itemsize)
-    flops_per_attended = 4 * config.num_layers * config.num_heads * config.head_dim
+    flops_per_attended = 4 * len(config.kv_layers) * config.num_heads * config.head_dim
 
     # A perfect prefix cache contains the start of each prompt. In sorted order, each prompt follows
     # the one with which it shares the longest prefix.
@@ -62,15 +64,17 @@ def costs(
         steps += round_steps
         decoded += sum(outputs)
         decode_attended += round_attended
+    state_bytes = 2 * decoded * config.state_bytes(itemsize)
     return {
         "prefill_tokens": computed,
         "prefill_flops": linear + flops_per_attended * attended,
         "prefill_bytes": len(work.rounds) * weight_bytes + computed * kv_token,
         "decode_steps": steps,
         "decode_flops": 2 * (layers + head) * decoded + flops_per_attended * decode_attended,
-        "decode_bytes": steps * weight_bytes + kv_tokens * kv_token,
+        "decode_bytes": steps * weight_bytes + kv_tokens * kv_token + state_bytes,
         "weight_bytes": weight_bytes,
         "kv_bytes": kv_tokens * kv_token,
+        "state_bytes": state_bytes,
     }
 
 

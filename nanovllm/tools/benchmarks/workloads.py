@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from nanovllm.api.config import EMBEDDED
 from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.models.qwen3 import Qwen3
+from nanovllm.loading.make_runner import model_class
 from nanovllm.models.weights import CheckpointTensor, random_weights
 
 
@@ -51,6 +51,7 @@ WORKLOADS = {
     "short": Spec("short requests", 64, (16, 128), (16, 128)),
     "nano": Spec("nano-vllm's benchmark", 256, (100, 1024), (100, 1024), "qwen3-0.6b"),
     "cpu-mixed": Spec("mixed lengths on a CPU", 16, (64, 256), (16, 128), "qwen3-0.6b"),
+    "hybrid": Spec("cpu-mixed with linear attention", 16, (64, 256), (16, 128), "qwen3.5-0.8b"),
     "cpu-prefix": Spec("one prefix of 512", 16, (32, 32), (32, 32), "qwen3-0.6b", prefix=512),
     "cpu-small": Spec("many requests, small model", 64, (100, 512), (50, 256), "cpu-small"),
     "prefix": Spec("one prefix of 512 tokens for all", 64, (16, 64), (16, 64), prefix=512),
@@ -75,7 +76,18 @@ SHAPES = {
     "qwen3-8b": (4096, 12_288, 36, 32, 8, 128, 151_936, False, 40_960),
     "qwen3-14b": (5120, 17_408, 40, 40, 8, 128, 151_936, False, 40_960),
     "qwen2.5-7b": (3584, 18_944, 28, 28, 4, 128, 152_064, False, 32_768),
+    "qwen3.5-0.8b": (1024, 3584, 24, 8, 2, 256, 248_320, True, 262_144),
     "cpu-small": (256, 768, 4, 4, 2, 64, 4096, True, 4096),
+}
+
+
+# Of qwen3.5-0.8b.
+LINEAR_ATTENTION = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 
 
@@ -153,13 +165,18 @@ def read_chats(name: str, tokenizer: Any) -> Workload:
 
 def write_shape(name: str, parent: Path) -> Path:
     """Create a directory with config.json alone, which is enough for load_format="dummy"."""
-    family = "Qwen2" if name.startswith("qwen2") else "Qwen3"
+    families = {"qwen2": "Qwen2", "qwen3.5": "Qwen3_5"}
+    family = next((families[start] for start in families if name.startswith(start)), "Qwen3")
     config: dict[str, object] = dict(zip(SHAPE_FIELDS.split(), SHAPES[name], strict=True))
     config |= {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
     config |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "dtype": "bfloat16"}
     if family == "Qwen2":
         # In Qwen2 the head size follows from the other sizes.
         del config["head_dim"]
+    if family == "Qwen3_5":
+        rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+        config |= {"model_type": "qwen3_5_text", "full_attention_interval": 4, **LINEAR_ATTENTION}
+        config |= {"rope_parameters": rope}
     directory = parent / name
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config, indent=1))
@@ -169,7 +186,7 @@ def write_shape(name: str, parent: Path) -> Path:
 def write_weights(directory: Path, dtype: torch.dtype) -> None:
     """Write random weights next to config.json, for engines that cannot make them."""
     config = Checkpoint(directory).model_config
-    tensors = list(Qwen3.on_meta(config).checkpoint_tensors())
+    tensors = list(model_class(config).on_meta(config).checkpoint_tensors())
     weights = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in tensors}
     stored = [CheckpointTensor.of(name, weight) for name, weight in weights.items()]
     random_weights(stored, 0, torch.device("cpu"))
