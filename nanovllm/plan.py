@@ -28,6 +28,10 @@ class StepPlan:
     saves: list[BlockCopy] = field(default_factory=list)  # from the device to host memory
     block_copies: list[BlockCopy] = field(default_factory=list)
     loads: list[BlockCopy] = field(default_factory=list)  # from host memory to the device
+    # Of the states of a model with linear attention: copies before anything is computed, which
+    # read all sources before they write, and copies of states that this step computes.
+    state_copies: list[StateCopy] = field(default_factory=list)
+    state_saves: list[StateSave] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     # Rows that compute the token that they sampled last. With async scheduling, the step is planned
     # before this token reaches the host.
@@ -74,6 +78,21 @@ class BlockCopy(NamedTuple):
     """A copy of the content of one block to another, as in copy-on-write."""
 
     source: int
+    target: int
+
+
+class StateCopy(NamedTuple):
+    """A copy of one state to another. See features/hybrid/states.py for their numbers."""
+
+    source: int
+    target: int
+
+
+class StateSave(NamedTuple):
+    """A copy of the state that `row` has before the last `tokens_left` of its tokens."""
+
+    row: int
+    tokens_left: int
     target: int
 
 

@@ -54,6 +54,9 @@ class EngineConfig:
     num_kvcache_blocks: Positive | None = None
     # "auto": the same as `dtype`. "fp8" or "fp8_e4m3": 8 bits, half the size of bfloat16.
     kv_cache_dtype: Annotated[str, "auto", "fp8", "fp8_e4m3"] = "auto"
+    # Number of states that are kept for the prefix cache, if the model has linear attention. None:
+    # as many as the memory allows, at most two for each of max_num_seqs.
+    num_state_slots: Annotated[int, 0, 2**20] | None = None
     # GiB of host memory to which evicted KV blocks are saved.
     swap_space: Annotated[float, 0, math.inf] = 0
     tensor_parallel_size: Positive = 1  # ranks that share the model, started by torchrun

@@ -82,11 +82,13 @@ class BlockManager:
         """Return the cached blocks that hold the beginning of `seq`. Changes nothing.
 
         The block of the last token is not matched, because the logits of this token must be
-        computed. If all other blocks match, 1 to `block_size` tokens remain to be computed.
+        computed. If all other blocks match, 1 to `block_size` tokens remain to be computed. If
+        `seq` has targets, so must the token before the first one, and all later tokens.
         """
         matched: list[Block] = []
         parent = 0
-        for i in range((len(seq.token_ids) - 1) // self.block_size):
+        end = seq.first_target - 1 if seq.targets else len(seq.token_ids) - 1
+        for i in range(end // self.block_size):
             block = self._find(self._key(seq, i, parent))
             if block is None:
                 break
@@ -103,6 +105,17 @@ class BlockManager:
         """Return the cached block with this key, if any."""
         block_id = self.prefix_index.get(key)
         return None if block_id is None else self.blocks[block_id]
+
+    def is_ready(self, matched: list[Block]) -> bool:
+        """Return whether a sequence that is admitted now can continue after `matched`.
+
+        A subclass may have to wait for the step that is being planned.
+        """
+        return True
+
+    def record_computed(self, seq: Sequence, start: int) -> None:
+        """Record that the plan computes `seq` from position `start` to `seq.num_computed`."""
+        self.cache_full_blocks(seq)
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         """Cache every full block of `seq` whose tokens are known and whose KV is computed.
@@ -171,6 +184,10 @@ class BlockManager:
         seq.parent_serial = matched[-1].serial if matched else 0
         seq.num_computed = len(matched) * self.block_size
         seq.began_after = self.num_resets
+
+    def can_fork(self, parent: Sequence, num_computed: int) -> bool:
+        """Return whether `fork` is possible. If not, the child is admitted like a new sequence."""
+        return True
 
     def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
         """Share the blocks of the first `num_computed` tokens of `parent` with `child`.

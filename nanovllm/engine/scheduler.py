@@ -91,8 +91,9 @@ class Scheduler:
         is at the head of the queue. Otherwise it waits there without blocks, as after a preemption.
         """
         self._queue(child)
-        is_first = self.waiting.first is child
-        if is_first and parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs:
+        has_row = parent.status is Status.RUNNING and len(self.running) < self.max_num_seqs
+        can_fork = has_row and self.block_manager.can_fork(parent, num_computed)
+        if can_fork and self.waiting.first is child:
             self.block_manager.fork(parent, child, num_computed)
             if self._has_room(child, []):
                 self._start_running(child)
@@ -132,7 +133,7 @@ class Scheduler:
                 seq.num_computed += 1
                 seq.num_placeholders += 1
                 if seq.num_computed % block_size == 0:
-                    self.block_manager.cache_full_blocks(seq)
+                    self.block_manager.record_computed(seq, seq.num_computed - 1)
 
         # 2. Waiting sequences, until one cannot be admitted.
         self.why_waiting = ""
@@ -186,7 +187,7 @@ class Scheduler:
         if chunk.result_kind is ResultKind.TOKEN:
             seq.num_placeholders += 1
             seq.decoding = True
-        self.block_manager.cache_full_blocks(seq)
+        self.block_manager.record_computed(seq, start)
         return tokens
 
     def _allocate(self, seq: Sequence, tokens: int) -> list[tuple[int, int, int]]:
@@ -220,8 +221,8 @@ class Scheduler:
         if seq.num_placeholders:
             return "in flight"
         matched = self.block_manager.match(seq)
-        if seq.targets:  # the token before the first target, and all later ones, must be computed
-            matched = matched[: (seq.first_target - 1) // self.block_manager.block_size]
+        if not self.block_manager.is_ready(matched):
+            return "state"
         if not self._has_room(seq, matched):
             return "blocks"
         self.block_manager.attach_cached(seq, matched)

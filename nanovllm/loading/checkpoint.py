@@ -22,11 +22,13 @@ from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.config import (
+    FEATURES,
     Fields,
     ModelConfig,
     check_field,
     check_fields,
     override,
+    read_config,
     read_json,
     unreadable,
 )
@@ -148,14 +150,21 @@ class Checkpoint:
             raise ValueError(
                 f"{self.directory} has no config.json; it is not a model in Hugging Face layout"
             )
-        raw: dict[str, Any] = read_json(self.config_path)
+        raw = read_config(self.config_path)
         return override(raw, self.overrides) if self.overrides else raw
 
     @cached_property
     def model_config(self) -> ModelConfig:
         suffix = " with hf_overrides" if self.overrides else ""  # for messages
         path = Path(f"{self.config_path}{suffix}")
-        model_config = ModelConfig.from_json(self.config, path)
+        architectures = self.config.get("architectures")
+        known = FEATURES.items() if isinstance(architectures, list) else ()
+        config_class: type[ModelConfig] = ModelConfig
+        for name, feature in known:
+            if name in architectures:
+                option = f"the architecture {name!r}"
+                config_class = load_optional(f"features.{feature}.config", option).CONFIG
+        model_config = config_class.from_json(self.config, path)
         self.weight_format = self.find_weight_format(path)
         return model_config
 
@@ -220,6 +229,7 @@ class Checkpoint:
                 files[path] = self.open_files.enter_context(safe_open(path, framework="pt"))
             except Exception as error:  # the error types of safetensors are not public
                 raise unreadable(path, "a readable safetensors file", error) from None
+        files = self.model_config.select_tensors(files)
         if files and self.weight_format is not None:
             return dict(self.weight_format.decoded(files, self.keeps_int4))
         return files

@@ -102,6 +102,13 @@ def load_engine(
     if host_cache is not None:
         sizes = runner.num_blocks, config.kvcache_block_size, runner.host_pool.num_blocks
         block_manager = host_cache.HostCacheBlockManager(*sizes)
+    if runner.states is not None:
+        states = load_optional("features.hybrid.state_blocks", "the model")
+        config = replace(config, max_num_seqs=runner.rows.num_rows)
+        block_manager = states.StateBlockManager(
+            *(runner.num_blocks, config.kvcache_block_size, config.enable_prefix_caching),
+            *(config.max_num_seqs, runner.states.num_states),
+        )
     return LLMEngine(config, ranks.agreeing(runner), input_processor, find_tasks(), block_manager)
 
 

@@ -8,6 +8,7 @@ come last, because they read the KV cache.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -55,15 +56,23 @@ def make_runner(
         is_fp8 = config.kv_cache_dtype != "auto"
         cache_dtype = FP8 if is_fp8 else backend.dtype
         block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
-        weight_bytes = memory.weight_bytes(Qwen3.on_meta(model_config, backend))
-        room = memory.Room(config, device, free, weight_bytes, block_bytes)
+        weight_bytes = memory.weight_bytes(model_class(model_config).on_meta(model_config, backend))
+        room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
         room.check(checkpoint.directory.name, backend.dtype)
+        if model_config.feature == "hybrid":
+            divide = load_optional("features.hybrid.memory", "the model").num_states
+            sizes = backend.dtype.itemsize, room.max_bytes
+            num_rows, num_slots, state_bytes = divide(config, model_config, *sizes)
+            config = replace(config, max_num_seqs=num_rows)
+            room = replace(
+                room, config=config, state_bytes=state_bytes, num_state_slots=num_slots
+            )
         # The longest request that can fit limits the size of rows and rotary tables.
         longest = room.fitted_length(max_model_len, ranks.smallest(room.max_blocks))
-        model = Qwen3(model_config, longest, backend)
+        model = model_class(model_config)(model_config, longest, backend)
         load_model(config, model, full_config, checkpoint, ranks)
         runner = make_eager_runner(config, model, full_config.vocab_size, longest)
-        scales = read_fp8_scales(checkpoint.files, model_config.num_layers) if is_fp8 else None
+        scales = read_fp8_scales(checkpoint.files, model_config.kv_layers) if is_fp8 else None
         make_cache(runner, room, longest, scales, ranks)
         runner.max_model_len = room.fitted_length(longest, runner.num_blocks)
         make_fast_steps(config, runner, ranks)
@@ -71,9 +80,17 @@ def make_runner(
     return runner
 
 
+def model_class(model_config: ModelConfig) -> type[Qwen3]:
+    """Return the class of the model that a config describes."""
+    if not model_config.feature:
+        return Qwen3
+    module = load_optional(f"features.{model_config.feature}.model", model_config.architecture)
+    return cast(type[Qwen3], module.MODEL)
+
+
 def make_backend(config: EngineConfig, model_config: ModelConfig, device: torch.device) -> Backend:
     dtype = pick_dtype(config.dtype, device, model_config.dtype)
-    num_weights = memory.num_weights(Qwen3.on_meta(model_config))
+    num_weights = memory.num_weights(model_class(model_config).on_meta(model_config))
     backend = pick_backend(config.attention_backend, device, dtype, num_weights)
     if config.quantization is None:
         return backend
@@ -130,6 +147,10 @@ def make_cache(
     """Allocate a KV cache as large as options set or memory allows, and the host cache."""
 
     backend, model_config = runner.backend, runner.model.config
+    if room.state_bytes:
+        states = load_optional("features.hybrid.states", "the model")
+        num_states = room.config.max_num_seqs + 1 + room.num_state_slots
+        runner.states = states.States(model_config, num_states, backend)
 
     def make_attention(num_blocks: int) -> PlainAttention:
         sizes = num_blocks, room.config.kvcache_block_size
@@ -160,7 +181,7 @@ def make_cache(
 def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank) -> None:
     """Reduce the overhead of decodes: fuse the layers on a CPU, or capture on a GPU."""
     backend, model = runner.backend, runner.model
-    if ranks.size == 1:  # fused layers have no all-reduce
+    if ranks.size == 1 and runner.states is None:  # fused layers have no all-reduce and no states
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model
     if backend.captures and not config.enforce_eager:
         hidden = backend.empty(config.max_num_seqs, model.config.hidden_size)
@@ -189,6 +210,11 @@ def log_sizes(
         f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
         f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
     )
+    if runner.states is not None:
+        logger.info(
+            f"states of linear attention for {config.max_num_seqs} sequences and "
+            f"{room.num_state_slots} snapshots ({runner.states.nbytes / 2**20:,.0f} MiB)"
+        )
     if runner.host_pool is not None:
         logger.info(
             f"host memory holds {room.num_host_blocks:,} KV blocks ({config.swap_space:g} GiB)"

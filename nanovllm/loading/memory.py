@@ -44,6 +44,8 @@ class Room:
     free: int  # bytes that are free before the weights are loaded
     weight_bytes: int
     block_bytes: int
+    state_bytes: int = 0  # of the states of linear attention, of all rows and slots
+    num_state_slots: int = 0  # states for the prefix cache
 
     @cached_property
     def requested_blocks(self) -> int | None:
@@ -63,12 +65,17 @@ class Room:
         return num
 
     @cached_property
-    def max_blocks(self) -> int:
-        """An upper bound on `num_kv_blocks`."""
+    def max_bytes(self) -> int:
+        """An upper bound on the bytes of the KV cache and the states."""
         size = self.free - self.weight_bytes
         if self.device.type == "cpu":
             size = min(size, CPU_CACHE_BYTES // self.config.tensor_parallel_size)
-        return max(1, size // self.block_bytes)
+        return size
+
+    @cached_property
+    def max_blocks(self) -> int:
+        """An upper bound on `num_kv_blocks`."""
+        return max(1, (self.max_bytes - self.state_bytes) // self.block_bytes)
 
     @cached_property
     def num_host_blocks(self) -> int:
@@ -134,7 +141,7 @@ class Room:
             # subtracted, because the system counts it as free until it is written.
             swap = int(config.swap_space * 2**30) * config.tensor_parallel_size
             size = min(CPU_CACHE_BYTES, (available_host_memory() - swap) // 2)
-            size //= config.tensor_parallel_size
+            size = size // config.tensor_parallel_size - self.state_bytes
             where = f"{size / 2**20:,.0f} MiB of memory, half of what is free and at most 4 GiB"
             remedy = "Lower kvcache_block_size, or end other programs"
         num = size // block_bytes - 1

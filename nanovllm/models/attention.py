@@ -50,12 +50,13 @@ class PlainAttention:
         `dtype` otherwise.
         """
         heads, dim = config.num_kv_heads, config.head_dim
-        shape = (config.num_layers, 2, num_blocks, heads, block_size, dim)
+        num_layers = len(config.kv_layers)
+        shape = (num_layers, 2, num_blocks, heads, block_size, dim)
         self.cache = self.allocate(shape, FP8 if fp8_scales else dtype, device)
         self.block_size, self.dtype, self.eps = block_size, dtype, config.rms_norm_eps
         self.qkv_heads = [config.num_heads, heads, heads]
         # Python floats, so that a captured launch contains them and no kernel has to load them.
-        self.scales = fp8_scales or [(1.0, 1.0)] * config.num_layers
+        self.scales = fp8_scales or [(1.0, 1.0)] * num_layers
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

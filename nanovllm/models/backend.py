@@ -60,6 +60,10 @@ class Backend:
     add_rms_norm = staticmethod(layers.add_rms_norm)
     silu_and_mul = staticmethod(layers.silu_and_mul)
 
+    def delta_rule(self) -> Any:
+        """Return a module with the functions of features/hybrid/delta_rule.py, or None."""
+        return None
+
     # ---- results, as in models/sampler.py and models/logprobs.py ----
 
     sample = staticmethod(sampler.sample)

@@ -30,6 +30,7 @@ class ForwardBatch:
     query_lens: np.ndarray  # [S] int64, on the host: the number of tokens of each sequence
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
     attention_metadata: Any = None  # set by `prepare` of the attention backend
+    states: Any = None  # a StepStates of features/hybrid, if the model has linear attention
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nanovllm.api.checks import KINDS, check_scalar, unknown_name
 from nanovllm.api.config import DTYPES
@@ -63,6 +63,7 @@ class ModelConfig:
     qk_norm: bool
     sliding_window: int | None  # the number of tokens that a layer attends to; None: all
     dtype: str | None  # the stored dtype of the weights, if config.json names it
+    feature: ClassVar[str] = ""  # the folder of features/ that has the model, if it is not core
 
     @classmethod
     def from_json(cls, raw: dict[str, Any], path: Path) -> ModelConfig:
@@ -121,9 +122,19 @@ class ModelConfig:
             dtype=dtype if dtype in DTYPES else None,
         )
 
+    @property
+    def kv_layers(self) -> list[int]:
+        """The indices of the layers with a KV cache."""
+        return list(range(self.num_layers))
+
+    def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
+        """Return the open files without the tensors that the model does not have."""
+        return files
+
     def block_bytes(self, block_size: int, itemsize: int) -> int:
         """Return the bytes of a KV block: keys and values of all layers, `itemsize` bytes each."""
-        return 2 * self.num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
+        num_layers = len(self.kv_layers)
+        return 2 * num_layers * block_size * self.num_kv_heads * self.head_dim * itemsize
 
 
 # Properties that follow from the name of the architecture and may be absent from config.json. If
@@ -136,6 +147,22 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 # The same architectures without a head, unless the head is tied.
 ARCHITECTURES |= {n.replace("ForCausalLM", "Model"): t for n, t in ARCHITECTURES.items()}
+# The architectures of models in features/, with the folder that has the model.
+FEATURES = dict.fromkeys(
+    ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5TextModel", "Qwen3_5Model"),
+    "hybrid",
+)
+ARCHITECTURES |= {name: {"qk_norm": True, "head_dim": 256} for name in FEATURES}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the fields of a config.json. The fields of its text_config, if any, are included."""
+    raw: dict[str, Any] = read_json(path)
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
+        return raw
+    own = {name: raw[name] for name in ("architectures", "model_type") if name in raw}
+    return raw | {name: value for name, value in text.items() if value is not None} | own
 
 
 def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:

@@ -36,16 +36,16 @@ def to_fp8(x: Tensor, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def read_fp8_scales(files: Mapping[Path, Any], num_layers: int) -> list[Scales]:
-    """Return the scales of each layer from open safetensors files. A missing scale is 1.
+def read_fp8_scales(files: Mapping[Path, Any], layers: list[int]) -> list[Scales]:
+    """Return the scales of each of `layers` from open safetensors files. A missing scale is 1.
 
     Raises ValueError for a scale that is not one finite number above 0.
     """
-    scales = [{"k": 1.0, "v": 1.0} for _ in range(num_layers)]
+    scales = {layer: {"k": 1.0, "v": 1.0} for layer in layers}
     for path, file in files.items():
         for name in file.keys():  # noqa: SIM118 (not a dict)
             match = KV_SCALE.fullmatch(name)
-            if match is None or int(match[1]) >= num_layers:
+            if match is None or int(match[1]) not in scales:
                 continue
             tensor = file.get_tensor(name)
             scale = float(tensor) if tensor.numel() == 1 else math.nan
@@ -55,4 +55,4 @@ def read_fp8_scales(files: Mapping[Path, Any], num_layers: int) -> list[Scales]:
                     "use kv_cache_dtype='auto', which ignores it"
                 )
             scales[int(match[1])][match[2]] = scale
-    return [(scale["k"], scale["v"]) for scale in scales]
+    return [(scale["k"], scale["v"]) for scale in scales.values()]

@@ -28,10 +28,13 @@ def add_rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) of x [..., E], in float32."""
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) of x [..., E], in float32.
+
+    The product with the weight has the dtype of the weight, which may be float32.
+    """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return (wide * scale).to(x.dtype) * weight
+    return ((wide * scale).to(weight.dtype) * weight).to(x.dtype)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:

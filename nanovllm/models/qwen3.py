@@ -114,9 +114,12 @@ class Qwen3:
         self.embed_tokens = (  # [V, E]
             self.lm_head.weight if config.tie_word_embeddings else backend.empty(vocab_size, hidden)
         )
-        self.layers = [DecoderLayer(config, i, backend) for i in range(config.num_layers)]
+        self.layers = self.make_layers(config, backend)
         self.norm = backend.empty(hidden)
         self.rotary = RotaryEmbedding(config.head_dim, max_model_len, config.rope, self.norm)
+
+    def make_layers(self, config: ModelConfig, backend: Backend) -> list[DecoderLayer]:
+        return [DecoderLayer(config, i, backend) for i in range(config.num_layers)]
 
     @classmethod
     def on_meta(cls, config: ModelConfig, backend: Backend | None = None) -> Qwen3:

@@ -27,6 +27,7 @@ class ModelRunner:
     num_blocks: int  # for requests; the null block is not counted
     max_model_len: int  # tokens of the longest request
     host_pool: Any = None  # a HostPool of features/host_cache, if there is a host cache
+    states: Any = None  # the States of features/hybrid, if the model has linear attention
 
     def __init__(
         self,
@@ -48,27 +49,37 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         """Launch a step. Returns a function that waits for the device and returns the output."""
         with torch.inference_mode(), self.thread_limit(), self.backend.step_context():
-            self.rows.apply(plan)
-            if plan.saves and self.host_pool:
-                self.host_pool.save(self.attention.cache, plan.saves)
-            if plan.block_copies:
-                self.attention.copy_blocks(plan.block_copies)
-            if plan.loads and self.host_pool:
-                self.host_pool.load(self.attention.cache, plan.loads)
-            if self.device_rows is not None:
-                self.device_rows.apply(plan)
-                if not plan.chunks:
-                    return self._run_decode(plan.decode_rows, self.device_rows).wait
-            step = self.rows.build(plan)
-            self.attention.prepare(step.forward_batch)
-            hidden = self.fused_model.forward(step.forward_batch, self.attention)
-            output = PendingOutput()
-            if len(step.sampling_rows):
-                last = hidden[step.forward_batch.logits_indices]
-                output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
-            model, backend = self.fused_model, self.backend
-            add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
+            if self.states is not None:
+                self.states.before(plan)
+            output = self._run(plan)
+            if self.states is not None:
+                self.states.after(plan)
             return output.wait
+
+    def _run(self, plan: StepPlan) -> PendingOutput:
+        self.rows.apply(plan)
+        if plan.saves and self.host_pool:
+            self.host_pool.save(self.attention.cache, plan.saves)
+        if plan.block_copies:
+            self.attention.copy_blocks(plan.block_copies)
+        if plan.loads and self.host_pool:
+            self.host_pool.load(self.attention.cache, plan.loads)
+        if self.device_rows is not None:
+            self.device_rows.apply(plan)
+            if not plan.chunks:
+                return self._run_decode(plan.decode_rows, self.device_rows)
+        step = self.rows.build(plan)
+        if self.states is not None:
+            step.forward_batch.states = self.states.of_plan(plan)
+        self.attention.prepare(step.forward_batch)
+        hidden = self.fused_model.forward(step.forward_batch, self.attention)
+        output = PendingOutput()
+        if len(step.sampling_rows):
+            last = hidden[step.forward_batch.logits_indices]
+            output = self._sample(last, step.sampling_batch, step.sampling_rows, step.rules)
+        model, backend = self.fused_model, self.backend
+        add_chunk_results(output, plan.chunks, hidden, self.rows, model, backend)
+        return output
 
     def _run_decode(self, decode_rows: list[int], device_rows: DeviceRows) -> PendingOutput:
         """Execute a step without chunks, built from `device_rows`."""
@@ -86,6 +97,8 @@ class ModelRunner:
         """Sample a token for each of `rows` [S] -> hidden states [S, E] and tokens [S]."""
         assert self.device_rows is not None
         batch, sampling = self.device_rows.decode_batch(rows)
+        if self.states is not None:
+            batch.states = self.states.of_decodes(rows)
         self.attention.prepare(batch)
         hidden = self.fused_model.forward(batch, self.attention)
         tokens = self.backend.sample(self.fused_model.logits(hidden), sampling)

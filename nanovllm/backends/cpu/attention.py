@@ -190,7 +190,10 @@ class NumbaAttention(PlainAttention):
         weights = (0, 0) if norms is None else [weight.data_ptr() for weight in norms]
         tensors = (qkv.data_ptr(), *weights, *(table.data_ptr() for table in rope))
         cache = (*self.kv_addresses[layer], slot_mapping, *self.shape)
-        arguments = (*tensors, *cache, self.heads, self.eps, *self.examples, *self.scales[layer])
+        example, cache_example = self.examples
+        weight_example = example if norms is None else DTYPE_EXAMPLE[norms[0].dtype]
+        examples = example, weight_example, cache_example
+        arguments = (*tensors, *cache, self.heads, self.eps, *examples, *self.scales[layer])
         run(pointwise.norm_rope_store_rows, arguments, len(slot_mapping), qkv.numel())
         return qkv.view(len(qkv), -1, self.dim)
 

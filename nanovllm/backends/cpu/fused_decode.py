@@ -70,17 +70,17 @@ def decode_layers(code, addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin
         # Numba would compile every kernel again for a second type of address.
         qkv_ptr, attn_ptr = np.int64(qkv.ctypes.data), np.int64(attn.ctypes.data)
         gate_up_ptr, activated_ptr = np.int64(gate_up.ctypes.data), np.int64(activated.ctypes.data)
-        norm = (x_ptr, residual_ptr, at[INPUT_NORM], rows, size, eps, example)
+        norm = (x_ptr, residual_ptr, at[INPUT_NORM], rows, size, eps, example, example)
         in_parts(code.norm, norm, rows, parts)
         linear(code, x_ptr, at[QKV], at[QKV_BIAS], qkv_ptr, rows, size, qkv_size, parts)
         store = (qkv_ptr, at[Q_NORM], at[K_NORM], cos_ptr, sin_ptr, at[K_CACHE], at[V_CACHE],
                  slot_mapping, num_blocks, num_kv_heads, block_size, dim, num_heads, eps, example,
-                 example, 1.0, 1.0)
+                 example, example, 1.0, 1.0)
         in_parts(code.store, store, rows, parts)
         attend(qkv_ptr, rows, attn_ptr, num_heads, at[K_CACHE], at[V_CACHE], shape, work, example,
                example, code.attend_groups, parts)
         linear(code, attn_ptr, at[OUTPUT], at[OUTPUT_BIAS], x_ptr, rows, attn_size, size, parts)
-        norm = (x_ptr, residual_ptr, at[POST_ATTENTION_NORM], rows, size, eps, example)
+        norm = (x_ptr, residual_ptr, at[POST_ATTENTION_NORM], rows, size, eps, example, example)
         in_parts(code.norm, norm, rows, parts)
         linear(code, x_ptr, at[GATE_UP], no_bias, gate_up_ptr, rows, size, 2 * intermediate_size,
                parts)

@@ -42,7 +42,7 @@ def example_arguments(
     arguments: dict[str, Any] = {
         **dict.fromkeys(("eps", "k_scale", "v_scale"), 0.0),
         **dict.fromkeys(("is_bf16", "is_prefix"), True),
-        **{"example": example, "cache_example": cached},
+        **{"example": example, "weight_example": example, "cache_example": cached},
     }
     for element_type, dims, names_of_arrays in (
         (np.int64, 1, "slot_mapping seeds positions tokens"),

@@ -34,10 +34,11 @@ from nanovllm.models.layers import add_rms_norm as plain_add_rms_norm
 
 
 @compiled()
-def add_rms_norm_rows(x_ptr, residual_ptr, weight_ptr, rows, size, eps, example, start, stop):
+def add_rms_norm_rows(x_ptr, residual_ptr, weight_ptr, rows, size, eps, example, weight_example,
+                      start, stop):
     """Compute residual += x; x = RMSNorm(residual) * weight. x, residual [rows, size]."""
     x, residual = array(x_ptr, (rows, size), example), array(residual_ptr, (rows, size), example)
-    weight = array(weight_ptr, (size,), example)
+    weight = array(weight_ptr, (size,), weight_example)
     for i in range(start, stop):
         squares = f32(0)
         for c in range(size):
@@ -46,7 +47,7 @@ def add_rms_norm_rows(x_ptr, residual_ptr, weight_ptr, rows, size, eps, example,
             squares += to_float32(total) * to_float32(total)
         scale = f32(1) / np.sqrt(squares / f32(size) + f32(eps))
         for c in range(size):
-            normed = from_float32(to_float32(residual[i, c]) * scale, example)
+            normed = from_float32(to_float32(residual[i, c]) * scale, weight_example)
             x[i, c] = from_float32(to_float32(normed) * to_float32(weight[c]), example)
 
 
@@ -71,7 +72,8 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
         return plain_add_rms_norm(x, residual, weight, eps)
     rows, size = x.shape
     addresses = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
-    arguments = (*addresses, rows, size, eps, DTYPE_EXAMPLE[x.dtype])
+    examples = DTYPE_EXAMPLE[x.dtype], DTYPE_EXAMPLE[weight.dtype]
+    arguments = (*addresses, rows, size, eps, *examples)
     run(add_rms_norm_rows, arguments, rows, rows * size)
     return x, residual
 
@@ -88,7 +90,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
 @compiled()
 def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr,
                          slot_mapping, num_blocks, num_kv_heads, block_size, dim, num_heads, eps,
-                         example, cache_example, k_scale, v_scale, start, stop):
+                         example, weight_example, cache_example, k_scale, v_scale, start, stop):
     """Normalize and rotate q and k of qkv [T, H + 2K, D] in place, and store k and v in the cache.
 
     q_norm, k_norm [D], or 0 without a norm; cos, sin [T, D] of RotaryEmbedding; slot_mapping [T];
@@ -109,13 +111,13 @@ def norm_rope_store_rows(qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, k_pt
                 row[c] = to_float32(x[c])
             weight_ptr = q_norm_ptr if h < num_heads else k_norm_ptr
             if weight_ptr != 0:
-                weight = array(weight_ptr, (dim,), example)
+                weight = array(weight_ptr, (dim,), weight_example)
                 squares = f32(0)
                 for c in range(dim):
                     squares += row[c] * row[c]
                 scale = f32(1) / np.sqrt(squares / f32(dim) + f32(eps))
                 for c in range(dim):
-                    normed = to_float32(from_float32(row[c] * scale, example))
+                    normed = to_float32(from_float32(row[c] * scale, weight_example))
                     row[c] = to_float32(from_float32(normed * to_float32(weight[c]), example))
             if h < num_heads and k_scale != 1:
                 for c in range(dim):

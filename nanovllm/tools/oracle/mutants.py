@@ -36,7 +36,7 @@ MUTANTS = {
     ),
     "a key lacks the parent": Mutant(BLOCKS, "_key", "(parent, A)", "(0, A)"),
     "a key lacks the last token": Mutant(BLOCKS, "_key", "(parent, A)", "(parent, A[:-4])"),
-    "a match goes to the very end": Mutant(BLOCKS, "match", "(len(A) - 1) // B", "len(A) // B"),
+    "a match goes to the very end": Mutant(BLOCKS, "match", "len(A) - 1", "len(A)"),
     "a block is cached before it is full": Mutant(
         BLOCKS, "cache_full_blocks", "min(A, B) // C", "-(-min(A, B) // C)"
     ),

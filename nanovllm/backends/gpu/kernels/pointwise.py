@@ -29,8 +29,8 @@ def _add_rms_norm(x, residual, weight, out, total, eps, E: tl.constexpr, ADD: tl
         tl.store(total + row + column, value, mask=mask)
     value = value.to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(value * value, 0) / E + eps)
-    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    normed = (value * inverse_rms).to(dtype).to(tl.float32) * scale
+    scale = tl.load(weight + column, mask=mask, other=0.0)
+    normed = (value * inverse_rms).to(scale.dtype).to(tl.float32) * scale.to(tl.float32)
     tl.store(out + row + column, normed.to(dtype), mask=mask)
 
 

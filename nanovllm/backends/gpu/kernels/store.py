@@ -58,11 +58,13 @@ def _norm_rope_store(
         q_high = tl.load(q_weight + HALF + dim, mask=in_range, other=0.0)[None, :]
         k_low = tl.load(k_weight + dim, mask=in_range, other=0.0)[None, :]
         k_high = tl.load(k_weight + HALF + dim, mask=in_range, other=0.0)[None, :]
-        low_weight = tl.where(is_q[:, None], q_low, k_low).to(tl.float32)
-        high_weight = tl.where(is_q[:, None], q_high, k_high).to(tl.float32)
+        low_weight = tl.where(is_q[:, None], q_low, k_low)
+        high_weight = tl.where(is_q[:, None], q_high, k_high)
         # Rounding where PyTorch's layers round gives transformers' results in half precision.
-        x = ((x * inverse_rms).to(dtype).to(tl.float32) * low_weight).to(dtype).to(tl.float32)
-        y = ((y * inverse_rms).to(dtype).to(tl.float32) * high_weight).to(dtype).to(tl.float32)
+        normed: tl.constexpr = low_weight.dtype
+        x = (x * inverse_rms).to(normed).to(tl.float32) * low_weight.to(tl.float32)
+        y = (y * inverse_rms).to(normed).to(tl.float32) * high_weight.to(tl.float32)
+        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
     rotated_low = (x * c - y * s).to(dtype)
     rotated_high = (y * c + x * s).to(dtype)
 

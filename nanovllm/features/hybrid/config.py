@@ -1,0 +1,152 @@
+"""HybridConfig: the fields of the config.json of Qwen3.5, and the tensors of its text model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nanovllm.models.config import Fields, ModelConfig, check_field
+
+LINEAR, FULL = "linear_attention", "full_attention"
+SIZES: Fields = {
+    f"linear_{name}": (int, (1, 2**20))
+    for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+}
+# Rope fields for positions in images. For text, the three rows of positions are equal.
+IMAGE_FIELDS = ("mrope_section", "mrope_interleaved")
+KERNEL_SIZE = 4  # tokens that the convolution reads
+
+
+@dataclass(frozen=True)
+class HybridConfig(ModelConfig):
+    """A ModelConfig with layers of linear attention.
+
+    A full layer attends to a KV cache, as in other models. A linear layer reads and writes a state
+    of fixed size: Hk key heads of Dk numbers, and Hv value heads of Dv numbers.
+    """
+
+    feature: ClassVar[str] = "hybrid"
+    layer_types: tuple[str, ...] = ()  # LINEAR or FULL, for each layer
+    rotary_dim: int = 0  # how many numbers of a head are rotated
+    linear_num_key_heads: int = 0  # Hk
+    linear_num_value_heads: int = 0  # Hv
+    linear_key_head_dim: int = 0  # Dk
+    linear_value_head_dim: int = 0  # Dv
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], path: Path) -> HybridConfig:
+        """Create a HybridConfig. Raises ValueError for missing or unsupported fields."""
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        share = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
+        rope = {name: value for name, value in rope.items() if name not in IMAGE_FIELDS}
+        fields = raw | {"rope_parameters": rope, "rope_scaling": None}
+        fields["partial_rotary_factor"] = None
+        base = super().from_json(fields, path)
+        assert isinstance(base, HybridConfig)
+        share = check_field(path, "partial_rotary_factor", share, float, (0, 1))
+        sizes = {}
+        for name, (kind, limits) in SIZES.items():
+            if raw.get(name) is None:
+                raise ValueError(f"{path} has no {name!r}")
+            sizes[name] = check_field(path, name, raw[name], kind, limits)
+        config = replace(
+            base,
+            layer_types=_layer_types(raw, base.num_layers, path),
+            rotary_dim=int(base.head_dim * share),
+            **sizes,
+        )
+        if config.rotary_dim % 2 or not config.rotary_dim:
+            raise ValueError(
+                f"{path}: partial_rotary_factor {share} of head_dim {base.head_dim} is "
+                f"{config.rotary_dim} numbers, and rotary embedding needs pairs"
+            )
+        if config.linear_num_value_heads % config.linear_num_key_heads:
+            raise ValueError(
+                f"{path}: {config.linear_num_value_heads} value heads do not divide into "
+                f"{config.linear_num_key_heads} key heads (linear_num_value_heads, "
+                "linear_num_key_heads)"
+            )
+        if (size := raw.get("linear_conv_kernel_dim", KERNEL_SIZE)) != KERNEL_SIZE:
+            raise ValueError(f"{path}: linear_conv_kernel_dim must be {KERNEL_SIZE}, not {size!r}")
+        return config
+
+    def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
+        """Return the files without the tensors for images and for speculative decoding (MTP).
+
+        Raises ValueError if no other tensors exist.
+        """
+        texts = {path: TextFile(file) for path, file in files.items()}
+        if files and not any(text.names for text in texts.values()):
+            directory = next(iter(files)).parent
+            raise ValueError(
+                f"{directory} has no text model: all of its tensors are for images or MTP "
+                "(model.visual and mtp); fetch the other *.safetensors files"
+            )
+        return dict(texts)
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The indices of the layers with a KV cache."""
+        return [i for i, kind in enumerate(self.layer_types) if kind == FULL]
+
+    @property
+    def num_linear_layers(self) -> int:
+        return self.num_layers - len(self.kv_layers)
+
+    @property
+    def value_size(self) -> int:
+        """Hv * Dv, the size of the output of linear attention."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """C = 2 * Hk * Dk + Hv * Dv, the channels of the convolution: q, k and v."""
+        return 2 * self.linear_num_key_heads * self.linear_key_head_dim + self.value_size
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the states of a sequence. The model has `itemsize` bytes a number."""
+        rule = self.value_size * self.linear_key_head_dim * 4
+        conv = self.conv_size * (KERNEL_SIZE - 1) * itemsize
+        return self.num_linear_layers * (rule + conv)
+
+
+def _layer_types(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[str, ...]:
+    """Return the type of each layer: layer_types, or every fourth layer is full."""
+    types = raw.get("layer_types")
+    if types is None:
+        interval = raw.get("full_attention_interval", 4)
+        interval = check_field(path, "full_attention_interval", interval, int, (1, 10_000))
+        types = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
+    if unknown := [kind for kind in types if kind not in (LINEAR, FULL)]:
+        raise ValueError(f"{path}: the layer type {unknown[0]!r} is not supported")
+    if len(types) != num_layers:
+        raise ValueError(
+            f"{path}: layer_types has {len(types)} entries for {num_layers} layers "
+            "(num_hidden_layers)"
+        )
+    return tuple(types)
+
+
+class TextFile:
+    """An open safetensors file with the tensors of the text model only, by their usual names."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.names = {
+            name.replace("language_model.", "", 1): name
+            for name in file.keys()  # noqa: SIM118 (not a dict)
+            if not name.startswith(("mtp.", "model.visual.", "visual."))
+        }
+
+    def keys(self) -> list[str]:
+        return [*self.names]
+
+    def get_tensor(self, name: str) -> Any:
+        return self.file.get_tensor(self.names[name])
+
+    def get_slice(self, name: str) -> Any:
+        return self.file.get_slice(self.names[name])
+
+
+CONFIG = HybridConfig

@@ -1,0 +1,54 @@
+"""Divides the memory of a hybrid model between KV blocks and states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nanovllm.api.config import EngineConfig
+from nanovllm.api.log import logger
+from nanovllm.features.hybrid.config import HybridConfig
+
+SLOTS_PER_ROW = 2
+
+
+def num_states(
+    config: EngineConfig, model_config: HybridConfig, itemsize: int, max_bytes: int
+) -> tuple[int, int, int]:
+    """Return (rows, slots for the prefix cache, bytes of all states).
+
+    States take at most half of `max_bytes`; the KV cache takes the rest. If they do not fit,
+    fewer sequences run at a time. The model has `itemsize` bytes per number.
+    """
+    for value, option in (
+        (config.tensor_parallel_size > 1, "tensor_parallel_size"),
+        (config.swap_space, "swap_space"),
+    ):
+        if value:
+            raise ValueError(
+                f"{model_config.architecture} does not support {option}, because the states of its "
+                f"linear attention are kept on one device only; leave {option} out"
+            )
+    state_bytes = model_config.state_bytes(itemsize)
+    if not state_bytes:
+        return config.max_num_seqs, 0, 0
+    fit = max_bytes // 2 // state_bytes - 1  # the padding row has a state too
+    wanted, per_row = config.num_state_slots, SLOTS_PER_ROW
+    if not config.enable_prefix_caching:
+        wanted = 0
+    if wanted is None:
+        rows = max(1, min(config.max_num_seqs, fit // (1 + per_row)))
+        slots = max(0, min(rows * per_row, fit - rows))
+    else:
+        rows, slots = max(1, min(config.max_num_seqs, fit - wanted)), wanted
+    size = (rows + 1 + slots) * state_bytes
+    if size > max_bytes:
+        raise ValueError(
+            f"the states of {rows} sequence(s) and {slots} slots take {size:,} bytes, and "
+            f"{max_bytes:,} are free; lower num_state_slots, or end other programs"
+        )
+    if rows < config.max_num_seqs:
+        logger.info(
+            f"a state takes {state_bytes / 2**20:,.1f} MiB, which limits max_num_seqs to {rows} "
+            f"instead of {config.max_num_seqs}"
+        )
+    return rows, slots, size

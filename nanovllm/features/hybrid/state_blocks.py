@@ -1,0 +1,240 @@
+"""StateBlockManager: a BlockManager for models whose sequences have a state.
+
+The keys and values of a prefix can be cut at any token. A state cannot: it is the result of all
+tokens before it, and the row overwrites it with the next token. The prefix cache therefore keeps
+snapshots: copies of a state after the last token of a cached block. A match ends at the last block
+that has a snapshot, and the row begins with a copy of it.
+
+    blocks     [ a b ]  [ c d ]  [ e f ]  [ g h ]        a b c d e x: `e` is computed again, although
+    snapshots              2                 5           KV exists for it, and the match ends after d
+
+A snapshot takes a slot, the number of a state on the device. A slot holds as much as the KV of some
+hundred blocks, so only these snapshots are made:
+
+    kept       after the last full block of a prompt
+    kept       where a match ran out of snapshots, although its KV went on: the second request with
+               a common prefix makes it, and the third uses it
+    rolling    after the last full block of any other chunk, and while decoding: the next one of the
+               sequence takes its place. When the sequence ends or is preempted, it is kept.
+    fork       before the last token of a prompt with several samples, for one step
+
+A preempted sequence thus repeats at most one block. If no slot is free, the least recently used
+snapshot is lost, except those that roll. Without any slot, there is no snapshot.
+
+The step computes a snapshot, and copies between states are made before it. A sequence whose match
+ends at a snapshot of the plan that is being made therefore waits for the next plan.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from nanovllm.engine.block_manager import Block, BlockManager, Key
+from nanovllm.engine.sequence import Sequence
+from nanovllm.plan import StateCopy, StateSave, StepPlan
+
+
+class StateBlockManager(BlockManager):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        num_rows: int,
+        num_states: int,
+    ) -> None:
+        """State `num_rows` is the padding row's, and the later ones are slots."""
+        self.all_slots = range(num_rows + 1, num_states)
+        self.state_hits = self.state_saves = self.state_evictions = 0
+        super().__init__(num_blocks, block_size, enable_prefix_caching)
+
+    def _free_all(self) -> None:
+        super()._free_all()
+        self.free_slots = list(reversed(self.all_slots))  # taken from the end
+        # Block -> its slot, the least recently used first.
+        self.snapshots: OrderedDict[int, int] = OrderedDict()
+        self.rolling: dict[Sequence, int] = {}  # -> the block of its rolling snapshot
+        # A snapshot whose block is not cached yet, because its last token is in flight.
+        self.unknown: dict[Sequence, tuple[int, int]] = {}  # -> (number of tokens, slot)
+        self.fork_slots: dict[Sequence, int] = {}  # of parents
+        # The point where the match of a sequence ran out: (number of tokens, serial number).
+        self.wanted: dict[Sequence, tuple[int, int]] = {}
+        self._cached: dict[int, Block] = {}  # by serial number
+        # For the plan that is being made; see `fill_copies`.
+        self._sources: dict[Sequence, int] = {}  # the state with which it begins
+        self._saves: list[StateSave] = []
+        self._fresh: set[int] = set()  # slots that it writes
+        self._returned: list[int] = []  # slots that the next plan may write
+
+    def stats(self) -> dict[str, int]:
+        """Return counters for `LLMEngine.stats`; docs/api.md explains them."""
+        return {
+            "state_snapshots": len(self.snapshots),
+            "state_hits": self.state_hits,
+            "state_saves": self.state_saves,
+            "state_evictions": self.state_evictions,
+        }
+
+    # ---- matches ----
+
+    def match(self, seq: Sequence) -> list[Block]:
+        matched = super().match(seq)
+        while matched and matched[-1].block_id not in self.snapshots:
+            matched.pop()
+        return matched
+
+    def is_ready(self, matched: list[Block]) -> bool:
+        return not matched or self.snapshots[matched[-1].block_id] not in self._fresh
+
+    def attach_cached(self, seq: Sequence, matched: list[Block]) -> None:
+        with_kv = super().match(seq)
+        super().attach_cached(seq, matched)
+        if len(with_kv) > len(matched):
+            self.wanted[seq] = len(with_kv) * self.block_size, with_kv[-1].serial
+        if matched:
+            self.state_hits += 1
+            last = matched[-1].block_id
+            self._sources[seq] = self.snapshots[last]
+            self.snapshots.move_to_end(last)
+            self._keep(last)
+
+    def _keep(self, block_id: int) -> None:
+        """Keep the snapshot of a block when the sequence that made it goes on."""
+        for seq in [seq for seq, rolling in self.rolling.items() if rolling == block_id]:
+            del self.rolling[seq]
+
+    # ---- forks ----
+
+    def can_fork(self, parent: Sequence, num_computed: int) -> bool:
+        has_state = parent in self.fork_slots or num_computed in (0, parent.num_computed)
+        return has_state and parent not in self._sources
+
+    def fork(self, parent: Sequence, child: Sequence, num_computed: int) -> None:
+        super().fork(parent, child, num_computed)
+        if num_computed == parent.num_computed:
+            self._sources[child] = parent.row
+        elif num_computed:
+            self._sources[child] = self.fork_slots[parent]
+
+    # ---- snapshots ----
+
+    def record_computed(self, seq: Sequence, start: int) -> None:
+        super().record_computed(seq, start)
+        end, fork_at = seq.num_computed, seq.num_prompt - 1
+        if seq.forks and start <= fork_at < end and fork_at and seq not in self.fork_slots:
+            if (slot := self._save(seq, fork_at)) is not None:
+                self.fork_slots[seq] = slot
+        if not self.enable_prefix_caching or seq.began_after != self.num_resets:
+            return
+        if seq in self.wanted and start < self.wanted[seq][0] <= end:
+            position, serial = self.wanted.pop(seq)
+            if (block := self._cached.get(serial)) is not None:
+                self._snapshot(seq, position, block)
+        boundary = end // self.block_size * self.block_size
+        if boundary > start:
+            self._snapshot_at_boundary(seq, boundary)
+
+    def _snapshot_at_boundary(self, seq: Sequence, boundary: int) -> None:
+        """Make a snapshot after the last full block that the plan computes."""
+        if seq.num_cached_blocks * self.block_size < boundary:
+            if (slot := self._save(seq, boundary)) is not None:
+                self._return_unknown(seq)
+                self.unknown[seq] = boundary, slot
+            return
+        block = self._cached[seq.parent_serial]
+        rolls = boundary != seq.num_prompt // self.block_size * self.block_size
+        if block.block_id not in self.snapshots:
+            self._roll(seq)
+        if self._snapshot(seq, boundary, block) and rolls:
+            self.rolling[seq] = block.block_id
+
+    def _snapshot(self, seq: Sequence, position: int, block: Block) -> bool:
+        """Save the state after `position` tokens as the snapshot of a block. Returns success."""
+        if block.block_id in self.snapshots:
+            self.snapshots.move_to_end(block.block_id)
+            return False
+        slot = self._save(seq, position)
+        if slot is None:
+            return False
+        self.snapshots[block.block_id] = slot
+        self.state_saves += 1
+        return True
+
+    def cache_full_blocks(self, seq: Sequence) -> None:
+        super().cache_full_blocks(seq)
+        boundary, slot = self.unknown.get(seq, (0, 0))
+        if slot and seq.num_cached_blocks * self.block_size >= boundary:
+            del self.unknown[seq]
+            block = self._cached[seq.parent_serial]
+            self._roll(seq)
+            if block.block_id in self.snapshots or seq.num_cached_blocks * self.block_size > boundary:
+                self._return_slot(slot)
+            else:
+                self.snapshots[block.block_id] = slot
+                self.state_saves += 1
+                self.rolling[seq] = block.block_id
+
+    def _roll(self, seq: Sequence) -> None:
+        """Drop the rolling snapshot of `seq`, if it has one."""
+        if seq in self.rolling:
+            self._drop(self.rolling[seq])
+
+    def _save(self, seq: Sequence, position: int) -> int | None:
+        """Plan to save the state after `position` tokens. Returns the slot, or None."""
+        slot = self._take_slot()
+        if slot is not None:
+            self._fresh.add(slot)
+            self._saves.append(StateSave(seq.row, seq.num_computed - position, slot))
+        return slot
+
+    def _take_slot(self) -> int | None:
+        """Return a slot that the plan may write. The least recently used snapshot may be lost."""
+        if not self.free_slots:
+            rolling = set(self.rolling.values())
+            for block_id, slot in self.snapshots.items():
+                if slot not in self._fresh and block_id not in rolling:
+                    self._drop(block_id)
+                    self.state_evictions += 1
+                    break
+        return self.free_slots.pop() if self.free_slots else None
+
+    def _drop(self, block_id: int) -> None:
+        """Drop the snapshot of a block."""
+        self._keep(block_id)
+        self._return_slot(self.snapshots.pop(block_id))
+
+    def _return_slot(self, slot: int) -> None:
+        """Free a slot. If the plan that is being made writes it, the next plan may use it."""
+        (self._returned if slot in self._fresh else self.free_slots).append(slot)
+
+    def _return_unknown(self, seq: Sequence) -> None:
+        if seq in self.unknown:
+            self._return_slot(self.unknown.pop(seq)[1])
+
+    # ---- blocks ----
+
+    def _cache(self, block: Block, key: Key) -> None:
+        super()._cache(block, key)
+        self._cached[block.serial] = block
+
+    def _uncache(self, block: Block) -> None:
+        del self._cached[block.serial]
+        if block.block_id in self.snapshots:
+            self._drop(block.block_id)
+        super()._uncache(block)
+
+    def _forget_blocks(self, seq: Sequence) -> None:
+        super()._forget_blocks(seq)
+        for per_sequence in (self._sources, self.wanted, self.rolling):
+            per_sequence.pop(seq, None)
+        self._return_unknown(seq)
+        if seq in self.fork_slots:
+            self._returned.append(self.fork_slots.pop(seq))  # a fork may still begin with it
+
+    def fill_copies(self, plan: StepPlan) -> list[int]:
+        plan.state_copies = [StateCopy(source, seq.row) for seq, source in self._sources.items()]
+        plan.state_saves = self._saves
+        done = [parent for parent in self.fork_slots if not parent.forks]
+        self.free_slots += [*self._returned, *map(self.fork_slots.pop, done)]
+        self._sources, self._saves, self._fresh, self._returned = {}, [], set(), []
+        return super().fill_copies(plan)
