@@ -21,7 +21,7 @@ numbers, Hv value heads of Dv numbers, N states. Value head h belongs to key hea
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class Segments:
     starts: list[int]  # the index of its first token in the step
     ends: list[int]
     is_first: list[bool]  # whether it begins with token 0, and so with a state of zeros
+    tensors: Any = None  # what kernels make of the lists, once for all layers
 
 
 def split(layer: LinearAttention, x: Tensor) -> list[Tensor]:
