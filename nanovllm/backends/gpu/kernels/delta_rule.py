@@ -117,9 +117,8 @@ def _decode_rule(
     beta, g = _gates(gates + HV * DV, head, a_log, dt_bias, True, HV)
     state *= tl.exp(g)
     difference = beta * (v - tl.sum(state * k[:, None], 0))
-    state += k[:, None] * difference[None, :]
-    tl.store(state_ptrs, state, mask=mask)
-    o = tl.sum(state * q[:, None], 0)
+    o = tl.sum(state * q[:, None], 0) + difference * tl.sum(k * q, 0)
+    tl.store(state_ptrs, state + k[:, None] * difference[None, :], mask=mask)
     scale = tl.load(weight + column, mask=is_column, other=0.0)
     o = _norm_and_gate(o, z, scale, eps, DV).to(out.dtype.element_ty)
     tl.store(out + (seq * HV + head) * DV + column, o, mask=is_column)
@@ -138,7 +137,7 @@ def decode(layer: Any, x: Tensor, conv: Tensor, rule: Tensor, rows: Tensor) -> T
     grid = (num, -(-C // CHANNELS.value), 1)
     launch(_convolve_decode, grid, args, dict(C=C, W=x.shape[1]), num_warps=4)
     rest = (x, qkv, layer.a_log, layer.dt_bias, layer.norm, rule, rows, out, layer.eps)
-    launch(_decode_rule, (num, HV, 1), rest, dict(HK=HK, HV=HV, DK=DK, DV=DV), num_warps=8)
+    launch(_decode_rule, (num, HV, 1), rest, dict(HK=HK, HV=HV, DK=DK, DV=DV), num_warps=16)
     return out
 
 
@@ -185,25 +184,28 @@ def _shift(x, conv, segments, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _queries_and_keys(
-    qkv, token, end, head, C: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr
-):
-    """q and k of the tokens [CHUNK, DK] in float32; 0 from `end`."""
+def _load_heads(ptrs, token, end, C: tl.constexpr, DK: tl.constexpr):
+    """q or k of the tokens [CHUNK, DK]; 0 from `end`."""
     dim = tl.arange(0, triton.next_power_of_2(DK))
     mask = (token < end)[:, None] & (dim < DK)[None, :]
-    q_ptrs = qkv + token[:, None] * C + head // (HV // HK) * DK + dim[None, :]
-    q = _unit(tl.load(q_ptrs, mask=mask, other=0.0).to(tl.float32)) * DK**-0.5
-    return q, _unit(tl.load(q_ptrs + HK * DK, mask=mask, other=0.0).to(tl.float32))
+    return tl.load(ptrs + token[:, None] * C + dim[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _inverse_lengths(x):
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
 def _solve(
-    x, qkv, a_log, dt_bias, tiles, decays, systems, scores,
+    x, qkv, a_log, dt_bias, tiles, factors, systems, scores,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):
-    """One program computes a, A and P, which do not depend on the state, of one tile and head.
+    """One program computes what does not depend on the state: A, P and factors of one tile and head.
 
-    decays [tiles, HV, CHUNK], systems and scores [tiles, HV, CHUNK, CHUNK] are float32.
+    systems and scores [tiles, HV, CHUNK, CHUNK], and factors [tiles, HV, 4, CHUNK] are float32. The
+    factors give q and k unit length too.
 
     The inverse X of I + N is found by block doubling. If X has the inverses of the diagonal blocks
     of size s, and M is the part of N that joins two such blocks, then X - X M X has those of size
@@ -216,15 +218,19 @@ def _solve(
     end = tl.load(tiles + tile * 5 + 2)
     i = tl.arange(0, CHUNK)
     token = tl.load(tiles + tile * 5 + 4) + i
-    q, k = _queries_and_keys(qkv, token, end, head, C, HK, HV, DK)
+    q_ptrs = qkv + head // (HV // HK) * DK
+    q = _load_heads(q_ptrs, token, end, C, DK)
+    k = _load_heads(q_ptrs + HK * DK, token, end, C, DK)
+    q_scale, k_scale = _inverse_lengths(q) * DK**-0.5, _inverse_lengths(k)
     gates = x + token * W + C + HV * DV
     beta, g = _gates(gates, head, a_log, dt_bias, token < end, HV)
-    a = tl.cumsum(g, 0)
+    a, last = tl.cumsum(g, 0), tl.sum(g, 0)
     row, column = i[:, None], i[None, :]
     # The upper triangle would overflow, so it is masked before the exponential.
     decay = tl.exp(tl.where(row >= column, a[:, None] - a[None, :], float("-inf")))
-    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-    n = tl.dot(k * beta[:, None], tl.trans(k), input_precision=PRECISION) * decay
+    decay *= k_scale[None, :]
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * q_scale[:, None]
+    n = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * (k_scale * beta)[:, None]
     joined = (row // 2 == column // 2) & (row > column)
     inverse = tl.where(row == column, 1.0, tl.where(joined, -n, 0.0))
     for power in range(1, 6):
@@ -232,15 +238,19 @@ def _solve(
         m = tl.where((block % 2 == 1) & (other == block - 1), n, 0.0)
         half = tl.dot(inverse, m, input_precision=PRECISION)
         inverse -= tl.dot(half, inverse, input_precision=PRECISION)
-    index = (tile * HV + head) * CHUNK + i
-    tl.store(decays + index, a)
-    tl.store(systems + index[:, None] * CHUNK + column, inverse * beta[None, :])
-    tl.store(scores + index[:, None] * CHUNK + column, score)
+    matrix = (tile * HV + head) * CHUNK * CHUNK + row * CHUNK + column
+    tl.store(systems + matrix, inverse * beta[None, :])
+    tl.store(scores + matrix, score)
+    factor = factors + (tile * HV + head) * 4 * CHUNK + i
+    tl.store(factor, q_scale * tl.exp(a))
+    tl.store(factor + CHUNK, k_scale * tl.exp(a))
+    tl.store(factor + 2 * CHUNK, k_scale * tl.exp(last - a))
+    tl.store(factor + 3 * CHUNK, tl.exp(last + tl.zeros_like(a)))
 
 
 @triton.jit(do_not_specialize_on_alignment=["segments"])
 def _chunk_rule(
-    qkv, rule, segments, decays, systems, scores, out,
+    qkv, rule, segments, factors, systems, scores, out,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -256,26 +266,27 @@ def _chunk_rule(
     state_ptrs = rule + ((row * HV + head) * DK + dim[:, None]) * DV + column[None, :]
     in_head = (column < DV)[None, :]
     state = tl.load(state_ptrs, mask=(dim < DK * has_state)[:, None] & in_head, other=0.0)
-    for first in range(start, end, CHUNK):
+    q_ptrs = qkv + head // (HV // HK) * DK
+    v_ptrs = qkv + 2 * HK * DK + head * DV + column[None, :]
+    # One stage: more would take more shared memory than most GPUs have. Addresses that are computed
+    # before the loop would take registers, and some would be spilled.
+    for first in tl.range(start, end, CHUNK, num_stages=1, disable_licm=True):
         token = first + i
-        q, k = _queries_and_keys(qkv, token, end, head, C, HK, HV, DK)
-        v_ptrs = qkv + token[:, None] * C + 2 * HK * DK + head * DV + column[None, :]
         mask = (token < end)[:, None] & in_head
-        v = tl.load(v_ptrs, mask=mask, other=0.0).to(tl.float32)
-        index = (tile * HV + head) * CHUNK + i
-        a = tl.load(decays + index)
-        last = tl.load(decays + (tile * HV + head) * CHUNK + CHUNK - 1)
-        system = tl.load(systems + index[:, None] * CHUNK + i[None, :])
-        score = tl.load(scores + index[:, None] * CHUNK + i[None, :])
-        power = tl.exp(a)[:, None]
-        right = v - tl.dot(k * power, state, input_precision=PRECISION)
-        corrections = tl.dot(system, right, input_precision=PRECISION)
-        o = tl.dot(q * power, state, input_precision=PRECISION)
-        o = tl.dot(score, corrections, o, input_precision=PRECISION)
+        factor = factors + (tile * HV + head) * 4 * CHUNK
+        matrix = (tile * HV + head) * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+        k = _load_heads(q_ptrs + HK * DK, token, end, C, DK).to(tl.float32)
+        v = tl.load(v_ptrs + token[:, None] * C, mask=mask, other=0.0).to(tl.float32)
+        known = tl.dot(k, state, input_precision=PRECISION)
+        right = v - known * tl.load(factor + CHUNK + i)[:, None]
+        corrections = tl.dot(tl.load(systems + matrix), right, input_precision=PRECISION)
+        q = _load_heads(q_ptrs, token, end, C, DK).to(tl.float32)
+        o = tl.dot(q, state, input_precision=PRECISION) * tl.load(factor + i)[:, None]
+        o = tl.dot(tl.load(scores + matrix), corrections, o, input_precision=PRECISION)
         out_ptrs = out + (token[:, None] * HV + head) * DV + column[None, :]
         tl.store(out_ptrs, o.to(out.dtype.element_ty), mask=mask)
-        k *= tl.exp(last - a)[:, None]
-        state *= tl.exp(last)
+        corrections *= tl.load(factor + 2 * CHUNK + i)[:, None]
+        state *= tl.load(factor + 3 * CHUNK)
         state = tl.dot(tl.trans(k), corrections, state, input_precision=PRECISION)
         tile += 1
     tl.store(state_ptrs, state, mask=(dim < DK)[:, None] & in_head)
@@ -326,19 +337,20 @@ def chunk(
     num_segments, num = len(segment_table), len(tiles)
     inputs, sizes = dict(C=C, W=x.shape[1]), dict(HK=HK, HV=HV, DK=DK, DV=DV)
     qkv = x.new_empty((len(x), C))
-    decays = rule.new_empty((num, HV, CHUNK.value))
+    factors = rule.new_empty((num, HV, 4, CHUNK.value))
     systems, scores = (rule.new_empty((num, HV, CHUNK.value, CHUNK.value)) for _ in range(2))
+    exact = x.dtype == torch.float32  # products without matrix units, which need more registers
     if num:
         grid = (num, -(-C // TILE_CHANNELS.value), 1)
         launch(_convolve, grid, (x, layer.conv1d, conv, tiles, qkv), inputs, num_warps=4)
-        solve = (x, qkv, layer.a_log, layer.dt_bias, tiles, decays, systems, scores)
-        launch(_solve, (num, HV, 1), solve, sizes, num_warps=4)
+        solve = (x, qkv, layer.a_log, layer.dt_bias, tiles, factors, systems, scores)
+        launch(_solve, (num, HV, 1), solve, sizes, num_warps=16 if exact else 4)
     grid = (num_segments, -(-C // CHANNELS.value), 1)
     launch(_shift, grid, (x, conv, segment_table), inputs, num_warps=4)
-    columns = 16 if x.dtype == torch.float32 else 32
-    args = (qkv, rule, segment_table, decays, systems, scores, out)
+    columns = 16 if exact else 32
+    args = (qkv, rule, segment_table, factors, systems, scores, out)
     grid, constants = (num_segments, HV, -(-DV // columns)), dict(sizes, COLUMNS=columns)
-    launch(_chunk_rule, grid, args, constants, num_warps=4, num_stages=1)
+    launch(_chunk_rule, grid, args, constants, num_warps=8 if exact else 4)
     if num:
         norm = (x, layer.norm, tiles, out, layer.eps)
         launch(_gated_norm, (num, HV, 1), norm, dict(C=C, HV=HV, DV=DV), num_warps=4)
