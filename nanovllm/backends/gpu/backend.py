@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ class GpuBackend(Backend):
         self.captures = device.type == "cuda"  # not in Triton's interpreter
 
     def delta_rule(self) -> Any:
+        # The products of `chunk` would take more than the 64 KiB of shared memory of Turing GPUs.
+        if self.captures and torch.cuda.get_device_capability(self.device) < (8, 0):
+            return SimpleNamespace(decode=delta_rule.decode)
         return delta_rule
 
     def quantized(self, weights: str) -> Backend:

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from delta_rule_cases import Lengths, check_chunk, check_decode, make_layer
+from delta_rule_cases import (
+    Lengths,
+    check_chunk,
+    check_decode,
+    make_inputs,
+    make_layer,
+    make_states,
+)
 from hybrid_checkpoints import make_hybrid_checkpoint
+from torch import Tensor
 
 triton = pytest.importorskip("triton")
 VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
@@ -20,8 +28,17 @@ pytestmark = pytest.mark.skipif(
 
 from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends.gpu.kernels import delta_rule  # noqa: E402
+from nanovllm.features.hybrid.delta_rule import Segments  # noqa: E402
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 6e-3}
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
 # (Hk, Hv, Dk, Dv), with 1, 2 and 3 value heads per key head. The sizes of heads are padded.
 SIZES = [(2, 2, 16, 24), (1, 2, 24, 16), (1, 3, 16, 40)]
 SEGMENTS: list[Lengths] = [
@@ -35,28 +52,31 @@ SEGMENTS: list[Lengths] = [
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_decode(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    check_decode(delta_rule, make_layer(sizes, dtype), [4, 0, 3], TOLERANCE[dtype])
+    check_decode(delta_rule, make_layer(sizes, dtype), [4, 0, 3], close)
 
 
 def test_decode_with_padding_rows() -> None:
     """Several rows may be the padding row, whose state is of no use."""
     torch.manual_seed(0)
     layer = make_layer(SIZES[0], torch.float32)
-    check_decode(delta_rule, layer, [1, 5, 5, 5], 1e30)
+    x, (conv, rule) = make_inputs(layer, 4), make_states(layer)
+    wanted = delta_rule.decode(layer, x[:1], conv.clone(), rule.clone(), torch.tensor([1]))
+    found = delta_rule.decode(layer, x, conv, rule, torch.tensor([1, 5, 5, 5]))
+    close(found[:1], wanted)
 
 
 @pytest.mark.parametrize("lengths", SEGMENTS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_chunk(lengths: Lengths, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    check_chunk(delta_rule, make_layer(SIZES[1], dtype), lengths, TOLERANCE[dtype])
+    check_chunk(delta_rule, make_layer(SIZES[1], dtype), lengths, close)
 
 
 @pytest.mark.parametrize("sizes", SIZES[::2], ids=str)
 def test_chunk_with_other_heads(sizes: tuple[int, int, int, int]) -> None:
     torch.manual_seed(0)
     layer = make_layer(sizes, torch.float32)
-    check_chunk(delta_rule, layer, [(67, False), (5, True)], 1e-4)
+    check_chunk(delta_rule, layer, [(67, False), (5, True)], close)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -64,12 +84,10 @@ def test_repeated_keys(dtype: torch.dtype) -> None:
     """Powers of the triangular system would overflow."""
     torch.manual_seed(0)
     layer = make_layer(SIZES[1], dtype)
-    check_chunk(delta_rule, layer, [(130, False)], TOLERANCE[dtype], same_key=True)
+    check_chunk(delta_rule, layer, [(130, False)], close, same_key=True)
 
 
 def test_the_lists_are_sent_once() -> None:
-    from nanovllm.features.hybrid.delta_rule import Segments
-
     segments = Segments([3, 1], [0, 70], [70, 72], [True, False])
     table, tiles = delta_rule.tables(segments, torch.device("cpu"))
     assert table.tolist() == [[3, 0, 70, 0, 0], [1, 70, 72, 1, 2]]

@@ -1,4 +1,4 @@
-"""The gated delta rule: `decode` and `chunk` of features/hybrid/delta_rule.py, which is the reference.
+"""The gated delta rule: `decode` and `chunk`. Their reference is features/hybrid/delta_rule.py.
 
 `decode` takes two launches: `_convolve_decode` and `_decode_rule`. Their grids depend only on the
 number of sequences, so that a CUDA graph can capture them.
@@ -12,16 +12,18 @@ cumulative decay a_i, the matrix of decays D_ij = e^(a_i - a_j) for j <= i, and 
     o = e^a Q S + P d                                          _chunk_rule
     S <- e^(a_last) S + (e^(a_last - a) K)^T d                 _chunk_rule
 
-`_convolve` and `_shift` come before, and `_gated_norm` comes after. `_shift` needs a launch of its
-own, because it writes the inputs that programs of `_convolve` read.
+`_convolve` comes first. `_shift` then updates the state of the convolution in its own launch,
+because programs of `_convolve` read what it overwrites. `_gated_norm` comes last. The products take
+q and k as they are, so that TF32 does not round them; factors of the results give them unit length.
 
 Two tables in int64 tell a program of `chunk` what to compute. A row of `segments` is one sequence:
 (row of the state, first token, end, 0 if it begins with a state of zeros and else 1, its first
 tile). A row of `tiles` is CHUNK tokens of one sequence: the same first four numbers, and the tile's
 first token.
 
-C, HK, HV, DK and DV are the sizes of the reference. The columns of x are the C channels of q, k and
-v, then z [HV DV], b [HV] and a [HV]. Products are in TF32 if the model is in half precision.
+C, HK, HV, DK and DV are the sizes of the reference, and W is the number of columns of x: C channels
+of q, k and v, then z [HV DV], b [HV] and a [HV]. Products of float32 are in TF32 if the model is in
+half precision, and exact if it is in float32.
 """
 
 from typing import Any
@@ -70,8 +72,8 @@ def _norm_and_gate(o, z, weight, eps, DV: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
-def _convolve_decode(x, weight, conv, rows, qkv, C: tl.constexpr, W: tl.constexpr):
-    """One program computes CHANNELS channels of one sequence, and shifts the inputs in its state."""
+def _convolve_decode(x, conv_weight, conv, rows, qkv, C: tl.constexpr, W: tl.constexpr):
+    """One program computes CHANNELS channels of one sequence, and shifts its last inputs."""
     seq = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     mask = channel < C
@@ -80,7 +82,7 @@ def _convolve_decode(x, weight, conv, rows, qkv, C: tl.constexpr, W: tl.constexp
     second = tl.load(inputs + C, mask=mask, other=0.0)
     third = tl.load(inputs + 2 * C, mask=mask, other=0.0)
     new = tl.load(x + seq * W + channel, mask=mask, other=0.0)
-    taps = weight + channel * 4
+    taps = conv_weight + channel * 4
     acc = first.to(tl.float32) * tl.load(taps, mask=mask, other=0.0).to(tl.float32)
     acc += second.to(tl.float32) * tl.load(taps + 1, mask=mask, other=0.0).to(tl.float32)
     acc += third.to(tl.float32) * tl.load(taps + 2, mask=mask, other=0.0).to(tl.float32)
@@ -93,7 +95,7 @@ def _convolve_decode(x, weight, conv, rows, qkv, C: tl.constexpr, W: tl.constexp
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def _decode_rule(
-    x, qkv, a_log, dt_bias, weight, rule, rows, out, eps,
+    x, qkv, a_log, dt_bias, norm_weight, rule, rows, out, eps,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):
     """One program computes one head of one sequence. Its registers hold the whole state."""
@@ -103,7 +105,8 @@ def _decode_rule(
     dim = tl.arange(0, triton.next_power_of_2(DK))
     column = tl.arange(0, triton.next_power_of_2(DV))
     is_dim, is_column = dim < DK, column < DV
-    state_ptrs = rule + ((tl.load(rows + seq) * HV + head) * DK + dim[:, None]) * DV + column[None, :]
+    row = tl.load(rows + seq)
+    state_ptrs = rule + ((row * HV + head) * DK + dim[:, None]) * DV + column[None, :]
     mask = is_dim[:, None] & is_column[None, :]
     state = tl.load(state_ptrs, mask=mask, other=0.0)
     heads = qkv + seq * C
@@ -119,7 +122,7 @@ def _decode_rule(
     difference = beta * (v - tl.sum(state * k[:, None], 0))
     o = tl.sum(state * q[:, None], 0) + difference * tl.sum(k * q, 0)
     tl.store(state_ptrs, state + k[:, None] * difference[None, :], mask=mask)
-    scale = tl.load(weight + column, mask=is_column, other=0.0)
+    scale = tl.load(norm_weight + column, mask=is_column, other=0.0)
     o = _norm_and_gate(o, z, scale, eps, DV).to(out.dtype.element_ty)
     tl.store(out + (seq * HV + head) * DV + column, o, mask=is_column)
 
@@ -143,7 +146,7 @@ def decode(layer: Any, x: Tensor, conv: Tensor, rule: Tensor, rows: Tensor) -> T
 
 @triton.jit
 def _input(x, conv, row, start, has_state, token, channel, mask, C: tl.constexpr, W: tl.constexpr):
-    """Inputs of the convolution [..., tokens, channels]. The last three before `start` are a state."""
+    """Inputs of the convolution [tokens, channels]. Those before `start` are in the state."""
     old_ptrs = conv + (row * 3 + token - start + 3) * C + channel
     is_old = (token < start) & (channel < C * has_state)
     old = tl.load(old_ptrs, mask=mask & is_old, other=0.0)
@@ -152,7 +155,7 @@ def _input(x, conv, row, start, has_state, token, channel, mask, C: tl.constexpr
 
 
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
-def _convolve(x, weight, conv, tiles, qkv, C: tl.constexpr, W: tl.constexpr):
+def _convolve(x, conv_weight, conv, tiles, qkv, C: tl.constexpr, W: tl.constexpr):
     """One program computes TILE_CHANNELS channels of one tile."""
     tile = tiles + tl.program_id(0) * 5
     row, start, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -163,14 +166,14 @@ def _convolve(x, weight, conv, tiles, qkv, C: tl.constexpr, W: tl.constexpr):
     acc = tl.zeros([CHUNK, TILE_CHANNELS], tl.float32)
     for tap in tl.static_range(4):
         value = _input(x, conv, row, start, has_state, token + (tap - 3), channel, mask, C, W)
-        scale = tl.load(weight + channel * 4 + tap, mask=channel < C, other=0.0)
+        scale = tl.load(conv_weight + channel * 4 + tap, mask=channel < C, other=0.0)
         acc += value.to(tl.float32) * scale.to(tl.float32)
     tl.store(qkv + token * C + channel, _silu(acc).to(qkv.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=["segments"])
 def _shift(x, conv, segments, C: tl.constexpr, W: tl.constexpr):
-    """One program writes the last three inputs of CHANNELS channels of one sequence to its state."""
+    """One program writes the last three inputs of CHANNELS channels of one sequence."""
     segment = segments + tl.program_id(0) * 5
     row, start, end = tl.load(segment), tl.load(segment + 1), tl.load(segment + 2)
     has_state = tl.load(segment + 3)
@@ -202,10 +205,10 @@ def _solve(
     x, qkv, a_log, dt_bias, tiles, factors, systems, scores,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):
-    """One program computes what does not depend on the state: A, P and factors of one tile and head.
+    """One program computes A, P and the factors of one tile and head.
 
     systems and scores [tiles, HV, CHUNK, CHUNK], and factors [tiles, HV, 4, CHUNK] are float32. The
-    factors give q and k unit length too.
+    factors of a token are those of e^a Q, e^a K and e^(a_last - a) K, and the decay of the state.
 
     The inverse X of I + N is found by block doubling. If X has the inverses of the diagonal blocks
     of size s, and M is the part of N that joins two such blocks, then X - X M X has those of size
@@ -293,7 +296,9 @@ def _chunk_rule(
 
 
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
-def _gated_norm(x, weight, tiles, out, eps, C: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr):
+def _gated_norm(
+    x, norm_weight, tiles, out, eps, C: tl.constexpr, HV: tl.constexpr, DV: tl.constexpr
+):
     """One program replaces the outputs of one tile and head by their gated norm."""
     tile, head = tiles + tl.program_id(0) * 5, tl.program_id(1)
     token = (tl.load(tile + 4) + tl.arange(0, CHUNK))[:, None]
@@ -303,7 +308,7 @@ def _gated_norm(x, weight, tiles, out, eps, C: tl.constexpr, HV: tl.constexpr, D
     o = tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
     z_ptrs = x + token * (C + HV * DV + 2 * HV) + C + head * DV + column
     z = tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column, mask=column < DV, other=0.0)
+    scale = tl.load(norm_weight + column, mask=column < DV, other=0.0)
     o = _norm_and_gate(o, z, scale, eps, DV)
     tl.store(out_ptrs, o.to(out.dtype.element_ty), mask=mask)
 
@@ -325,7 +330,7 @@ def tables(segments: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def chunk(
-    layer: Any, x: Tensor, conv: Tensor, rule: Tensor, segments: Any, out: Tensor
+    layer: Any, x: Tensor, conv: Tensor, rule: Tensor, segments: Any, out: Tensor,
 ) -> None:
     """Compute many tokens of each sequence, from x [T, C + Hv Dv + 2 Hv] into out [T, Hv Dv].
 
