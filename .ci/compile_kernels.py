@@ -33,7 +33,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from nanovllm.backends.gpu.kernels import attention, int4, int8, pointwise, sampling, store
+from nanovllm.backends.gpu.kernels import (
+    attention,
+    delta_rule,
+    int4,
+    int8,
+    pointwise,
+    sampling,
+    store,
+)
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.backends.int4 import Int4Weight
 from nanovllm.backends.int8 import Int8Weight
@@ -63,6 +71,8 @@ ALIKE = ("sm_86",)
 # (H, K): query heads and KV heads. The first is compiled for every target and head size, the others,
 # whose groups are 1, 5, 7 and 8 query heads, for sm_90 with a head size of 128 and no fp8.
 HEADS = ((16, 8), (8, 8), (40, 8), (28, 4), (64, 8))
+# (Hk, Hv): key heads and value heads of the delta rule. Those after the first are for sm_90 only.
+DELTA_HEADS = ((16, 32), (16, 16), (16, 48))
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # The assemblers of older versions also spill elsewhere. With them only decode is checked.
@@ -71,6 +81,8 @@ NEWEST = VERSION >= (3, 9)
 SPILLS = {
     r"float32 .* fp8": "it uses no matrix units, and is for comparisons",
     r"_int[48]_linear .* ALIGNED=False": "layers whose inputs are no multiple of 16 are rare",
+    r"_(solve|chunk_rule) \(float32 ": "it uses no matrix units, and is for comparisons",
+    r"sm_(80|86|89|100|120): _(solve|chunk_rule) ": "at most 312 bytes; it has all 255 registers",
     r"sm_75: _int[48]_linear": "2 to 3 KB with every tile; use the dtype of the model there",
     r"sm_90: _int8_linear \(bfloat16 D=64 G=32 ": "8 bytes at 72 registers, which are not too few",
 }
@@ -109,10 +121,10 @@ class Variant:
 
     @property
     def group(self) -> int:
-        """The query heads per KV head, or the rows, that a tile packs; 0 for other kernels."""
+        """The query heads per KV head, or the rows, that a tile packs; the value heads; else 0."""
         if "M" in self.arguments:
             return self.arguments["H"] // self.arguments["K"]
-        return self.arguments.get("ROWS", 0)
+        return self.arguments.get("ROWS", self.arguments.get("HV", 0))
 
     @property
     def text(self) -> str:
@@ -149,6 +161,9 @@ def variants(
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
             pointwise.add_rms_norm(x, None, x[0], 1e-6)
             pointwise.silu_and_mul(x)
+            every = name == "sm_90" and dtype == half
+            for heads in DELTA_HEADS if every else DELTA_HEADS[:1]:
+                launch_delta_rule(dtype, *heads, only_decode=name == "sm_75")
             launch_quantized(dtype, every=name == "sm_90" and dtype != torch.float16)
             # The vocabulary of the embedded model is a single chunk.
             for num_rows, vocab_size in ((32, 151_936), (1, 151_936), (32, 1042)):
@@ -195,6 +210,25 @@ def launch_quantized(dtype: torch.dtype, every: bool) -> None:
             for bias in (None, empty(outputs)):
                 if every or (bias is None) == (outputs == 70):
                     kernels.compile_for(SimpleNamespace(weight=weight, bias=bias))
+
+
+def launch_delta_rule(
+    dtype: torch.dtype, key_heads: int, value_heads: int, only_decode: bool
+) -> None:
+    """The kernels of linear attention with heads of 128."""
+    half = partial(torch.empty, dtype=dtype)
+    size, heads = value_heads * 128, torch.empty(value_heads)
+    channels = 2 * key_heads * 128 + size
+    layer = SimpleNamespace(
+        sizes=(key_heads, value_heads, 128, 128), eps=1e-6, norm=torch.empty(128)
+    )
+    layer.conv1d, layer.a_log, layer.dt_bias = torch.empty((4, channels)), heads, heads
+    x, conv = half((8, channels + size + 2 * value_heads)), half((1, 3, channels))
+    rule = torch.empty((1, value_heads, 128, 128))
+    delta_rule.decode(layer, x, conv, rule, torch.zeros(8, dtype=torch.int64))
+    if not only_decode:
+        segments = SimpleNamespace(rows=[0], starts=[0], ends=[8], is_first=[True], tensors=None)
+        delta_rule.chunk(layer, x, conv, rule, segments, half((8, size)))
 
 
 def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]]:

@@ -19,6 +19,7 @@ SEVERAL = {
     "test_layout.py": "the folder tests/",
     "test_real_model.py": "the whole engine with a trained model",
     "backends/cpu/test_kernels.py": "all kernels of the CPU",
+    "backends/gpu/test_delta_rule.py": "the kernels of features/hybrid/delta_rule.py",
     "backends/gpu/test_dry_run.py": "whole engines on a model of a GPU",
     "backends/gpu/test_gpu.py": "kernels and whole engines on a GPU",
     "engine/test_any_line.py": "an error or a signal at any line of a step",

@@ -49,6 +49,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.backends.gpu import graphs
 from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.features.host_cache import pool as host_pool
+from nanovllm.features.hybrid import delta_rule
 from nanovllm.features.logit_rules import penalties
 from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 from nanovllm.loading import memory as runner_memory
@@ -508,7 +509,41 @@ def int4_linear(a: Any) -> None:
     a.out.copy_(F.linear(a.x.float(), weight, a.bias.float() if a.BIAS else None))
 
 
+DELTA: dict[str, Any] = {}  # arguments of the launches of a layer's delta rule
+
+
+def delta_layer(a: Any) -> Any:
+    """All arguments of the layer's launches, with the names of a LinearAttention."""
+    DELTA.update(vars(a))
+    layer = SimpleNamespace(**DELTA)
+    DELTA.clear()
+    layer.sizes = layer.HK, layer.HV, layer.DK, layer.DV
+    layer.conv1d, layer.norm = layer.conv_weight, layer.norm_weight
+    sizes = dict(qkv=layer.conv1d.shape[1], z=layer.HV * layer.DV, b=layer.HV, a=layer.HV)
+    layer.in_proj = SimpleNamespace(projections=sizes)
+    return layer
+
+
+def decode_rule(a: Any) -> None:
+    layer = delta_layer(a)
+    a.out.copy_(delta_rule.decode(layer, layer.x, layer.conv, layer.rule, layer.rows))
+
+
+def chunk_rule(a: Any) -> None:
+    layer = delta_layer(a)
+    rows, starts, ends, has_state, _ = layer.segments.T.tolist()
+    segments = delta_rule.Segments(rows, starts, ends, [not x for x in has_state])
+    delta_rule.chunk(layer, layer.x, layer.conv, layer.rule, segments, layer.out)
+
+
 REFERENCES: dict[str, Callable[[Any], Any]] = {
+    # The last launch of a layer's delta rule computes all of it.
+    **dict.fromkeys(
+        ("_convolve_decode", "_convolve", "_solve", "_shift", "_chunk_rule"),
+        lambda a: DELTA.update(vars(a)),
+    ),
+    "_decode_rule": decode_rule,
+    "_gated_norm": chunk_rule,
     "_int4_linear": int4_linear,
     "_int8_linear": int8_linear,
     "_attend": attend_chunks,
@@ -969,6 +1004,7 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int8": ("qwen3", partial(quantized, quantization="int8")),
     "int4": ("qwen3", partial(quantized, quantization="int4")),
     "ranks": ("qwen3", ranks),
+    "hybrid": ("hybrid", serve),
     "decode": ("wide", decode),
     "memory": ("wide", memory),
     "faults": ("qwen3", faults),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.attention import TritonAttention, check_capability
 from nanovllm.backends.gpu.graphs import DecodeGraphs, cuda_capture
-from nanovllm.backends.gpu.kernels import int4, int8, pointwise, sampling
+from nanovllm.backends.gpu.kernels import delta_rule, int4, int8, pointwise, sampling
 from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.backend import Backend
@@ -44,6 +45,12 @@ class GpuBackend(Backend):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
         self.captures = device.type == "cuda"  # not in Triton's interpreter
+
+    def delta_rule(self) -> Any:
+        # The products of `chunk` would take more than the 64 KiB of shared memory of Turing GPUs.
+        if self.captures and torch.cuda.get_device_capability(self.device) < (8, 0):
+            return SimpleNamespace(decode=delta_rule.decode)
+        return delta_rule
 
     def quantized(self, weights: str) -> Backend:
         backends = {"int8": GpuInt8Backend, "int4": GpuInt4Backend}

@@ -37,7 +37,8 @@ class States:
         self.conv = backend.empty(layers, num_states, KERNEL_SIZE - 1, config.conv_size)
         kernels = backend.delta_rule() or delta_rule
         self.decode = kernels.decode
-        self.chunk = getattr(kernels, "chunk", partial(delta_rule.chunk, kernels=kernels))
+        parts = kernels if hasattr(kernels, "solve") else None
+        self.chunk = getattr(kernels, "chunk", partial(delta_rule.chunk, kernels=parts))
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from fresh import dry_run
+from hybrid_checkpoints import make_hybrid_checkpoint
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 # The scenarios of dry_run.py, in two processes that take about as long.
 PROCESSES = (
     ("qwen3", "int8", "host cache", "faults", "ranks", "memory"),
-    ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int4", "decode"),
+    ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int4", "hybrid", "decode"),
 )
 SCENARIOS = [name for names in PROCESSES for name in names]
 
@@ -33,12 +34,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     save_file(load_file(file) | scales, file)
     # As many heads as Qwen3-0.6B, on which the number of splits depends; several chunks of logits.
     make_checkpoint(path / "wide", kv_heads=8, vocab_size=5000)
+    make_hybrid_checkpoint(path / "hybrid")
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(partial(dry_run, path), PROCESSES)
     return first | second
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "fp8", "int8", "int4", "ranks", "host cache"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen2", "fp8", "int8", "int4", "ranks", "hybrid", "host cache"]
+)
 def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -> None:
     found = runs[family]["found"]
     for run in found:
@@ -47,7 +51,7 @@ def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -
         assert (run["preemptions"] > 0) == (run["options"]["num_kvcache_blocks"] < 99)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "ranks", "host cache"])
+@pytest.mark.parametrize("name", ["qwen3", "ranks", "hybrid", "host cache"])
 def test_the_host_waits_for_tokens_only(runs: dict[str, Any], name: str) -> None:
     """Without rules; with overlap only when no step is left to launch."""
     for run in runs[name]["found"]:
@@ -92,7 +96,8 @@ def test_the_profile_reserves_what_later_steps_need(runs: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks"]
+    "name",
+    ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks", "hybrid"],
 )
 def test_nothing_is_compiled_while_serving(runs: dict[str, Any], name: str) -> None:
     for run in runs[name]["found"]:

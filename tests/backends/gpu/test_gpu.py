@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import delta_rule_cases
 import numpy as np
 import pytest
 import references
@@ -196,6 +197,23 @@ def test_store_in_fp8(dtype: torch.dtype) -> None:
             found, wanted = found.float(), wanted.float()
             assert torch.equal(found.isnan(), wanted.isnan())
             assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("sizes", [(16, 32, 128, 128), (16, 48, 128, 128), (2, 2, 16, 24)], ids=str)
+@pytest.mark.parametrize("same_key", [False, True])
+def test_delta_rule(sizes: tuple[int, int, int, int], dtype: torch.dtype, same_key: bool) -> None:
+    """The tolerance is higher, because outputs are rounded before their norm, and TF32 is used."""
+    from nanovllm.backends.gpu.kernels import delta_rule
+
+    def compare(found: Tensor, wanted: Tensor) -> None:
+        assert error(found, wanted) < max(4 * TOLERANCE[dtype], 1e-4)
+
+    torch.manual_seed(0)
+    layer = delta_rule_cases.make_layer(sizes, dtype, DEVICE)
+    delta_rule_cases.check_decode(delta_rule, layer, [4, 0, 3], compare)
+    lengths = [(64, False), (0, True), (2, False), (1000, True), (1, False)]
+    delta_rule_cases.check_chunk(delta_rule, layer, lengths, compare, same_key)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
