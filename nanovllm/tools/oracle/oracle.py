@@ -42,8 +42,8 @@ INVARIANTS = {
     "returned": "When all requests have ended, all blocks are available and all rows are free.",
     "no error": "The scheduler and the block manager raise no exception.",
     "states": "The state of a row has consumed exactly the tokens of its context.",
-    "snapshots": "A snapshot belongs to a cached block and has consumed exactly the tokens up to the "
-    "end of this block.",
+    "snapshots": "A snapshot belongs to a cached block and has consumed exactly the tokens up to "
+    "the end of this block.",
     "state slots": "Each slot for states has one use at a time, and a step writes it at most once.",
     "host": "Each host block is free, or in the host index once with the tokens that it holds.",
 }

@@ -110,7 +110,8 @@ class HybridRunner(OracleRunner):
                     pairs = None if state.pairs is None else (*state.pairs, pair)
                     state = State(pairs, age)
             states[row] = state
-            detail = f"row {row} has consumed {state.pairs} and its context is {self.context(row)}"
+            consumed = "unknown tokens" if state.pairs is None else [*state.pairs]
+            detail = f"row {row} has consumed {consumed} and its context is {self.context(row)}"
             require(state.pairs == tuple(self.context(row)), "states", detail)
         return drawn
 
@@ -158,7 +159,7 @@ class HybridHistory(History):
             *(slot for _, slot in manager.unknown.values()),
             *manager.fork_slots.values(),
         ]
-        require(sorted(named) == list(manager.all_slots), "state slots", f"the slots are {named}")
+        require(sorted(named) == list(manager.all_slots), "state slots", f"the slots with a use are {sorted(named)}")
         for block_id, slot in manager.snapshots.items():
             block, state = manager.blocks[block_id], runner.states[slot]
             require(bool(block.serial), "snapshots", "a block with a snapshot is not cached")
