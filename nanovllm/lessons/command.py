@@ -37,6 +37,8 @@ LESSONS = (
     "lesson13_int8",
     "lesson14_host_cache",
     "lesson15_tensor_parallel",
+    "lesson16_states",
+    "lesson17_state_cache",
 )
 NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
 MODULES = {

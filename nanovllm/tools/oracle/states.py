@@ -159,24 +159,30 @@ class HybridHistory(History):
             *(slot for _, slot in manager.unknown.values()),
             *manager.fork_slots.values(),
         ]
-        require(sorted(named) == list(manager.all_slots), "state slots", f"the slots with a use are {sorted(named)}")
+        require(
+            sorted(named) == list(manager.all_slots),
+            "state slots",
+            f"the slots with a use are {sorted(named)}",
+        )
         for block_id, slot in manager.snapshots.items():
             block, state = manager.blocks[block_id], runner.states[slot]
             require(bool(block.serial), "snapshots", "a block with a snapshot is not cached")
             require(state.age == runner.resets, "fresh", "a snapshot is from before a reset")
             pairs = state.pairs or ()
             held = runner.memory[block_id * self.size : (block_id + 1) * self.size]
-            require(list(pairs[-self.size :]) == held, "snapshots", f"{state} is not after {held}")
+            name = f"the snapshot of block {block_id} has consumed {[*pairs]}"
+            detail = f"{name} and the block holds {held}"
+            require(list(pairs[-self.size :]) == held, "snapshots", detail)
             parent, position = block.key[0], len(pairs) - self.size
             while parent:  # the blocks before it, as far as they are cached
                 before = [b for b in manager.blocks if b.serial == parent]
                 if not before:
                     break
                 held = runner.memory[before[0].block_id * self.size :][: self.size]
-                detail = f"{state} is not after {held}"
+                detail = f"{name} and an earlier block holds {held}"
                 require(list(pairs[position - self.size : position]) == held, "snapshots", detail)
                 parent, position = before[0].key[0], position - self.size
-            require(bool(parent) or position == 0, "snapshots", f"{state} has too many tokens")
+            require(bool(parent) or position == 0, "snapshots", f"{name}, which is too much")
         require(set(manager.rolling.values()) <= manager.snapshots.keys(), "snapshots")
         for seq in (*manager.rolling, *manager.unknown, *manager._sources, *manager.wanted):
             require(
