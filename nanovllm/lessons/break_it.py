@@ -177,8 +177,9 @@ def show_failure(mutant: Mutant) -> InvariantError:
     """Print the shortest history that fails with the fault. Returns the error."""
     module = "schedulers" if mutant.module is scheduler else "managers"
     modules, seeds = {module: apply(mutant)}, range(SEEDS)
-    has_states = STATES is not None and mutant in STATES.MUTANTS.values()
-    make = STATES.HybridHistory if has_states else History
+    make = History
+    if STATES is not None and mutant in STATES.MUTANTS.values():
+        make = STATES.HybridHistory
     attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), make) for i in seeds)
     failing = (attempt for attempt in attempts if attempt.failure() is not None)
     _, attempt = min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])
@@ -191,7 +192,7 @@ def show_failure(mutant: Mutant) -> InvariantError:
         say("Blocks have one slot each: the slot of position p is block_table[p].")
     print(trace, end="\n\n")
     show_blocks(history)
-    if has_states:
+    if make is not History:
         show_states(history)
     return error
 

@@ -50,9 +50,20 @@ MODULES = {
 
 
 def load(what: str) -> ModuleType:
-    """Import a lesson by its number, or an exercise by its name."""
+    """Import a lesson by its number, or an exercise by its name.
+
+    Raises ValueError if it needs a part of nanovllm that is deleted.
+    """
     name = MODULES.get(what) or LESSONS[int(what) - 1]
-    return importlib.import_module(f"nanovllm.lessons.{name}")
+    try:
+        return importlib.import_module(f"nanovllm.lessons.{name}")
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if not missing.startswith("nanovllm."):
+            raise
+        lesson = f"lesson {what}" if what in NUMBERS else what
+        path = missing.replace(".", "/")
+        raise ValueError(f"{lesson} needs {path}, which this copy of nanovllm lacks") from None
 
 
 def title(number: str) -> str:

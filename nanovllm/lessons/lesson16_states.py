@@ -5,10 +5,10 @@ before. A layer of linear attention stores a matrix S instead. It maps keys to v
 same size after any number of tokens. By the gated delta rule (Yang et al. 2024, arXiv:2412.06464)
 each token corrects S. Its key k, its value v and its query q are vectors, and k has length 1:
 
-    S <- e^g S               forget: e^g is between 0 and 1
-    d  = beta (v - S^T k)    the new value of the key minus the value that S has for it
-    S <- S + k d^T           the correction; after it S^T k = v, if beta is 1
-    o  = S^T q               the output: the value that S has for the query
+    S <- e^g S              forget: e^g is between 0 and 1
+    d  = beta (v - S^T k)   the token's value minus the value that S has for k
+    S <- S + k d^T          the correction; after it S^T k = v, if beta is 1
+    o  = S^T q              the output: the value that S has for the query
 
 The model computes g and beta from the token, for each head. Three of four layers of Qwen3.5 are of
 this kind, and the fourth has a KV cache.
@@ -43,7 +43,7 @@ QWEN3_5 = dict(
     linear_value_head_dim=128,
     max_position_embeddings=262_144,
 )
-LENGTH, HEADS, DIM = 256, 16, 128  # of the comparison of steps with chunks
+LENGTH, HEADS, DIM = 128, 16, 128  # of the comparison of steps with chunks
 CONTEXTS = (100, 1_000, 10_000, 40_000)
 KEYS = {"a": (1.0, 0.0), "b": (0.0, 1.0), "c": (0.6, 0.8)}  # c is similar to a and to b
 # Tokens: key, value, beta, e^g.
@@ -145,10 +145,10 @@ def run() -> list[Question]:
     show_table(head, corrections())
     say("""A second value replaces the first, as an assignment does, and beta = 0.5 goes half of the
         way. The last token changes the values of a and b, because its key is similar to theirs.""")
-    say(f"""If all keys are orthogonal, S holds as many pairs as it has rows. Here, pairs with random
-        keys of {DIM} numbers, as in a head of Qwen3.5, are written with beta = 1, and then read. The
-        error is the length of the difference between what is read and what was written, divided by
-        the length of the latter:""")
+    say(f"""If all keys are orthogonal, S holds as many pairs as it has rows. Here, pairs with
+        random keys of {DIM} numbers, as in a head of Qwen3.5, are written with beta = 1 and then
+        read. The error is the length of the difference between what is read and what was written,
+        divided by the length of the latter:""")
     rows = [(n, *(f"{error:.2f}" for error in errors(n))) for n in (8, 32, 128, 512, 2048)]
     show_table(("pairs", "last pair", "all pairs"), rows)
     say("""The last pair is always right. The more pairs there are, the larger is the error of the

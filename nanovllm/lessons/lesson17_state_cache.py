@@ -5,11 +5,11 @@ state (lesson 16) cannot be cut. It is the result of all tokens so far, and the 
 it. The prefix cache therefore keeps snapshots, which are copies of the state after the last token
 of a block. A match ends at the last block that has a snapshot:
 
-    request 1   [ a b c d | e f g h | i j k l | m n o p | q ]    computes all of it
-    snapshots                                          16
-    request 2   [ a b c d | e f g h | i j k l | r s t u | v ]    KV of 12 tokens, no snapshot
-    snapshots                             12           16
-    request 3   [ a b c d | e f g h | i j k l | w x y z | q ]    KV and a snapshot of 12 tokens
+    request 1   [ a b c d | e f g h | i j k l | m n o p | q ]   nothing is cached
+    snapshots                                        16
+    request 2   [ a b c d | e f g h | i j k l | r s t u | v ]   KV of 12, no snapshot
+    snapshots                              12        16
+    request 3   [ a b c d | e f g h | i j k l | w x y z | q ]   KV and a snapshot
 
 This lesson runs the engine's scheduler and block manager on the model of the random tests, whose
 state is the list of all tokens that it has consumed. It stops if a row has consumed a wrong token.
@@ -86,7 +86,7 @@ def numbers(values: list[int]) -> str:
 
 def share(prompts: dict[str, list[int]]) -> list[tuple[object, ...]]:
     """Run requests -> for each, the tokens with KV, those with a state too, and new snapshots."""
-    engine, rows = Engine(slots=40), []
+    engine, rows = Engine(slots=40), list[tuple[object, ...]]()
     for name, prompt in prompts.items():
         old, [probe] = engine.snapshots(), make_samples(prompt, len(prompt) + 1)
         with_kv = len(BlockManager.match(engine.blocks, probe)) * engine.blocks.block_size
@@ -98,7 +98,7 @@ def share(prompts: dict[str, list[int]]) -> list[tuple[object, ...]]:
 
 def changes(engine: Engine, seq: Sequence) -> list[tuple[object, ...]]:
     """Run a request -> how many tokens are computed when the snapshots change, and these."""
-    rows, shown = [], ""
+    rows, shown = list[tuple[object, ...]](), ""
     while engine.scheduler.has_work():
         engine.step()
         kept = numbers([*engine.snapshots().values()])
@@ -131,9 +131,9 @@ def run() -> list[Question]:
     ratio = config.state_bytes(2) / config.block_bytes(16, 2)
     say(f"""Request 1 made one snapshot, after the last full block of its prompt. Request 2 found KV
         of 12 tokens and no state, so it computed them again. Other prompts may begin with the same
-        12 tokens, so it made a snapshot after them, which request 3 used. Snapshots after all blocks
-        would avoid this, but they are large: in Qwen3.5-0.8B one takes as much memory as the KV of
-        {ratio:.0f} blocks of 16 tokens.""")
+        12 tokens, so it made a snapshot after them, which request 3 used. Snapshots after all
+        blocks would avoid this, but they are large: in Qwen3.5-0.8B one takes as much memory as the
+        KV of {ratio:.0f} blocks of 16 tokens.""")
 
     engine = Engine(slots=8)
     seq = engine.add([*range(10)], num_output=12)
@@ -156,9 +156,9 @@ def run() -> list[Question]:
         evicted: of the snapshots of a chat, only the last is used.""")
 
     say("""Two requests with the same prompt arrive together. They could share KV in the same step
-        (lesson 6), because each layer stores the KV of the step before any query attends. A state is
-        copied to the new row before the step computes anything. Request 1 therefore waits for one
-        step, and then computes one token instead of 17:""")
+        (lesson 6), because each layer stores the KV of the step before any query attends. A state
+        is copied to the new row before the step computes anything. Request 1 therefore waits for
+        one step, and then computes one token instead of 17:""")
     engine = Engine(slots=8)
     for _ in range(2):
         engine.add(prompts["1"])

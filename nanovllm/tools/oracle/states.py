@@ -124,6 +124,7 @@ class HybridHistory(History):
     """Most of these histories repeat the beginnings of earlier requests."""
 
     repeats = 0.8
+    runner: HybridRunner
 
     def __init__(
         self, seed: int, schedulers: ModuleType = scheduler, managers: ModuleType = state_blocks
@@ -138,7 +139,8 @@ class HybridHistory(History):
         num_slots = rng.choice((0, 1, 2, 3, 5, 8, 40))
         self.num_states = self.max_num_seqs + 1 + num_slots
         sizes = self.num_blocks, self.size, caches, self.max_num_seqs, self.num_states
-        return managers.StateBlockManager(*sizes)
+        manager: state_blocks.StateBlockManager = managers.StateBlockManager(*sizes)
+        return manager
 
     def planned(self) -> None:
         if self.rng.random() < 0.03:
@@ -151,7 +153,6 @@ class HybridHistory(History):
     def check(self) -> None:
         super().check()
         manager: state_blocks.StateBlockManager = self.block_manager
-        runner: HybridRunner = self.runner
         named = [
             *manager.free_slots,
             *manager._returned,
@@ -165,11 +166,11 @@ class HybridHistory(History):
             f"the slots with a use are {sorted(named)}",
         )
         for block_id, slot in manager.snapshots.items():
-            block, state = manager.blocks[block_id], runner.states[slot]
+            block, state = manager.blocks[block_id], self.runner.states[slot]
             require(bool(block.serial), "snapshots", "a block with a snapshot is not cached")
-            require(state.age == runner.resets, "fresh", "a snapshot is from before a reset")
+            require(state.age == self.runner.resets, "fresh", "a snapshot is from before a reset")
             pairs = state.pairs or ()
-            held = runner.memory[block_id * self.size : (block_id + 1) * self.size]
+            held = self.runner.memory[block_id * self.size : (block_id + 1) * self.size]
             name = f"the snapshot of block {block_id} has consumed {[*pairs]}"
             detail = f"{name} and the block holds {held}"
             require(list(pairs[-self.size :]) == held, "snapshots", detail)
@@ -178,7 +179,7 @@ class HybridHistory(History):
                 before = [b for b in manager.blocks if b.serial == parent]
                 if not before:
                     break
-                held = runner.memory[before[0].block_id * self.size :][: self.size]
+                held = self.runner.memory[before[0].block_id * self.size :][: self.size]
                 detail = f"{name} and an earlier block holds {held}"
                 require(list(pairs[position - self.size : position]) == held, "snapshots", detail)
                 parent, position = before[0].key[0], position - self.size
