@@ -1,8 +1,8 @@
 """Exercises that break the engine: a fault of one line, and the shortest history that shows it.
 
-`nanovllm lessons break N` makes the N-th fault of mutants.py in memory and runs the random
-histories of oracle.py. It shortens the first failing histories as long as they fail, prints the
-trace of the shortest, and asks which invariant broke.
+`nanovllm lessons break N` makes the N-th fault of mutants.py, or one of states.py, in memory and
+runs the random histories of oracle.py. It shortens the first failing histories as long as they
+fail, prints the trace of the shortest, and asks which invariant broke.
 """
 
 import contextlib
@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from nanovllm.engine import block_manager
+from nanovllm.engine import scheduler
 from nanovllm.engine.policies import shortest_job_first
 from nanovllm.lessons.show import Question, fill, say, show_answers, show_questions, show_table
+from nanovllm.loading.optional import find_optional
 from nanovllm.tools.oracle import oracle
 from nanovllm.tools.oracle.mutants import MUTANTS, Mutant, apply, describe
 from nanovllm.tools.oracle.oracle import INVARIANTS, Action, History, InvariantError
@@ -23,7 +24,18 @@ from nanovllm.tools.trace.trace import Trace
 
 SEEDS = 300  # histories to try
 FAILURES = 3  # failing histories that are shortened; the shortest is shown
-NAMES = list(MUTANTS)
+# The oracle with states needs features/hybrid. If this folder is deleted, its faults are left out.
+STATES = find_optional("tools.oracle.states") if find_optional("features.hybrid") else None
+STATE_FAULTS = (
+    "a match does not copy the state",
+    "a snapshot is one block early",
+    "a slot that is freed is still named",
+    "a match uses a state of the plan",
+)
+FAULTS = dict(MUTANTS)
+if STATES:
+    FAULTS |= {name: STATES.MUTANTS[name] for name in STATE_FAULTS}
+NAMES = list(FAULTS)
 
 
 class Theme(NamedTuple):
@@ -47,8 +59,13 @@ THEMES = (
         ("answers", "budget", "oldest", "progress", "no error"),
     ),
     Theme("rows and ends", (19, 20, 21, 23), ("answers", "budget", "progress", "returned")),
+    Theme(
+        "states of linear attention (lesson 17)",
+        tuple(range(len(MUTANTS) + 1, len(FAULTS) + 1)),
+        ("answers", "context", "cached", "states", "snapshots", "state slots", "no error"),
+    ),
 )
-EASY, HARD = (1, 9, 13, 16, 19, 21, 23), (3, 4, 5, 8, 10, 14, 20, 25)
+EASY, HARD = (1, 9, 13, 16, 19, 21, 23, 26), (3, 4, 5, 8, 10, 14, 20, 25, 29)
 
 
 @dataclass(frozen=True)
@@ -58,10 +75,11 @@ class Attempt:
     modules: dict[str, Any]  # the keyword argument of History: the faulty module
     seed: int
     actions: tuple[Action, ...]
+    make: type[History] = History
 
     def failure(self) -> tuple[int, ...] | None:
         """Run it. Returns its length and complexity if it fails, else None."""
-        history = History(self.seed, **self.modules)
+        history = self.make(self.seed, **self.modules)
         try:
             oracle.replay(history, self.actions)
         except InvariantError:
@@ -72,7 +90,7 @@ class Attempt:
 
     def trace(self) -> tuple[Trace, History, InvariantError]:
         """Run it again with a Trace, up to the failure. The trace does not name the failure."""
-        history = History(self.seed, **self.modules)
+        history = self.make(self.seed, **self.modules)
         with Trace(history) as trace:
             try:
                 oracle.replay(history, self.actions)
@@ -138,11 +156,31 @@ def show_blocks(history: History) -> None:
     show_table(("block", "ref_count", "cached as", "holds"), rows)
 
 
+def show_states(history: History) -> None:
+    """Print the states of rows and the snapshots when the history ends."""
+    states, rows = getattr(history.runner, "states", []), []
+    uses = [
+        (seq.row, f"row {seq.row}, request {seq.request_id}") for seq in history.scheduler.running
+    ]
+    snapshots = history.block_manager.snapshots.items()
+    uses += [(slot, f"snapshot of block {block_id}") for block_id, slot in snapshots]
+    for number, use in uses:
+        pairs = states[number].pairs
+        consumed = "unknown" if pairs is None else " ".join(f"{p[0]}@{p[1]}" for p in pairs)
+        rows.append((number, use, consumed or "nothing"))
+    say("""The states at the end, each with all tokens that it has consumed, token@position. A state
+        is unknown if nothing was written to it, or by a step that failed:""")
+    show_table(("state", "of", "has consumed"), rows)
+
+
 def show_failure(mutant: Mutant) -> InvariantError:
     """Print the shortest history that fails with the fault. Returns the error."""
-    module = "managers" if mutant.module is block_manager else "schedulers"
+    module = "schedulers" if mutant.module is scheduler else "managers"
     modules, seeds = {module: apply(mutant)}, range(SEEDS)
-    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i))) for i in seeds)
+    make = History
+    if STATES is not None and mutant in STATES.MUTANTS.values():
+        make = STATES.HybridHistory
+    attempts = (Attempt(modules, i, tuple(oracle.random_actions(i)), make) for i in seeds)
     failing = (attempt for attempt in attempts if attempt.failure() is not None)
     _, attempt = min(map(shorten, islice(failing, FAILURES)), key=lambda pair: pair[0])
     trace, history, error = attempt.trace()
@@ -154,6 +192,8 @@ def show_failure(mutant: Mutant) -> InvariantError:
         say("Blocks have one slot each: the slot of position p is block_table[p].")
     print(trace, end="\n\n")
     show_blocks(history)
+    if make is not History:
+        show_states(history)
     return error
 
 
@@ -161,16 +201,18 @@ def run(which: str | None, answers: list[str] | None) -> None:
     """Run an exercise, or list all if `which` is None. With `answers`, compare or show answers."""
     if which is None:
         for theme in THEMES:
+            if not theme.exercises:
+                continue
             print(f"{theme.name[0].upper()}{theme.name[1:]}:")
             for i in theme.exercises:
                 level = "easy" if i in EASY else "hard" if i in HARD else "medium"
-                print(f"  break {i:2}  {level:6}  a fault in {file_of(MUTANTS[NAMES[i - 1]])}")
+                print(f"  break {i:2}  {level:6}  a fault in {file_of(FAULTS[NAMES[i - 1]])}")
         return
     if which not in map(str, range(1, len(NAMES) + 1)):
         raise ValueError(f"break takes a number from 1 to {len(NAMES)}, not {which!r}")
     name = NAMES[int(which) - 1]
     [theme] = (theme for theme in THEMES if int(which) in theme.exercises)
-    mutant, file = MUTANTS[name], file_of(MUTANTS[name])
+    mutant, file = FAULTS[name], file_of(FAULTS[name])
     with contextlib.redirect_stdout(io.StringIO() if answers is not None else sys.stdout):
         print(f"A line of {file} is changed, in memory only.\n")
         error = show_failure(mutant)
@@ -178,7 +220,8 @@ def run(which: str | None, answers: list[str] | None) -> None:
         for i, invariant in enumerate(theme.invariants, 1):
             print(fill(INVARIANTS[invariant], f"{i:2}. ", "    "))
         print()
-    functions = {m.function: None for m in MUTANTS.values() if m.module is mutant.module}
+    known = (STATES.MUTANTS if STATES else {}) | MUTANTS
+    functions = {m.function for m in known.values() if m.module is mutant.module}
     questions = [
         Question(
             "Which of these is the first that was found not to hold?",

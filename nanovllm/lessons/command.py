@@ -6,7 +6,7 @@ nanovllm lessons 3 --answers 8 1   compares your answers to its questions
 nanovllm lessons 3 --answers       shows the answers
 nanovllm lessons ladder            runs the same requests with one idea after another
 nanovllm lessons puzzle            lists Triton kernels with one line to fill in
-nanovllm lessons break             lists faults of scheduler and block manager to find
+nanovllm lessons break             lists faults of scheduler and block managers to find
 nanovllm lessons build             lists parts of the engine to write yourself
 """
 
@@ -37,6 +37,8 @@ LESSONS = (
     "lesson13_int8",
     "lesson14_host_cache",
     "lesson15_tensor_parallel",
+    "lesson16_states",
+    "lesson17_state_cache",
 )
 NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
 MODULES = {
@@ -48,9 +50,20 @@ MODULES = {
 
 
 def load(what: str) -> ModuleType:
-    """Import a lesson by its number, or an exercise by its name."""
+    """Import a lesson by its number, or an exercise by its name.
+
+    Raises ValueError if it needs a part of nanovllm that is deleted.
+    """
     name = MODULES.get(what) or LESSONS[int(what) - 1]
-    return importlib.import_module(f"nanovllm.lessons.{name}")
+    try:
+        return importlib.import_module(f"nanovllm.lessons.{name}")
+    except ModuleNotFoundError as error:
+        missing = str(error.name)
+        if not missing.startswith("nanovllm."):
+            raise
+        lesson = f"lesson {what}" if what in NUMBERS else what
+        path = missing.replace(".", "/")
+        raise ValueError(f"{lesson} needs {path}, which this copy of nanovllm lacks") from None
 
 
 def title(number: str) -> str:
@@ -91,15 +104,14 @@ def main(argv: list[str] | None = None) -> None:
         "-h", "--help", action="store_true", help="show this text, or the text of a lesson"
     )
     args = parser.parse_args(argv)
-    if args.help:
-        if args.what is None:
-            parser.print_help()
-            return
-        say(str(load(args.what).__doc__))
+    if args.help and args.what is None:
+        parser.print_help()
         return
     logging.getLogger("nanovllm").setLevel(logging.WARNING)  # no line for each LLM that is made
     try:
-        if args.what in NUMBERS and args.which is None:
+        if args.help:
+            say(str(load(args.what).__doc__))
+        elif args.what in NUMBERS and args.which is None:
             run_lesson(args.what, args.answers)
         elif args.what == "puzzle":
             load(args.what).run_puzzle(args.which, args.answers)

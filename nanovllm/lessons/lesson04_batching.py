@@ -99,7 +99,7 @@ def run() -> list[Question]:
     show_source(
         link(Scheduler._admit, "self.max_num_seqs"),
         link(Scheduler._leave, "self._free_rows.append"),
-        link(ModelRunner.run, "self.rows.build(plan)"),
+        link(ModelRunner._run, "self.rows.build(plan)"),
     )
 
     equal = [5] * 8

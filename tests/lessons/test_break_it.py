@@ -11,8 +11,8 @@ from nanovllm.lessons import break_it, command
 from nanovllm.tools.oracle.mutants import MUTANTS, apply
 from nanovllm.tools.oracle.oracle import INVARIANTS, random_actions
 
-FEW = (1, 14, 16)
-EXERCISES = range(1, len(MUTANTS) + 1)
+FEW = (1, 14, 16, 27)
+EXERCISES = range(1, len(break_it.FAULTS) + 1)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def test_exercise_asks(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It shows what happens, and does not say what broke."""
-    name = list(MUTANTS)[number - 1]
+    name = break_it.NAMES[number - 1]
     if number not in FEW:  # one failing history is made shorter, and not the best of three
         monkeypatch.setattr(break_it, "FAILURES", 1)
     break_it.run(str(number), None)
@@ -33,6 +33,7 @@ def test_exercise_asks(
     assert name not in " ".join(asked.split())
     assert max(map(len, asked.splitlines())) <= 101
     assert "must get" in asked
+    assert ("has consumed" in asked) == (number > len(MUTANTS))  # the table of states
     # A sample has the name that it has in the trace: 0.0, not 0.
     names = re.findall(r"^([\d.]+) .* (?:running|waiting|finished|new)$", asked, re.MULTILINE)
     assert not {name.split(".")[0] for name in names if "." in name} & set(names)
@@ -43,8 +44,8 @@ def test_exercise_answers(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(break_it, "FAILURES", 1)
-    name = list(MUTANTS)[number - 1]
-    mutant = MUTANTS[name]
+    name = break_it.NAMES[number - 1]
+    mutant = break_it.FAULTS[name]
     break_it.run(str(number), [])
     assert name[1:] in " ".join(capsys.readouterr().out.split())
     break_it.run(str(number), ["0", mutant.function])
@@ -84,10 +85,10 @@ def test_shorter_histories_fail_too() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["break", "99"], f"a number from 1 to {len(MUTANTS)}, not '99'"),
+        (["break", "99"], f"a number from 1 to {len(break_it.FAULTS)}, not '99'"),
         (["break", "one"], "not 'one'"),
         (["break", "1", "--answers", "1"], "2 answers are needed"),
-        (["16"], "invalid choice: '16'"),
+        (["18"], "invalid choice: '18'"),
         (["3", "4"], "takes no '4'"),
         (["--answers"], "takes no --answers"),
         (["ladder", "3"], "ladder takes no '3'"),

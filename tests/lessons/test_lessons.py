@@ -140,6 +140,7 @@ def test_command(
         ("break", "Exercises that break the engine"),
         ("build", "Build it: small parts"),
         ("15", "Lesson 15: tensor parallelism."),
+        ("17", "Lesson 17: a prefix cache without positions."),
         (None, "usage: nanovllm lessons"),
     ],
 )
@@ -154,6 +155,19 @@ def test_help(
     monkeypatch.setattr(sys, "argv", ["lessons", *([what] if what else []), "--help"])
     command.main()
     assert capsys.readouterr().out.startswith(begin)
+
+
+@pytest.mark.parametrize("args", [["16"], ["17", "--answers"], ["17", "--help"]])
+def test_a_lesson_says_what_is_deleted(
+    args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("nanovllm.lessons.lesson1")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "nanovllm.features.hybrid.config", None)
+    with pytest.raises(SystemExit, match="2"):
+        command.main(args)
+    needs = f"lesson {args[0]} needs nanovllm/features/hybrid/config, which this copy of nanovllm"
+    assert needs in capsys.readouterr().err
 
 
 def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:

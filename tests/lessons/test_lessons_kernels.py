@@ -1,4 +1,4 @@
-"""Lessons 10 to 15: their functions compute what they show, which holds for other numbers too."""
+"""Lessons 10 to 17: their functions compute what they show, which holds for other numbers too."""
 
 import signal
 import subprocess
@@ -17,6 +17,8 @@ from nanovllm.lessons import lesson12_overlap as overlap
 from nanovllm.lessons import lesson13_int8 as int8
 from nanovllm.lessons import lesson14_host_cache as host_cache
 from nanovllm.lessons import lesson15_tensor_parallel as tensor_parallel
+from nanovllm.lessons import lesson16_states as states
+from nanovllm.lessons import lesson17_state_cache as state_cache
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.attention import PlainAttention
 
@@ -287,3 +289,71 @@ def test_a_pointer_to_no_memory_is_an_answer(capsys: pytest.CaptureFixture[str])
     assert said.startswith("That is not right. It reads or writes where no memory is (signal ")
     puzzles.run_puzzle("1", ["tl.store(out + i, a + b, mask=i < n)"])
     assert "That is right" in capsys.readouterr().out
+
+
+def test_states_in_steps_and_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "HEADS", 2)
+    for length in (1, 64, 70):
+        monkeypatch.setattr(states, "LENGTH", length)
+        difference, slow, fast = states.compare()
+        assert difference < 1e-4
+        assert min(slow, fast) > 0
+
+
+def test_a_state_keeps_pairs_with_orthogonal_keys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    state, values = torch.zeros(1, 8, 5), torch.randn(2, 8, 5, generator=generator)
+    keys = torch.linalg.qr(torch.randn(8, 8, generator=generator)).Q
+    for value in values:  # the second values replace the first
+        states.write(state, keys, value)
+        torch.testing.assert_close(states.read(state, keys), value, atol=1e-4, rtol=0)
+    states.write(state, keys[:1], values[0, :1], beta=0, keep=0.25)
+    torch.testing.assert_close(states.read(state, keys), values[1] / 4, atol=1e-4, rtol=0)
+
+
+def test_states(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(states, "LENGTH", 65)
+    questions = states.run()
+    printed = capsys.readouterr().out
+    reads = [[float(cell) for cell in row[3:]] for row in table(printed, "token")]
+    # By hand: c = 10 finds 0.6 * 2.5 + 0.8 * 3 = 3.9, and adds 6.1 times its key.
+    last = [2.5 + 0.6 * 6.1, 3 + 0.8 * 6.1, 12.5]
+    assert reads == [[4, 0, 4], [4, 6, 4], [8, 6, 12], [5, 6, 13], [2.5, 3, 6.5], last]
+    errors = [[float(cell) for cell in row] for row in table(printed, "pairs")]
+    assert all(error == 0 for _, error, _ in errors)
+    assert [row[2] for row in errors] == sorted(row[2] for row in errors)
+    sizes = {row[0]: row[1:] for row in table(printed, "context")}
+    assert sizes["40,000"] == ["4,375.0", "37.3", "468.8", "506.0"]
+    assert float(sizes["382"][0]) == pytest.approx(float(sizes["382"][3]), abs=0.2)
+    assert [question.answer for question in questions] == ["4", "1590"]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_state_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    questions = state_cache.run()
+    printed = capsys.readouterr().out
+    assert table(printed, "request") == [
+        ["1", "17", "0", "0", "17", "16"],
+        ["2", "17", "12", "0", "17", "12, 16"],
+        ["3", "17", "12", "12", "5", "16"],
+        ["1 again", "17", "16", "16", "1", "none"],
+    ]
+    steps = table(printed, "tokens computed")
+    assert steps == [["10", "8"], ["12", "8, 12"], ["16", "8, 16"], ["20", "8, 20"]]
+    text = " ".join(printed.split())
+    assert "The next turn has 25 tokens: the prompt, the output and 3 more. 20 of them" in text
+    assert "because request 1 waits for a state that this step computes" in text
+    assert "Prefix hit: positions 0-15 of request 1 are cached" in text
+    assert [question.answer for question in questions] == ["48", "2"]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_few_slots_lose_what_is_computed() -> None:
+    runs = [state_cache.converse(slots) for slots in state_cache.SLOTS]
+    total, *_ = runs[0]
+    assert all(run[0] == total for run in runs)
+    computed = [run[1] for run in runs]
+    assert computed[0] == total
+    assert computed == sorted(computed, reverse=True)
+    assert computed[-1] == computed[-2] < total / 3
+    assert (runs[0][2], runs[-1][3]) == (0, 0)

@@ -143,7 +143,15 @@ def test_shapes_have_the_sizes_of_their_names(shape, tmp_path):
     # An input embedding of its own is no cost, because a token reads one row of it.
     size += (not config.tie_word_embeddings) * config.vocab_size * config.hidden_size
     # The numbers of the model cards, in billions.
-    billions = {"0.6b": 0.596, "1.7b": 1.72, "4b": 4.02, "8b": 8.19, "14b": 14.77, "7b": 7.62, "0.8b": 0.752}
+    billions = {
+        "0.6b": 0.596,
+        "1.7b": 1.72,
+        "4b": 4.02,
+        "8b": 8.19,
+        "14b": 14.77,
+        "7b": 7.62,
+        "0.8b": 0.752,
+    }
     assert size / 1e9 == pytest.approx(billions.get(shape.split("-")[1], 0.004197), rel=0.01)
 
 

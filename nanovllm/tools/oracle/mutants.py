@@ -2,7 +2,8 @@
 
 A fault names a function, a pattern in it and the replacement of the one place that matches. In a
 pattern, a single capital letter matches any expression, so variables may be renamed. `apply`
-returns the module with the fault. tests/tools/test_oracle.py catches every fault. No torch.
+returns the module with the fault. tests/tools/test_oracle.py catches every fault. Faults of states
+are in states.py. No torch.
 """
 
 import ast

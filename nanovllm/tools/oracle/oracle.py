@@ -41,8 +41,10 @@ INVARIANTS = {
     "progress": "All requests end after a bounded number of steps, whatever happened before.",
     "returned": "When all requests have ended, all blocks are available and all rows are free.",
     "no error": "The scheduler and the block manager raise no exception.",
-    "states": "Each row has consumed the tokens of its context, each snapshot the tokens up to its "
-    "block, and each slot has one use.",
+    "states": "The state of a row has consumed exactly the tokens of its context.",
+    "snapshots": "A snapshot belongs to a cached block and has consumed exactly the tokens up to "
+    "the end of this block.",
+    "state slots": "Each slot for states has one use at a time, and a step writes it at most once.",
     "host": "Each host block is free, or in the host index once with the tokens that it holds.",
 }
 
@@ -309,12 +311,16 @@ class History:
                 kept = bool(running) and running[0].status is Status.RUNNING
                 require(kept, "oldest", "the oldest sequence was preempted")
             self.pending.append((step, self.runner.run(plan)))
+            self.planned()
         while len(self.pending) > (self.async_scheduling if step is not None else 0):
             step_, tokens = self.pending.popleft()
             self.observer.begin()
             updated = self.scheduler.commit(step_, tokens)
             self.observer.committed(step_, updated, StepOutput(tokens))
         self.steps += 1
+
+    def planned(self) -> None:
+        """Do something between a plan and the commit of the plan before it. A subclass may."""
 
     def drain(self) -> None:
         """Run until all requests end with their answers, in a bounded number of steps."""
