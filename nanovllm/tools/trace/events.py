@@ -44,6 +44,9 @@ class Event(TypedDict, total=False):
     decodes: list[int]  # sequences
     new_rows: list[int]
     copies: list[tuple[int, int]]  # blocks (source, target)
+    # States of linear attention; see features/hybrid/states.py for their numbers.
+    states_read: list[tuple[int, int]]  # a state, and the sequence that begins with a copy of it
+    states_saved: list[tuple[int, int, int]]  # sequence, number of tokens, slot
     saved: list[tuple[int, int]]  # block, host block
     loaded: list[tuple[int, int]]  # host block, block
     host: dict[str, int]  # counters of the host cache, if blocks were saved or loaded

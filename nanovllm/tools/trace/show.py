@@ -282,6 +282,11 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
                 yield f"Prefix hit: positions 0-{start - 1} of {names[i]} are cached ({blocks})."
         if count < left:
             yield f"Token budget: {names[i]} computes {count} of the {left} tokens that are left."
+    for source, i in event.get("states_read", ()):
+        yield f"State: {names[i]} begins with a copy of state {source}."
+    for i, num_tokens, slot in event.get("states_saved", ()):
+        tokens = plural(num_tokens, "token")
+        yield f"Snapshot: the state of {names[i]} after {tokens} is saved in slot {slot}."
     if copies := event.get("copies"):
         pairs = ", ".join(f"{source} to {target}" for source, target in copies)
         yield f"Copy-on-write: block {pairs}, because the block to write is shared or cached."

@@ -120,6 +120,14 @@ class Trace(Observer):
                 event["new_rows"] = [numbers[new.row] for new in plan.new_rows]
             if plan.block_copies:
                 event["copies"] = list(plan.block_copies)
+            if plan.state_copies:
+                rows = {seq.row: self._numbers[seq] for seq in self._scheduler.running}
+                event["states_read"] = [(source, rows[row]) for source, row in plan.state_copies]
+            if plan.state_saves:
+                event["states_saved"] = [
+                    (numbers[row], step.seqs[row].num_computed - tokens_left, slot)
+                    for row, tokens_left, slot in plan.state_saves
+                ]
             if plan.saves or plan.loads:
                 event["saved"] = list(plan.saves)
                 event["loaded"] = list(plan.loads)

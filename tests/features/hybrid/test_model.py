@@ -18,6 +18,7 @@ from nanovllm.features.hybrid import delta_rule
 from nanovllm.features.hybrid.model import LinearAttention
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.backend import Backend
+from nanovllm.tools.trace.trace import Trace
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
 
@@ -204,6 +205,18 @@ def test_a_common_prefix_is_computed_twice(checkpoint: tuple[Path, torch.nn.Modu
     stats = llm.stats()
     assert stats["state_hits"] == 2
     assert stats["state_snapshots"] == stats["state_saves"] - stats["state_evictions"] == 4
+
+
+def test_the_trace_shows_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    llm = random_llm(checkpoint[0])
+    [prompt] = prompts_of(40)
+    with Trace(llm.engine) as trace:
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+        llm.generate([prompt], GREEDY, use_tqdm=False)
+    text = " ".join(str(trace).split())
+    assert "Snapshot: the state of request 0 after 32 tokens is saved in slot 257." in text
+    assert "Snapshot: the state of request 0 after 48 tokens is saved in slot 258." in text
+    assert "State: request 1 begins with a copy of state 257." in text
 
 
 @pytest.mark.parametrize("overlap", [False, True])
