@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.features.hybrid.config import FULL, KERNEL_SIZE, HybridConfig
+from nanovllm.features.hybrid.config import FULL, KERNEL_SIZE, LINEAR, HybridConfig
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch
@@ -125,10 +126,8 @@ class GatedAttention:
         queries and keys do not change.
         """
         dim, rotated = self.config.head_dim, self.config.rotary_dim
-        index = torch.arange(dim, device=weight.device)
-        a, b, rest = index.split([rotated // 2, rotated // 2, dim - rotated])
-        first, second = rest.chunk(2) if len(rest) else (rest, rest)
-        order = torch.cat((a, first, b, second))
+        half, middle = rotated // 2, (dim + rotated) // 2
+        order = [*range(half), *range(rotated, middle), *range(half, rotated), *range(middle, dim)]
         return weight.unflatten(0, (-1, dim))[:, order].flatten(0, 1)
 
 
@@ -162,27 +161,21 @@ class Qwen3_5(Qwen3):
         super().__init__(config, max_model_len, backend)
         part = RotaryEmbedding(config.rotary_dim, max_model_len, config.rope, self.norm)
         rotated = config.rotary_dim // 2
-        for whole, table, default in (
-            (self.rotary.cos, part.cos, 1),
-            (self.rotary.sin, part.sin, 0),
-        ):
+        tables = (self.rotary.cos, part.cos, 1), (self.rotary.sin, part.sin, 0)
+        for whole, table, default in tables:
             halves = whole.unflatten(1, (2, -1))
             halves.fill_(default)[..., :rotated] = table.unflatten(1, (2, -1))
         self.norm = norm_weight(backend, config.hidden_size)
 
     def make_layers(self, config: ModelConfig, backend: Backend) -> list[DecoderLayer]:
         assert isinstance(config, HybridConfig)
-        linear, full = count(), count()
-        return [
-            HybridLayer(
-                config,
-                GatedAttention(config, next(full), backend)
-                if kind == FULL
-                else LinearAttention(config, next(linear), backend),
-                backend,
-            )
-            for kind in config.layer_types
-        ]
+        # Each kind of layer is numbered by itself, because KV and states are kept apart.
+        kinds: dict[str, Any] = {
+            FULL: (GatedAttention, count()),
+            LINEAR: (LinearAttention, count()),
+        }
+        layers = [kinds[kind] for kind in config.layer_types]
+        return [HybridLayer(config, cls(config, next(i), backend), backend) for cls, i in layers]
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         for tensor in super().checkpoint_tensors():
