@@ -80,6 +80,22 @@ def test_equals_transformers(
         assert [o.num_cached_tokens for o in outputs] == [0, 0, 0, 0, 16, 48, 64, 128]
 
 
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "default", "partial_rotary_factor": 1.0},
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_rotary_embedding(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """Only the rotated part of a head has the scale of yarn. All of a head can be rotated."""
+    defaults = {"rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
+    model = make_hybrid_checkpoint(tmp_path, "FLF", rope_parameters=defaults | rope)
+    for backend in ("sdpa", "numba"):
+        llm = random_llm(tmp_path, attention_backend=backend)
+        check_greedy(model, llm.generate(prompts_of(20, 100), GREEDY, use_tqdm=False))
+
+
 def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module]) -> None:
     """Chunks of 1 to 130 tokens give the numbers of the whole prompt."""
     path, model = checkpoint
