@@ -93,7 +93,9 @@ def test_rotary_embedding(tmp_path: Path, rope: dict[str, Any]) -> None:
     model = make_hybrid_checkpoint(tmp_path, "FLF", rope_parameters=defaults | rope)
     for backend in ("sdpa", "numba"):
         llm = random_llm(tmp_path, attention_backend=backend)
-        check_greedy(model, llm.generate(prompts_of(20, 100), GREEDY, use_tqdm=False))
+        outputs = llm.generate(prompts_of(20, 100), GREEDY, use_tqdm=False)
+        # transformers' own numbers in float32 differ from those in float64 by 1e-4 here.
+        check_greedy(model, outputs, tolerance=3e-4)
 
 
 def test_every_split_of_a_prompt(checkpoint: tuple[Path, torch.nn.Module]) -> None:
