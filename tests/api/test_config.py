@@ -63,7 +63,7 @@ OPTIONS = [
     ({"trust_remote_code": True}, ValueError, "trust_remote_code=True is not supported: .*never"),
     ({"quantization": "int3"}, ValueError, "must be one of int8, int4, not 'int3'"),
     ({"tensor_parallel_sise": 1}, TypeError, "did you mean 'tensor_parallel_size'"),
-    ({"mamba_cache_mode": "auto"}, TypeError, "unknown option .*; known: model, device, dtype"),
+    ({"lora_dtype": "auto"}, TypeError, "unknown option .*; known: model, device, dtype"),
 ]
 
 
