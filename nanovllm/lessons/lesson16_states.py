@@ -139,8 +139,8 @@ def compare() -> tuple[float, float, float]:
 def run() -> list[Question]:
     say("""A small S whose values are single numbers: a = 4 is a token with the key a and the value
         4. The keys a and b are orthogonal, and c is similar to both. The fifth token has beta = 0,
-        so S only forgets. The last column is the value of a if each token just adds beta k v^T and
-        does not subtract what S has:""")
+        so S only forgets. The last column is the value of a if each token adds beta k v^T, without
+        a correction:""")
     head = ("token", "beta", "e^g", "value of a", "value of b", "a, only added")
     show_table(head, corrections())
     say("""A second value replaces the first, as an assignment does, and beta = 0.5 goes half of the
@@ -174,9 +174,9 @@ def run() -> list[Question]:
         sizes = kv * n, 2 * state, hybrid_kv * n, 2 * state + hybrid_kv * n
         rows.append((f"{n:,}", *(f"{size / 2**20:,.1f}" for size in sizes)))
     show_table(("context", "Qwen3-0.6B", "Qwen3.5: states", "KV", "together"), rows)
-    say(f"""They are equal at {equal:.0f} tokens. Below that, the states take more than the KV that
-        they replace. The weights come on top in both models. They take more than either in a short
-        context, and in a batch they are read once, while each sequence has its own state or KV.""")
+    say(f"""They are equal at {equal:.0f} tokens. With a longer context Qwen3.5-0.8B reads and
+        writes less. Both also read their weights, but once for all sequences of a step (lesson
+        5).""")
     show_source(
         link(decode, "difference = beta"),
         link(solve, "solve_triangular"),

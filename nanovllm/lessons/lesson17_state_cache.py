@@ -150,10 +150,10 @@ def run() -> list[Question]:
         all:""")
     rows = [(slots, *(f"{n:,}" for n in converse(slots))) for slots in SLOTS]
     show_table(("slots", "prompt tokens", "computed", "snapshots made", "evicted"), rows)
-    say("""Each turn makes two or more snapshots. With few slots the turns of the other chats evict
-        all snapshots of a chat before its next turn. The whole prompt is then computed again,
-        although its KV is still cached. From 12 slots on nothing is lost, although snapshots are
-        evicted: of the snapshots of a chat, only the last is used.""")
+    say("""A turn makes three or four snapshots on average. With few slots the turns of the other
+        chats evict nearly all snapshots of a chat before its next turn. The whole prompt is then
+        computed again, although its KV is still cached. With 12 slots nothing is computed twice,
+        although snapshots are evicted: of the snapshots of a chat, only the last is used.""")
 
     say("""Two requests with the same prompt arrive together. They could share KV in the same step
         (lesson 6), because each layer stores the KV of the step before any query attends. A state
