@@ -19,11 +19,20 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from nanovllm.tools.training.data import draw
 from nanovllm.tools.training.tokenizer import END_OF_TEXT, IM_END, build
 
+MODELS = ("qwen3-nano", "qwen3.5-nano")  # the second with linear attention in three of five layers
 POOL = 4096  # conversations drawn, sorted by length and batched at a time
 BATCH_TOKENS = 8192  # padded tokens in a batch
 SAVE_EVERY = 10  # pools
@@ -37,24 +46,34 @@ directory to start again. Grade the result with python -m nanovllm.tools.trainin
 Conversation = tuple[list[int], list[bool]]  # token ids; whether the loss counts each
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        initializer_range=0.02,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        use_cache=True,
-        dtype="bfloat16",
+def model_config(name: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    common = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "use_cache": True,
+        "dtype": "bfloat16",
+    }
+    if name == "qwen3-nano":
+        return Qwen3Config(**common)
+    return Qwen3_5TextConfig(
+        **common,
+        layer_types=[f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
     )
 
 
@@ -111,7 +130,7 @@ def collate(batch: list[Conversation], device: str) -> tuple[torch.Tensor, torch
     return ids.to(device), targets.to(device)
 
 
-def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss_of(model: PreTrainedModel, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     # Padding is on the right, so with a causal mask no counted position attends to it.
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     counted = targets >= 0
@@ -119,7 +138,7 @@ def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, targets: torch.Tensor) -
     return torch.nn.functional.cross_entropy(logits.float(), targets[counted])
 
 
-def optimizers(model: Qwen3ForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: PreTrainedModel, lr: float) -> list[torch.optim.Optimizer]:
     inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     outer = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
@@ -137,7 +156,7 @@ def rate(step: float) -> float:
 
 
 def save_state(
-    model: Qwen3ForCausalLM, opts: list[torch.optim.Optimizer], path: Path, done: int
+    model: PreTrainedModel, opts: list[torch.optim.Optimizer], path: Path, done: int
 ) -> None:
     path.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{n}": p.detach().clone() for n, p in model.named_parameters()}
@@ -149,7 +168,7 @@ def save_state(
     (path / "progress.json").write_text(json.dumps({"pools": done}))
 
 
-def load_state(model: Qwen3ForCausalLM, opts: list[torch.optim.Optimizer], path: Path) -> int:
+def load_state(model: PreTrainedModel, opts: list[torch.optim.Optimizer], path: Path) -> int:
     tensors = load_file(path / "state.safetensors")
     for name, p in model.named_parameters():
         p.data.copy_(tensors[f"model.{name}"])
@@ -164,7 +183,7 @@ def load_state(model: Qwen3ForCausalLM, opts: list[torch.optim.Optimizer], path:
     return pools
 
 
-def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write a Hugging Face checkpoint in bf16."""
     tensors = {
         n: p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in model.named_parameters()
@@ -172,7 +191,7 @@ def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Pat
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_dict()
-    config["architectures"] = ["Qwen3ForCausalLM"]
+    config["architectures"] = [type(model).__name__]
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     GenerationConfig(
         do_sample=False,
@@ -196,9 +215,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m nanovllm.tools.training.train", description=ABOUT
     )
-    default = Path(__file__).parents[2] / "loading" / "qwen3-nano"
-    out_help = "directory of the checkpoint; the default is the embedded model (%(default)s)"
-    parser.add_argument("--out", type=Path, default=default, help=out_help)
+    parser.add_argument(
+        "--model", choices=MODELS, default=MODELS[0], help="which model (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, help="directory of the checkpoint (the embedded model)")
     parser.add_argument(
         "--pools", type=int, default=133, help=f"pools of {POOL} conversations (%(default)s)"
     )
@@ -213,9 +233,12 @@ def main() -> None:
     )
     args = parser.parse_args()
 
+    if args.out is None:
+        args.out = Path(__file__).parents[2] / "loading" / args.model
     torch.manual_seed(0)
     tokenizer = build()
-    model = Qwen3ForCausalLM(model_config(tokenizer)).float().to(args.device)
+    model = AutoModelForCausalLM.from_config(model_config(args.model, tokenizer), dtype=torch.float32)
+    model = model.to(args.device)
     opts = optimizers(model, args.lr)
     resume = args.out.with_name(args.out.name + ".resume")
     done = load_state(model, opts, resume) if (resume / "progress.json").exists() else 0
