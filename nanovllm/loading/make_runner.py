@@ -60,9 +60,9 @@ def make_runner(
         room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
         room.check(checkpoint.directory.name, backend.dtype)
         if model_config.state_bytes(1):
-            divide = load_optional("features.hybrid.memory", "the model").num_states
+            num_states = load_optional("features.hybrid.memory", "the model").num_states
             sizes = backend.dtype.itemsize, room.max_bytes
-            num_rows, num_slots, state_bytes = divide(config, model_config, *sizes)
+            num_rows, num_slots, state_bytes = num_states(config, model_config, *sizes)
             config = replace(config, max_num_seqs=num_rows)
             room = replace(room, config=config, state_bytes=state_bytes, num_state_slots=num_slots)
         # The longest request that can fit limits the size of rows and rotary tables.

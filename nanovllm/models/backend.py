@@ -61,7 +61,11 @@ class Backend:
     silu_and_mul = staticmethod(layers.silu_and_mul)
 
     def delta_rule(self) -> Any:
-        """Return a module with the functions of features/hybrid/delta_rule.py, or None."""
+        """Return a module of kernels for features/hybrid/delta_rule.py, or None.
+
+        It has `decode`, and either `chunk` or the parts of it: `convolve_chunk`, `solve` and
+        `gated_norm`.
+        """
         return None
 
     # ---- results, as in models/sampler.py and models/logprobs.py ----

@@ -160,7 +160,7 @@ ARCHITECTURES |= {name: {"qk_norm": True, "head_dim": 256} for name in FEATURES}
 
 
 def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json, and those of its text_config, if any."""
+    """Return the fields of a config.json. Fields of its text_config, if any, take precedence."""
     text = raw.get("text_config")
     if not isinstance(text, dict):
         return raw

@@ -1,175 +1,29 @@
-"""The gated delta rule for one token of each sequence; see features/hybrid/delta_rule.py.
+"""The gated delta rule on a CPU; features/hybrid/delta_rule.py has it in plain torch.
 
-A decode step reads and writes the whole state of a sequence: 37 MB for Qwen3.5-0.8B. The kernels
-read it from memory once, and again from the cache of the core. The rules and shapes are in
-backends/cpu/pointwise.py; Hk, Hv, Dk, Dv and C are those of features/hybrid/delta_rule.py.
+A decode step reads and writes the whole state of a sequence: 37 MB for Qwen3.5-0.8B. The kernel
+reads it from memory once, and again from the cache of the core. The rules and shapes of kernels are
+in backends/cpu/pointwise.py; features/hybrid/delta_rule.py explains Hk, Hv, Dk, Dv and C.
 """
 
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from nanovllm.backends.cpu.delta_tokens import convolve_chunk, convolved, gated_norm, norm_head
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.parallel import run
-from nanovllm.backends.cpu.primitives import (
-    DTYPE_EXAMPLE,
-    array,
-    exp,
-    f32,
-    from_float32,
-    to_float32,
-)
+from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE, array, exp, f32, to_float32
+
+__all__ = ["convolve_chunk", "decode", "gated_norm", "solve"]
 
 CHUNK = 64  # tokens of a triangular system
 
 
 @compiled()
-def scale_heads(out, key_heads, key_dim):
-    """Give the heads of q and k in out [C] unit length, and divide q by sqrt(Dk)."""
-    for h in range(2 * key_heads):
-        head = out[h * key_dim : (h + 1) * key_dim]
-        squares = f32(0)
-        for c in range(key_dim):
-            squares += head[c] * head[c]
-        scale = f32(1) / np.sqrt(squares + f32(1e-6))
-        if h < key_heads:
-            scale = scale / np.sqrt(f32(key_dim))
-        for c in range(key_dim):
-            head[c] *= scale
-
-
-@compiled()
-def convolve(a, b, c, d, weight, out, example):
-    """Compute out [C], the silu of the convolution of four tokens [C] with weight [4, C]."""
-    for i in range(len(out)):
-        total = to_float32(a[i]) * weight[0, i] + to_float32(b[i]) * weight[1, i]
-        total += to_float32(c[i]) * weight[2, i] + to_float32(d[i]) * weight[3, i]
-        out[i] = to_float32(from_float32(total / (f32(1) + exp(-total)), example))
-
-
-@compiled()
-def convolve_tokens(
-    x_ptr,
-    weight_ptr,
-    conv_ptr,
-    rows_ptr,
-    mixed_ptr,
-    num_tokens,
-    width,
-    num_states,
-    channels,
-    key_heads,
-    key_dim,
-    example,
-    is_decode,
-    start,
-    stop,
-):
-    """Compute mixed [T, C] in float32 from x [T, width], whose first C numbers are its inputs.
-
-    The tokens are one of each of `rows` [T] int64 if `is_decode`, else consecutive ones of rows[0].
-    weight [4, C] is in float32. The conv states [num_states, 3, C] precede the tokens. A decode
-    advances them.
-    """
-    x, mixed = (
-        array(x_ptr, (num_tokens, width), example),
-        array(mixed_ptr, (num_tokens, channels), f32(0)),
-    )
-    weight = array(weight_ptr, (4, channels), f32(0))
-    conv = array(conv_ptr, (num_states, 3, channels), example)
-    rows = array(rows_ptr, (num_tokens if is_decode else 1,), np.int64(0))
-    for t in range(start, stop):
-        new, out = x[t, :channels], mixed[t]
-        before = conv[rows[t if is_decode else 0]]
-        if is_decode:
-            convolve(before[0], before[1], before[2], new, weight, out, example)
-            for c in range(channels):
-                before[0, c], before[1, c], before[2, c] = before[1, c], before[2, c], new[c]
-        elif t >= 3:
-            convolve(
-                x[t - 3, :channels],
-                x[t - 2, :channels],
-                x[t - 1, :channels],
-                new,
-                weight,
-                out,
-                example,
-            )
-        else:
-            first = before[t]
-            second = before[t + 1] if t < 2 else x[0, :channels]
-            third = before[2] if t == 0 else x[t - 1, :channels]
-            convolve(first, second, third, new, weight, out, example)
-        scale_heads(out, key_heads, key_dim)
-
-
-@compiled()
-def norm_head(o, z, norm, eps, out, example):
-    """Compute out = RMSNorm(o) * silu(z), all [Dv]."""
-    squares = f32(0)
-    for c in range(len(o)):
-        squares += o[c] * o[c]
-    scale = f32(1) / np.sqrt(squares / f32(len(o)) + f32(eps))
-    for c in range(len(o)):
-        gate = to_float32(z[c])
-        gate = gate / (f32(1) + exp(-gate))
-        out[c] = from_float32(o[c] * scale * norm[c] * gate, example)
-
-
-@compiled()
-def gated_norm_tokens(
-    o_ptr,
-    x_ptr,
-    norm_ptr,
-    out_ptr,
-    num_tokens,
-    length,
-    width,
-    channels,
-    value_heads,
-    value_dim,
-    eps,
-    example,
-    start,
-    stop,
-):
-    """Compute out [T, Hv Dv] = RMSNorm(o) * silu(z) of o [Hv, length, Dv], where length >= T.
-
-    x [T, width] contains z.
-    """
-    o = array(o_ptr, (value_heads, length, value_dim), f32(0))
-    x = array(x_ptr, (num_tokens, width), example)
-    norm = array(norm_ptr, (value_dim,), f32(0))
-    out = array(out_ptr, (num_tokens, value_heads * value_dim), example)
-    for t in range(start, stop):
-        for h in range(value_heads):
-            z = x[t, channels + h * value_dim : channels + (h + 1) * value_dim]
-            norm_head(o[h, t], z, norm, eps, out[t, h * value_dim : (h + 1) * value_dim], example)
-
-
-@compiled()
 def rule_heads(
-    x_ptr,
-    mixed_ptr,
-    a_log_ptr,
-    dt_bias_ptr,
-    norm_ptr,
-    rule_ptr,
-    rows_ptr,
-    out_ptr,
-    num_rows,
-    width,
-    num_states,
-    key_heads,
-    value_heads,
-    key_dim,
-    value_dim,
-    eps,
-    example,
-    start,
-    stop,
+    x_ptr, mixed_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, rule_ptr, rows_ptr, out_ptr, num_rows,
+    width, num_states, key_heads, value_heads, key_dim, value_dim, eps, example, start, stop,
 ):
     """Compute out [S, Hv Dv] and advance the states [num_states, Hv, Dk, Dv] by one token.
 
@@ -177,14 +31,10 @@ def rule_heads(
     """
     size = value_heads * value_dim
     channels = 2 * key_heads * key_dim + size
-    x, mixed = (
-        array(x_ptr, (num_rows, width), example),
-        array(mixed_ptr, (num_rows, channels), f32(0)),
-    )
-    a_log, dt_bias = (
-        array(a_log_ptr, (value_heads,), f32(0)),
-        array(dt_bias_ptr, (value_heads,), f32(0)),
-    )
+    x = array(x_ptr, (num_rows, width), example)
+    mixed = array(mixed_ptr, (num_rows, channels), f32(0))
+    a_log = array(a_log_ptr, (value_heads,), f32(0))
+    dt_bias = array(dt_bias_ptr, (value_heads,), f32(0))
     norm, out = array(norm_ptr, (value_dim,), f32(0)), array(out_ptr, (num_rows, size), example)
     rule = array(rule_ptr, (num_states, value_heads, key_dim, value_dim), f32(0))
     rows = array(rows_ptr, (num_rows,), np.int64(0))
@@ -195,10 +45,8 @@ def rule_heads(
         q = mixed[i, first : first + key_dim]
         k = mixed[i, key_heads * key_dim + first : key_heads * key_dim + first + key_dim]
         v = mixed[i, channels - size + h * value_dim : channels - size + (h + 1) * value_dim]
-        b, a = (
-            to_float32(x[i, width - 2 * value_heads + h]),
-            to_float32(x[i, width - value_heads + h]),
-        )
+        b = to_float32(x[i, width - 2 * value_heads + h])
+        a = to_float32(x[i, width - value_heads + h])
         beta = f32(1) / (f32(1) + exp(-b))
         a += dt_bias[h]
         softplus = a if a > f32(20) else f32(np.log1p(np.exp(np.float64(a))))
@@ -222,24 +70,8 @@ def rule_heads(
 
 @compiled()
 def solve_chunks(
-    mixed_ptr,
-    beta_ptr,
-    g_ptr,
-    values_ptr,
-    keys_ptr,
-    scores_ptr,
-    q_ptr,
-    k_ptr,
-    decay_ptr,
-    num_tokens,
-    num_chunks,
-    size,
-    key_heads,
-    value_heads,
-    key_dim,
-    value_dim,
-    start,
-    stop,
+    mixed_ptr, beta_ptr, g_ptr, values_ptr, keys_ptr, scores_ptr, q_ptr, k_ptr, decay_ptr,
+    num_tokens, num_chunks, size, key_heads, value_heads, key_dim, value_dim, start, stop,
 ):
     """Compute the tensors of `Solved` from mixed [Q, C], beta and g [Q, Hv], all in float32.
 
@@ -266,11 +98,8 @@ def solve_chunks(
         q_out, k_out, sum_g = all_q[item], all_k[item], f32(0)
         for i in range(num):
             row = mixed[first + i]
-            q, k, v = (
-                row[at : at + key_dim],
-                row[k_at : k_at + key_dim],
-                row[v_at : v_at + value_dim],
-            )
+            q, k = row[at : at + key_dim], row[k_at : k_at + key_dim]
+            v = row[v_at : v_at + value_dim]
             beta = all_beta[first + i, h]
             sum_g += all_g[first + i, h]
             total[i] = sum_g
@@ -294,12 +123,8 @@ def solve_chunks(
                     qd, qe = qd + q[c] * d[c], qe + q[c] * e[c]
                 pa, pb = exp(sum_g - total[j]), exp(sum_g - total[j + 1])
                 pd, pe = exp(sum_g - total[j + 2]), exp(sum_g - total[j + 3])
-                score[j], score[j + 1], score[j + 2], score[j + 3] = (
-                    qa * pa,
-                    qb * pb,
-                    qd * pd,
-                    qe * pe,
-                )
+                score[j], score[j + 1] = qa * pa, qb * pb
+                score[j + 2], score[j + 3] = qd * pd, qe * pe
                 ka, kb, kd, ke = beta * ka * pa, beta * kb * pb, beta * kd * pd, beta * ke * pe
                 a, b, d, e = values[j], values[j + 1], values[j + 2], values[j + 3]
                 for c in range(value_dim):
@@ -333,33 +158,11 @@ def solve_chunks(
         decays[item] = exp(sum_g)
 
 
-def convolved(layer: Any, x: Tensor, conv: Tensor, rows: Tensor, is_decode: bool) -> Tensor:
-    """Return q, k and v [T, C] in float32. See `convolve_tokens`."""
-    key_heads, _, key_dim, _ = layer.sizes
-    num_states, _, channels = conv.shape
-    mixed = torch.empty((len(x), channels), dtype=torch.float32)
-    tensors = x, layer.conv1d, conv, rows, mixed
-    arguments = (
-        *(t.data_ptr() for t in tensors),
-        *x.shape,
-        num_states,
-        channels,
-        key_heads,
-        key_dim,
-        DTYPE_EXAMPLE[x.dtype],
-        is_decode,
-    )
-    run(convolve_tokens, arguments, len(x), mixed.numel())
-    return mixed
-
-
-def convolve_chunk(layer: Any, x: Tensor, conv: Tensor) -> Tensor:
-    mixed = convolved(layer, x, conv.unsqueeze(0), torch.zeros(1, dtype=torch.int64), False)
-    conv.copy_(torch.cat((conv, x[-3:, : conv.shape[1]]))[-3:])
-    return mixed
-
-
 def solve(layer: Any, mixed: Tensor, beta: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Solve the triangular systems of Q tokens, from mixed [Q, C], beta and g [Q, Hv].
+
+    Returns the tensors of `Solved`, in its order.
+    """
     _, value_heads, key_dim, value_dim = layer.sizes
     num, size = len(mixed), min(CHUNK, len(mixed))
     num_chunks = -(-num // size)
@@ -375,27 +178,10 @@ def solve(layer: Any, mixed: Tensor, beta: Tensor, g: Tensor) -> tuple[Tensor, .
     return *solved, decay
 
 
-def gated_norm(layer: Any, o: Tensor, x: Tensor) -> Tensor:
-    _, value_heads, _, value_dim = layer.sizes
-    (num, width), size = x.shape, value_heads * value_dim
-    out, channels = x.new_empty((num, size)), width - size - 2 * value_heads
-    tensors, sizes = (o, x, layer.norm, out), (num, o.shape[1], width, channels)
-    arguments = (
-        *(t.data_ptr() for t in tensors),
-        *sizes,
-        value_heads,
-        value_dim,
-        layer.eps,
-        DTYPE_EXAMPLE[x.dtype],
-    )
-    run(gated_norm_tokens, arguments, num, out.numel())
-    return out
-
-
 def decode(layer: Any, x: Tensor, conv: Tensor, rule: Tensor, rows: Tensor) -> Tensor:
     """Compute one token of each of the sequences in `rows` [S], in place.
 
-    The arguments and the result are those of features/hybrid/delta_rule.py.
+    Arguments and result are as in features/hybrid/delta_rule.py.
     """
     _, value_heads, key_dim, value_dim = layer.sizes
     (num_rows, width), x = x.shape, x.contiguous()

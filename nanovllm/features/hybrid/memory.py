@@ -28,12 +28,10 @@ def num_states(
             )
     state_bytes = model_config.state_bytes(itemsize)
     fit = max_bytes // 2 // state_bytes - 1  # the padding row has a state too
-    wanted, per_row = config.num_state_slots, SLOTS_PER_ROW
-    if not config.enable_prefix_caching:
-        wanted = 0
+    wanted = config.num_state_slots if config.enable_prefix_caching else 0
     if wanted is None:
-        rows = max(1, min(config.max_num_seqs, fit // (1 + per_row)))
-        slots = max(0, min(rows * per_row, fit - rows))
+        rows = max(1, min(config.max_num_seqs, fit // (1 + SLOTS_PER_ROW)))
+        slots = max(0, min(rows * SLOTS_PER_ROW, fit - rows))
     else:
         rows, slots = max(1, min(config.max_num_seqs, fit - wanted)), wanted
     size = (rows + 1 + slots) * state_bytes

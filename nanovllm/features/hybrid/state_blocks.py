@@ -168,25 +168,24 @@ class StateBlockManager(BlockManager):
         slot = self._save(seq, position)
         if slot is None:
             return False
+        self._attach(block, slot)
+        return True
+
+    def _attach(self, block: Block, slot: int) -> None:
         self.snapshots[block.block_id] = slot
         self.state_saves += 1
-        return True
 
     def cache_full_blocks(self, seq: Sequence) -> None:
         super().cache_full_blocks(seq)
         boundary, slot = self.unknown.get(seq, (0, 0))
-        if slot and seq.num_cached_blocks * self.block_size >= boundary:
+        if slot and seq.num_cached_blocks * self.block_size == boundary:
             del self.unknown[seq]
             block = self._cached[seq.parent_serial]
             self._roll(seq)
-            if (
-                block.block_id in self.snapshots
-                or seq.num_cached_blocks * self.block_size > boundary
-            ):
+            if block.block_id in self.snapshots:
                 self._return_slot(slot)
             else:
-                self.snapshots[block.block_id] = slot
-                self.state_saves += 1
+                self._attach(block, slot)
                 self.rolling[seq] = block.block_id
 
     def _roll(self, seq: Sequence) -> None:

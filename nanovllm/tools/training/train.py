@@ -69,7 +69,9 @@ def model_config(name: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedCon
         return Qwen3Config(**common)
     return Qwen3_5TextConfig(
         **common,
-        layer_types=[f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")],
+        layer_types=[
+            f"{kind}_attention" for kind in ("linear", "linear", "full", "linear", "full")
+        ],
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=64,
@@ -237,8 +239,8 @@ def main() -> None:
         args.out = Path(__file__).parents[2] / "loading" / args.model
     torch.manual_seed(0)
     tokenizer = build()
-    model = AutoModelForCausalLM.from_config(model_config(args.model, tokenizer), dtype=torch.float32)
-    model = model.to(args.device)
+    config = model_config(args.model, tokenizer)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(args.device)
     opts = optimizers(model, args.lr)
     resume = args.out.with_name(args.out.name + ".resume")
     done = load_state(model, opts, resume) if (resume / "progress.json").exists() else 0

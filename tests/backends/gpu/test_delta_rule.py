@@ -97,7 +97,7 @@ def test_the_lists_are_sent_once() -> None:
 
 @pytest.mark.slow
 def test_the_engine_with_the_kernels(tmp_path: Path) -> None:
-    """Chunks of prompts beside decodes, and states that are saved for the prefix cache."""
+    """Chunks of prompts together with decodes, and states that are saved for the prefix cache."""
     make_hybrid_checkpoint(tmp_path, layer_types="LF")
     prompts = [list(range(3, 45)), list(range(3, 40)), [7, 9]]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -13,8 +13,10 @@ from hybrid_checkpoints import make_hybrid_checkpoint, nest
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.api.config import EngineConfig
 from nanovllm.backends.cpu import delta_rule as cpu_delta_rule
 from nanovllm.features.hybrid import delta_rule
+from nanovllm.features.hybrid.memory import num_states
 from nanovllm.features.hybrid.model import LinearAttention
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.backend import Backend
@@ -364,16 +366,15 @@ def test_only_images_or_mtp(checkpoint: tuple[Path, torch.nn.Module], tmp_path: 
 
 
 @pytest.mark.parametrize("option", [{"swap_space": 1}, {"tensor_parallel_size": 2}])
-def test_refused_options(
-    checkpoint: tuple[Path, torch.nn.Module],
-    option: dict[str, object],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    if "swap_space" in option:
-        with pytest.raises(ValueError, match="does not support swap_space"):
-            random_llm(checkpoint[0], **option)
+def test_refused_options(checkpoint: tuple[Path, torch.nn.Module], option: dict[str, Any]) -> None:
+    model_config = Checkpoint(checkpoint[0]).model_config
+    with pytest.raises(ValueError, match=f"does not support {next(iter(option))}"):
+        num_states(EngineConfig(**option), model_config, itemsize=4, max_bytes=2**30)
+
+
+def test_swap_space_is_refused(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    with pytest.raises(ValueError, match="does not support swap_space"):
+        random_llm(checkpoint[0], swap_space=1)
 
 
 def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
@@ -389,7 +390,7 @@ def test_a_step_reads_no_other_tensors(tmp_path: Path) -> None:
     checkpoint.open_files.close()
 
 
-def test_layers_share_a_state_shape(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+def test_sizes_of_projections_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:
     config = Checkpoint(checkpoint[0]).model_config
     layer = LinearAttention(config, 0, Backend(torch.device("meta"), torch.float32))
     assert layer.in_proj.weight.shape == (2 * 2 * 16 + 4 * 24 + 4 * 24 + 2 * 4, 64)

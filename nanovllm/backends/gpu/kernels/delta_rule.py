@@ -208,11 +208,12 @@ def _solve(
     """One program computes A, P and the factors of one tile and head.
 
     systems and scores [tiles, HV, CHUNK, CHUNK], and factors [tiles, HV, 4, CHUNK] are float32. The
-    factors of a token are those of e^a Q, e^a K and e^(a_last - a) K, and the decay of the state.
+    first three factors of a token make e^a Q, e^a K and e^(a_last - a) K of its query and key. The
+    fourth is the decay of the state.
 
     The inverse X of I + N is found by block doubling. If X has the inverses of the diagonal blocks
-    of size s, and M is the part of N that joins two such blocks, then X - X M X has those of size
-    2 s. No number becomes large, as powers of N do if keys are repeated.
+    of size s, and M is the part of N that joins two such blocks, then X - X M X has the inverses of
+    the blocks of size 2 s. No number becomes large, as powers of N do if keys are repeated.
     """
     C: tl.constexpr = 2 * HK * DK + HV * DV
     W: tl.constexpr = C + HV * DV + 2 * HV
