@@ -68,6 +68,13 @@ class Backend:
         """
         return None
 
+    def experts(self, module: Linear) -> Any:
+        """Return a module with the function `expert_linear` of features/moe/experts.py, or None.
+
+        `module` is a Linear with the weights of all experts.
+        """
+        return None
+
     # ---- results, as in models/sampler.py and models/logprobs.py ----
 
     sample = staticmethod(sampler.sample)

@@ -131,6 +131,15 @@ class ModelConfig:
         """Return the open files without the tensors that the model does not have."""
         return files
 
+    @property
+    def inner_sizes(self) -> tuple[int, ...]:
+        """The feed-forward sizes, which ranks of tensor parallelism divide."""
+        return (self.intermediate_size,)
+
+    def divide_mlps(self, parts: int) -> ModelConfig:
+        """Return the config of a model whose feed-forward sizes are divided into `parts`."""
+        return dataclasses.replace(self, intermediate_size=self.intermediate_size // parts)
+
     def block_bytes(self, block_size: int, itemsize: int) -> int:
         """Return the bytes of a KV block: keys and values of all layers, `itemsize` bytes each."""
         num_layers = len(self.kv_layers)
@@ -152,11 +161,19 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 # The same architectures without a head, unless the head is tied.
 ARCHITECTURES |= {n.replace("ForCausalLM", "Model"): t for n, t in ARCHITECTURES.items()}
 # The architectures of models in features/, with the folder that has the model.
-FEATURES = dict.fromkeys(
-    ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5TextModel", "Qwen3_5Model"),
-    "hybrid",
-)
-ARCHITECTURES |= {name: {"qk_norm": True, "head_dim": 256} for name in FEATURES}
+FEATURES = {
+    prefix + kind: folder
+    for prefix, folder, kinds in (
+        ("Qwen3_5", "hybrid", ("ForCausalLM", "ForConditionalGeneration", "TextModel", "Model")),
+        ("Qwen3_5Moe", "hybrid_moe", ("ForCausalLM", "ForConditionalGeneration", "TextModel")),
+        ("Qwen3Moe", "moe", ("ForCausalLM", "Model")),
+    )
+    for kind in kinds
+}
+ARCHITECTURES |= {
+    name: {"qk_norm": True} | ({} if folder == "moe" else {"head_dim": 256})
+    for name, folder in FEATURES.items()
+}
 
 
 def with_text_config(raw: dict[str, Any]) -> dict[str, Any]:

@@ -54,32 +54,36 @@ class SelfAttention:
 
 
 class MLP:
-    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+    def __init__(self, hidden_size: int, size: int, backend: Backend) -> None:
         self.backend = backend
-        hidden, size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(hidden, {"gate_proj": size, "up_proj": size}, backend)
-        self.down_proj = Linear(size, {"down_proj": hidden}, backend)
+        self.gate_up_proj = Linear(hidden_size, {"gate_proj": size, "up_proj": size}, backend)
+        self.down_proj = Linear(size, {"down_proj": hidden_size}, backend)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))
 
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up_proj, self.down_proj
+
+    def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
+        yield from self.gate_up_proj.checkpoint_tensors(prefix)
+        yield from self.down_proj.checkpoint_tensors(prefix)
+
 
 class DecoderLayer:
-    def __init__(self, config: ModelConfig, layer: int, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, layer: int, mlp: MLP, backend: Backend) -> None:
         self.backend, self.eps = backend, config.rms_norm_eps
         self.input_layernorm = backend.empty(config.hidden_size)
         self.self_attn = SelfAttention(config, layer, backend)
         self.post_attention_layernorm = backend.empty(config.hidden_size)
-        self.mlp = MLP(config, backend)
+        self.mlp = mlp
 
     def linears(self) -> tuple[Linear, ...]:
-        attn, mlp = self.self_attn, self.mlp
-        return attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj
+        return self.self_attn.qkv_proj, self.self_attn.o_proj, *self.mlp.linears()
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield from self.self_attn.checkpoint_tensors(prefix + "self_attn.")
-        for module in (self.mlp.gate_up_proj, self.mlp.down_proj):
-            yield from module.checkpoint_tensors(prefix + "mlp.")
+        yield from self.mlp.checkpoint_tensors(prefix + "mlp.")
         yield CheckpointTensor.of(prefix + "input_layernorm.weight", self.input_layernorm)
         post_norm = self.post_attention_layernorm
         yield CheckpointTensor.of(prefix + "post_attention_layernorm.weight", post_norm)
@@ -114,12 +118,16 @@ class Qwen3:
         self.embed_tokens = (  # [V, E]
             self.lm_head.weight if config.tie_word_embeddings else backend.empty(vocab_size, hidden)
         )
-        self.layers = self.make_layers(config, backend)
+        self.layers = self.make_layers()
         self.norm = backend.empty(hidden)
         self.rotary = RotaryEmbedding(config.head_dim, max_model_len, config.rope, self.norm)
 
-    def make_layers(self, config: ModelConfig, backend: Backend) -> list[DecoderLayer]:
-        return [DecoderLayer(config, i, backend) for i in range(config.num_layers)]
+    def make_layers(self) -> list[DecoderLayer]:
+        layers = range(self.config.num_layers)
+        return [DecoderLayer(self.config, i, self.make_mlp(i), self.backend) for i in layers]
+
+    def make_mlp(self, layer: int) -> MLP:
+        return MLP(self.config.hidden_size, self.config.intermediate_size, self.backend)
 
     @classmethod
     def on_meta(cls, config: ModelConfig, backend: Backend | None = None) -> Qwen3:

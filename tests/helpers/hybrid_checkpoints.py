@@ -24,8 +24,21 @@ def make_hybrid_checkpoint(
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(seed)
+    settings = hybrid_settings(layer_types, value_heads, key_heads)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(settings | config))).float().eval()
+    randomize(model, zero_centered=True)
+    if save:
+        model.save_pretrained(path)
+    if nested:
+        nest(path)
+    return model
+
+
+def hybrid_settings(
+    layer_types: str = "LLLF", value_heads: int = 4, key_heads: int = 2
+) -> dict[str, Any]:
     names = {"L": "linear_attention", "F": "full_attention"}
-    settings: dict[str, Any] = dict(
+    return dict(
         architectures=["Qwen3_5ForCausalLM"],
         vocab_size=199,
         hidden_size=64,
@@ -50,13 +63,16 @@ def make_hybrid_checkpoint(
             "mrope_interleaved": True,
         },
     )
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**(settings | config))).float().eval()
+
+
+def randomize(model: torch.nn.Module, zero_centered: bool) -> None:
+    """Set decisive random weights. zero_centered: norms multiply by 1 + w."""
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "linear_attn.norm" in name:
                 p.copy_(1 + 0.3 * torch.randn_like(p))
             elif "norm" in name:
-                p.copy_(0.3 * torch.randn_like(p))
+                p.copy_((not zero_centered) + 0.3 * torch.randn_like(p))
             elif name.endswith("A_log"):
                 p.copy_(torch.randn_like(p))
             elif name.endswith(("bias", "dt_bias")):
@@ -66,12 +82,7 @@ def make_hybrid_checkpoint(
             elif "conv1d" in name:
                 p.copy_(torch.randn_like(p) * 0.7)
             else:
-                p.copy_(torch.randn_like(p) * 1.2 / p.shape[1] ** 0.5)
-    if save:
-        model.save_pretrained(path)
-    if nested:
-        nest(path)
-    return model
+                p.copy_(torch.randn_like(p) * 1.2 / p.shape[-1] ** 0.5)
 
 
 def nest(path: Path) -> None:

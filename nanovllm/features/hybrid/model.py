@@ -135,21 +135,24 @@ class HybridLayer(DecoderLayer):
     self_attn: LinearAttention | GatedAttention  # type: ignore[assignment]
 
     def __init__(
-        self, config: ModelConfig, attn: LinearAttention | GatedAttention, backend: Backend
+        self,
+        config: ModelConfig,
+        attn: LinearAttention | GatedAttention,
+        mlp: MLP,
+        backend: Backend,
     ) -> None:
         self.backend, self.eps = backend, config.rms_norm_eps
         self.input_layernorm = norm_weight(backend, config.hidden_size)
         self.self_attn = attn
         self.post_attention_layernorm = norm_weight(backend, config.hidden_size)
-        self.mlp = MLP(config, backend)
+        self.mlp = mlp
 
     def linears(self) -> tuple[Linear, ...]:
-        return *self.self_attn.linears(), self.mlp.gate_up_proj, self.mlp.down_proj
+        return *self.self_attn.linears(), *self.mlp.linears()
 
     def checkpoint_tensors(self, prefix: str) -> Iterator[CheckpointTensor]:
         yield from self.self_attn.checkpoint_tensors(prefix + self.self_attn.name)
-        for module in (self.mlp.gate_up_proj, self.mlp.down_proj):
-            yield from module.checkpoint_tensors(prefix + "mlp.")
+        yield from self.mlp.checkpoint_tensors(prefix + "mlp.")
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield norm_tensor(f"{prefix}{name}.weight", getattr(self, name))
 
@@ -167,15 +170,19 @@ class Qwen3_5(Qwen3):
             halves.fill_(default)[..., :rotated] = table.unflatten(1, (2, -1))
         self.norm = norm_weight(backend, config.hidden_size)
 
-    def make_layers(self, config: ModelConfig, backend: Backend) -> list[DecoderLayer]:
-        assert isinstance(config, HybridConfig)
+    def make_layers(self) -> list[DecoderLayer]:
+        config, backend = self.config, self.backend
         # Each kind of layer is numbered by itself, because KV and states are kept apart.
         kinds: dict[str, Any] = {
             FULL: (GatedAttention, count()),
             LINEAR: (LinearAttention, count()),
         }
-        layers = [kinds[kind] for kind in config.layer_types]
-        return [HybridLayer(config, cls(config, next(i), backend), backend) for cls, i in layers]
+        layers: list[DecoderLayer] = []
+        for i, kind in enumerate(config.layer_types):
+            attention, numbers = kinds[kind]
+            attn = attention(config, next(numbers), backend)
+            layers.append(HybridLayer(config, attn, self.make_mlp(i), backend))
+        return layers
 
     def checkpoint_tensors(self) -> Iterator[CheckpointTensor]:
         for tensor in super().checkpoint_tensors():

@@ -25,23 +25,24 @@ def config_of_rank(full_config: ModelConfig, size: int) -> ModelConfig:
     If there are fewer KV heads than ranks, several ranks hold the same KV head.
     """
     heads, kv_heads = full_config.num_heads, full_config.num_kv_heads
-    inner = full_config.intermediate_size
+    inner = full_config.inner_sizes
 
     def divides(size: int) -> bool:
-        return not (heads % size or inner % size or (kv_heads % size and size % kv_heads))
+        divides_inner = not any(n % size for n in inner)
+        return divides_inner and not (heads % size or (kv_heads % size and size % kv_heads))
 
     if not divides(size):
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if divides(n))
+        units = " and ".join(map(str, inner))
         raise ValueError(
             f"tensor_parallel_size={size} does not divide this model: it must divide the {heads} "
-            f"query heads and the {inner} feed-forward units, and divide the {kv_heads} KV heads "
+            f"query heads and the {units} feed-forward units, and divide the {kv_heads} KV heads "
             f"or be a multiple of them; use one of {fitting}"
         )
     return replace(
-        full_config,
+        full_config.divide_mlps(size),
         num_heads=heads // size,
         num_kv_heads=-(-kv_heads // size),
-        intermediate_size=inner // size,
         vocab_size=-(-full_config.vocab_size // size),
     )
 

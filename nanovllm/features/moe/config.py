@@ -1,0 +1,148 @@
+"""MoeConfig: the fields of config.json for mixtures of experts, and the tensors of the experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from nanovllm.models.config import ANY, SIZE, Fields, ModelConfig, check_field
+
+FIELDS: Fields = {
+    "norm_topk_prob": (bool, ANY),
+    "decoder_sparse_step": (int, SIZE),
+    "mlp_only_layers": (list, ANY),
+    "num_experts": (int, (1, 10_000)),
+    "num_experts_per_tok": (int, SIZE),
+    "moe_intermediate_size": (int, SIZE),
+}
+SHARED: Fields = {"shared_expert_intermediate_size": (int, SIZE)}
+# The projections in the rows of a tensor of all experts, in order.
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The sizes of the mixtures of experts of a model: X experts, of which a token uses k."""
+
+    num_experts: int  # X
+    num_per_token: int  # k
+    size: int  # F, the feed-forward size of an expert
+    normalized: bool  # whether the weights of a token's experts are divided by their sum
+    layers: frozenset[int]  # the layers that have experts; the others have one MLP
+    shared_size: int = 0  # of the shared expert, which all tokens use; 0 means none
+
+    @classmethod
+    def from_json(
+        cls, raw: dict[str, Any], path: Path, normalized: bool, shared: bool = False
+    ) -> Experts:
+        """Create Experts from the fields of config.json. Raises ValueError for wrong fields.
+
+        `normalized` is the default of norm_topk_prob.
+        """
+        raw = {
+            "num_experts": raw.get("num_local_experts"),  # its name in transformers 5
+            "norm_topk_prob": normalized,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        } | {name: value for name, value in raw.items() if value is not None}
+        fields = FIELDS | (SHARED if shared else {})
+        if missing := [name for name in fields if raw.get(name) is None]:
+            raise ValueError(f"{path} has no {missing[0]!r}")
+        values = [check_field(path, name, raw[name], *kind) for name, kind in fields.items()]
+        normalized, step, dense, num_experts, num_per_token, size, *shared_size = values
+        if num_per_token > num_experts:
+            raise ValueError(
+                f"{path}: a token cannot use {num_per_token} of {num_experts} experts "
+                "(num_experts_per_tok, num_experts)"
+            )
+        layers = set(range(step - 1, raw["num_hidden_layers"], step)) - set(dense)
+        return cls(num_experts, num_per_token, size, normalized, frozenset(layers), *shared_size)
+
+    def expected_hits(self, num_tokens: int) -> float:
+        """Return how many experts a step of `num_tokens` tokens uses, if all are equally likely."""
+        return self.num_experts * (1 - (1 - self.num_per_token / self.num_experts) ** num_tokens)
+
+
+@dataclass(frozen=True)
+class MoeConfig(ModelConfig):
+    """A ModelConfig of a model with mixtures of experts."""
+
+    feature: ClassVar[str] = "moe"
+    experts: Experts | None = field(default=None, kw_only=True)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any], path: Path) -> MoeConfig:
+        base = super().from_json(raw, path)
+        assert isinstance(base, MoeConfig)
+        return replace(base, experts=Experts.from_json(raw, path, normalized=False))
+
+    @property
+    def inner_sizes(self) -> tuple[int, ...]:
+        assert self.experts is not None
+        has_dense = len(self.experts.layers) < self.num_layers
+        return (self.experts.size, *([self.intermediate_size] if has_dense else []))
+
+    def divide_mlps(self, parts: int) -> MoeConfig:
+        assert self.experts is not None
+        experts = replace(self.experts, size=self.experts.size // parts)
+        return replace(self, intermediate_size=self.intermediate_size // parts, experts=experts)
+
+    def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
+        """Return the files with one tensor per expert and projection."""
+        return {path: UnstackedFile(file) for path, file in files.items()}
+
+
+class UnstackedFile:
+    """An open safetensors file in which tensors of all experts appear as one tensor per expert.
+
+    Two layouts exist. In one, the tensors are called experts.0.gate_proj.weight [F, E] and so on.
+    In the other one they are experts.gate_up_proj [X, 2 F, E] and experts.down_proj [X, E, F].
+    """
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.parts: dict[str, tuple[str, tuple[Any, ...]]] = {}  # name -> (stored name, index)
+        for stored in file.keys():  # noqa: SIM118 (not a dict)
+            module, _, kind = stored.rpartition(".")
+            shape = []
+            if module.endswith(".experts") and kind in STACKED:
+                shape = file.get_slice(stored).get_shape()
+            if len(shape) != 3:
+                self.parts[stored] = stored, ()
+                continue
+            names = STACKED[kind]
+            size = shape[1] // len(names)
+            for expert in range(shape[0]):
+                for i, name in enumerate(names):
+                    index = expert, slice(i * size, (i + 1) * size)
+                    self.parts[f"{module}.{expert}.{name}.weight"] = stored, index
+
+    def keys(self) -> list[str]:
+        return [*self.parts]
+
+    def get_tensor(self, name: str) -> Any:
+        stored, index = self.parts[name]
+        return self.file.get_slice(stored)[index] if index else self.file.get_tensor(stored)
+
+    def get_slice(self, name: str) -> Any:
+        stored, index = self.parts[name]
+        header = self.file.get_slice(stored)
+        return ExpertHeader(header, index[1]) if index else header
+
+
+@dataclass(frozen=True)
+class ExpertHeader:
+    """The header of some rows of one expert."""
+
+    stacked: Any
+    rows: slice
+
+    def get_shape(self) -> list[int]:
+        return [self.rows.stop - self.rows.start, self.stacked.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return str(self.stacked.get_dtype())
+
+
+CONFIG = MoeConfig
