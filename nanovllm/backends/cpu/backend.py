@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.backends.cpu import (
     delta_rule,
+    experts,
     fused_decode,
     int4,
     int8,
@@ -51,7 +52,10 @@ class CpuBackend(Backend):
         return backends[weights](self.device, self.dtype)
 
     def after_load(self, module: Linear) -> None:
-        linear.pack(module)
+        (experts if experts.num_experts(module.projections) else linear).pack(module)
+
+    def experts(self, module: Linear) -> Any:
+        return experts if experts.is_packed(module) else None
 
     def delta_rule(self) -> Any:
         return delta_rule
@@ -69,6 +73,7 @@ class CpuInt8Backend(CpuBackend):
     linear = staticmethod(int8.linear)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
+        experts.check_sizes(outputs, names, int8.OUTPUTS)
         return int8.PackedWeight.empty(self.empty, outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
@@ -86,4 +91,5 @@ class CpuInt4Backend(CpuInt8Backend):
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         if HEAD in names:
             return super().make_weight(outputs, inputs, names)
+        experts.check_sizes(outputs, names, int4.OUTPUTS)
         return int4.PackedInt4.empty(self.empty, outputs, inputs)

@@ -171,22 +171,33 @@ def product_blocks(values, token_scale, starts, weight_ptr, scale_ptr, bias_ptr,
 
 
 @compiled()
-def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, group,
-            offset, width, example, parts):
-    """Compute out [tokens, outputs] in blocks of `width` outputs.
+def quantize_tokens(code, x_ptr, tokens, size, group, offset, example, parts):
+    """Return (values, scale, starts) of x [tokens, size]. `code`: the address of quantize_rows.
 
-    `code` has the addresses of quantize_rows and of a kernel like product_blocks. `group` inputs of
-    a weight share a scale, or all; it is a multiple of 4. `offset` is what makes values unsigned.
+    `group` inputs of a weight share a scale, or all; it is a multiple of 4. `offset` is what makes
+    values unsigned.
     """
-    quantize, blocks = code
     groups = (size + group - 1) // group
     values = np.empty((tokens, groups * group), np.int8)
     token_scale, starts = np.empty(tokens, f32), np.empty((tokens, groups), np.int32)
     rows = (x_ptr, values, token_scale, starts, size, group, offset, example)
     if tokens * size <= SERIAL_ELEMENTS:
-        call_at(code_at(quantize, rows), (*rows, np.int64(0), tokens))
+        call_at(code_at(code, rows), (*rows, np.int64(0), tokens))
     else:
-        in_parts(quantize, rows, tokens, parts)
+        in_parts(code, rows, tokens, parts)
+    return values, token_scale, starts
+
+
+@compiled()
+def product(code, x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tokens, size, outputs, group,
+            offset, width, example, parts):
+    """Compute out [tokens, outputs] in blocks of `width` outputs. See also quantize_tokens.
+
+    `code` has the addresses of quantize_rows and of a kernel like product_blocks.
+    """
+    quantize, blocks = code
+    values, token_scale, starts = quantize_tokens(quantize, x_ptr, tokens, size, group, offset,
+                                                  example, parts)
     arguments = (values, token_scale, starts, weight_ptr, scale_ptr, bias_ptr, out_ptr, outputs,
                  example)
     in_parts(blocks, arguments, (outputs + width - 1) // width, parts)
