@@ -24,7 +24,11 @@ def make_moe_checkpoint(
     torch.manual_seed(seed)
     experts = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=48)
     if hybrid:
-        settings = hybrid_settings() | experts | {"shared_expert_intermediate_size": 40}
+        settings = (
+            hybrid_settings(config.pop("layer_types", "LLLF"))
+            | experts
+            | {"shared_expert_intermediate_size": 40}
+        )
         settings |= {"architectures": ["Qwen3_5MoeForCausalLM"]} | config
         model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**settings))
     else:
