@@ -148,7 +148,7 @@ class UnitLinear:
         self.addresses = {
             module: address(module.weight)
             for module in model.linears()
-            if is_packed_by(unit.width, module.weight)
+            if isinstance(module.weight, Tensor) and is_packed_by(unit.width, module.weight)
         }
 
     def __call__(self, x: Tensor, module: Linear) -> Tensor:

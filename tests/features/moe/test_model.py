@@ -104,6 +104,22 @@ def test_parity(shape: dict[str, Any], backend: str, tmp_path: Path) -> None:
     assert llm.stats()["preemptions"] > 0
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_bfloat16(hybrid: bool, tmp_path: Path) -> None:
+    """The kernels of the CPU are as close to float32 as the products of torch."""
+    make_moe_checkpoint(tmp_path, hybrid=hybrid, moe_intermediate_size=64, hidden_size=128)
+    params = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+    found = {}
+    for backend, dtype in (("sdpa", "float32"), ("sdpa", "bfloat16"), ("numba", "bfloat16")):
+        llm = random_llm(tmp_path, attention_backend=backend, dtype=dtype)
+        outputs = llm.generate(prompts_of(5, 33, 70), params, use_tqdm=False)
+        steps = [step for output in outputs for step in output.prompt_logprobs[1:]]
+        found[backend, dtype] = torch.tensor([next(iter(s.values())).logprob for s in steps])
+    exact = found.pop(("sdpa", "float32"))
+    torch_error, kernel_error = ((logprobs - exact).abs().mean() for logprobs in found.values())
+    assert kernel_error < 1.3 * torch_error
+
+
 def test_forks_and_beams(tmp_path: Path) -> None:
     make_moe_checkpoint(tmp_path)
     llm = random_llm(tmp_path)
