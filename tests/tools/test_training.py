@@ -196,10 +196,10 @@ def test_training_script_resumes(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tokenizers, "corpus", lambda rng: islice(data.corpus(rng), 2000))
     tokenizer = tokenizers.build()
     monkeypatch.setattr(train, "build", lambda: tokenizer)
-    config = train.model_config(tokenizer).to_dict()
+    config = train.model_config("qwen3-nano", tokenizer).to_dict()
     sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=2, num_hidden_layers=2)
     small = Qwen3Config(**(config | sizes | {"layer_types": None}))
-    monkeypatch.setattr(train, "model_config", lambda tokenizer: small)
+    monkeypatch.setattr(train, "model_config", lambda name, tokenizer: small)
     torch_state = torch.get_rng_state()
 
     def run(out: str, pools: int, stop_after: int = 99) -> dict[str, torch.Tensor]:
