@@ -204,7 +204,7 @@ def log_sizes(
         fitted = f", which limits max_model_len to {length}"
     logger.info(
         f"{name} on {runner.device}{each} in {str(runner.dtype).removeprefix('torch.')}: "
-        f"weights of {room.weight_bytes / 2**20:,.0f} MiB, "
+        f"weights of {room.weight_bytes / 2**20:,.0f} MiB{runner.model.config.weights_note}, "
         f"{runner.num_blocks} blocks of {config.kvcache_block_size} tokens, KV cache of "
         f"{num_tokens:,} tokens{in_fp8} ({cache.nbytes / 2**20:,.0f} MiB){fitted}"
     )

@@ -140,6 +140,11 @@ class ModelConfig:
         """Return the config of a model whose feed-forward sizes are divided into `parts`."""
         return dataclasses.replace(self, intermediate_size=self.intermediate_size // parts)
 
+    @property
+    def weights_note(self) -> str:
+        """What the log adds to the bytes of the weights."""
+        return ""
+
     def block_bytes(self, block_size: int, itemsize: int) -> int:
         """Return the bytes of a KV block: keys and values of all layers, `itemsize` bytes each."""
         num_layers = len(self.kv_layers)

@@ -136,6 +136,26 @@ def test_roofline_by_hand(tmp_path):
         assert roofline.costs(work, config, 2, 8)["kv_bytes"] == tokens * kv_token
 
 
+def test_roofline_of_experts(tmp_path):
+    """A step reads the experts that its rows are expected to use; a token computes with its own."""
+    config = Checkpoint(workloads.write_shape("cpu-moe", tmp_path)).model_config
+    expert, layers, head = 3 * 1024 * 384, 8, 1024 * 151_936
+    dense = layers * 3 * 1024 * 2048
+    work = Workload("w", [[1], [2], [3]], [3, 2, 2], [[0, 1, 2]])
+    cost = roofline.costs(work, config, itemsize=2, max_num_seqs=8)
+    assert cost["weight_bytes"] == 2 * (head + dense + layers * 64 * expert)
+    # Three rows decode in the first step, and one in the second. Two of them do not choose one of
+    # the 64 experts with the probability (56 / 64) ** 2.
+    assert roofline.decode_rows(work, 8) == {3: 1, 1: 1}
+    hits = 64 * (1 - 0.875**3), 8
+    weights = 2 * (head + dense) + layers * expert * sum(hits)
+    assert cost["decode_weight_bytes"] == pytest.approx(2 * weights, rel=1e-6)
+    assert roofline.expected_hits(work, config.experts, 8) == pytest.approx(sum(hits) / 2)
+    attended = 4 * layers * 16 * 128 * (2 + 3 + 2 + 2)
+    used = head + dense + layers * 8 * expert
+    assert cost["decode_flops"] == 2 * used * 4 + attended
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes_have_the_sizes_of_their_names(shape, tmp_path):
     config = Checkpoint(workloads.write_shape(shape, tmp_path)).model_config
@@ -151,6 +171,9 @@ def test_shapes_have_the_sizes_of_their_names(shape, tmp_path):
         "14b": 14.77,
         "7b": 7.62,
         "0.8b": 0.752,
+        "30b": 30.53,
+        "35b": 34.66,
+        "moe": 0.811,
     }
     assert size / 1e9 == pytest.approx(billions.get(shape.split("-")[1], 0.004197), rel=0.01)
 

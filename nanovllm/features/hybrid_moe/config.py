@@ -24,6 +24,10 @@ class HybridMoeConfig(HybridConfig):
         experts = Experts.from_json(raw, path, normalized=True, shared=True)
         return replace(base, experts=experts)
 
+    @property
+    def weights_note(self) -> str:
+        return f" ({self.experts})"
+
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         files = super().select_tensors(files)
         return {path: UnstackedFile(file) for path, file in files.items()}

@@ -63,6 +63,17 @@ class Experts:
         """Return how many experts a step of `num_tokens` tokens uses, if all are equally likely."""
         return self.num_experts * (1 - (1 - self.num_per_token / self.num_experts) ** num_tokens)
 
+    def __str__(self) -> str:
+        return f"a token uses {self.num_per_token} of {self.num_experts} experts in a layer"
+
+    def unused_weights(self, hidden_size: int, num_tokens: int) -> float:
+        """Return how many weights of experts a step of `num_tokens` tokens is expected not to use.
+
+        The projections of an expert have three weights for each hidden unit and inner unit.
+        """
+        unused = self.num_experts - self.expected_hits(num_tokens)
+        return len(self.layers) * unused * 3 * hidden_size * self.size
+
 
 @dataclass(frozen=True)
 class MoeConfig(ModelConfig):
@@ -87,6 +98,10 @@ class MoeConfig(ModelConfig):
         assert self.experts is not None
         experts = replace(self.experts, size=self.experts.size // parts)
         return replace(self, intermediate_size=self.intermediate_size // parts, experts=experts)
+
+    @property
+    def weights_note(self) -> str:
+        return f" ({self.experts})"
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
         """Return the files with one tensor per expert and projection."""

@@ -56,6 +56,7 @@ def table(result: dict[str, Any]) -> str:
     phases = [f"{s:,.2f} s {name} ({bound})" for name, (s, bound) in result["roofline"].items()]
     memory = engines[0]["runs"][0]["peak_memory_bytes"] / 2**20
     share = result["roofline_share"]
+    weights = cost["decode_weight_bytes"] / max(1, cost["decode_steps"])
     entries = {
         "steps": f"{len(run['steps']):,} with {run['mean_batch']:.1f} sequences on average; "
         f"preemptions {run['preemptions']}; {run['prefix_hit_rate']:.1%} of the prompt were cached",
@@ -65,7 +66,7 @@ def table(result: dict[str, Any]) -> str:
         f"{peak['buffer_bytes'] / 2**20:,.0f} MiB, multiplies {peak['flops'] / 1e12:,.2f} TFLOP/s",
         "this workload": f"prefill {cost['prefill_flops'] / 1e12:,.3f} TFLOP for "
         f"{cost['prefill_tokens']:,} tokens; decode {cost['decode_flops'] / 1e12:,.3f} TFLOP and "
-        f"{cost['decode_steps']:,} x {cost['weight_bytes'] / 1e6:,.1f} MB of weights + "
+        f"{cost['decode_steps']:,} x {weights / 1e6:,.1f} MB of weights + "
         f"{cost['kv_bytes'] / 1e9:,.2f} GB of KV",
         "roofline": f"{' + '.join(phases)}; took {run['seconds']:,.2f} s: {share:.1%} of it",
     }

@@ -4,16 +4,19 @@ It assumes an ideal schedule with a perfect prefix cache: prefill of all prompts
 of all requests together. Each phase takes as long as the slower of its FLOPs (compute-bound) and
 its bytes (memory-bound):
 
-    weights     read once in each step, LM head included
+    weights     read once in each step, LM head included; of experts those that the tokens of the
+                step use, if all are equally likely
     KV          2 * layers * KV heads * head size values per token, read once in each decode step
     states      of linear attention: read and written once for each decoded token
-    linear      2 FLOPs per parameter and token; the LM head for sampled tokens only
+    linear      2 FLOPs per used parameter and token; the LM head for sampled tokens only
     attention   4 FLOPs per layer, head, dimension and attended token
 """
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from os.path import commonprefix
+from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
@@ -37,8 +40,15 @@ def costs(
     model = model_class(config).on_meta(config)
     linears = [linear.weight.numel() for linear in model.linears()]
     head = linears.pop()
-    layers = sum(linears)
-    weight_bytes = (layers + head) * itemsize
+    experts = getattr(config, "experts", None)
+
+    def layers_for(num_tokens: int) -> int:
+        """Return the number of weights of the layers that a step reads."""
+        unused = experts.unused_weights(config.hidden_size, num_tokens) if experts else 0
+        return sum(linears) - round(unused)
+
+    layers = layers_for(1)  # what one token uses
+    weight_bytes = (sum(linears) + head) * itemsize
     kv_token = config.block_bytes(1, kv_itemsize or itemsize)
     flops_per_attended = 4 * len(config.kv_layers) * config.num_heads * config.head_dim
 
@@ -50,32 +60,55 @@ def costs(
     computed = sum(ends) - sum(starts)
     attended = sum(n * (n + 1) // 2 for n in ends) - sum(n * (n + 1) // 2 for n in starts)
     linear = 2 * layers * computed + 2 * head * len(prompts)
-    steps = kv_tokens = decoded = decode_attended = 0
+    rows = decode_rows(work, max_num_seqs)
+    read = sum(steps * (layers_for(num) + head) for num, steps in rows.items())
+    kv_tokens = decoded = decode_attended = 0
     for round_ in work.rounds:
         # Prefill yields the first token of each output.
         outputs = [work.outputs[i] - 1 for i in round_]
-        round_steps = max(*outputs, -(-sum(outputs) // max_num_seqs))
         contexts = (range(len(work.prompts[i]) + 1, work.lengths[i]) for i in round_)
         round_attended = sum(map(sum, contexts))
         # Requests that decode together read the KV of their common prefix once in each step.
         shared = len(commonprefix([work.prompts[i] for i in round_]))  # noqa: RUF071
         shared = shared if 1 < len(round_) <= max_num_seqs else 0
-        kv_tokens += round_attended - shared * (sum(outputs) - round_steps)
-        steps += round_steps
+        kv_tokens += round_attended - shared * (sum(outputs) - max(outputs))
         decoded += sum(outputs)
         decode_attended += round_attended
+    num_rounds = len(work.rounds)
     state_bytes = 2 * decoded * config.state_bytes(itemsize)
     return {
         "prefill_tokens": computed,
         "prefill_flops": linear + flops_per_attended * attended,
-        "prefill_bytes": len(work.rounds) * weight_bytes + computed * kv_token,
-        "decode_steps": steps,
+        "prefill_bytes": num_rounds * (layers_for(computed // num_rounds) + head) * itemsize
+        + computed * kv_token,
+        "decode_steps": rows.total(),
         "decode_flops": 2 * (layers + head) * decoded + flops_per_attended * decode_attended,
-        "decode_bytes": steps * weight_bytes + kv_tokens * kv_token + state_bytes,
+        "decode_bytes": read * itemsize + kv_tokens * kv_token + state_bytes,
         "weight_bytes": weight_bytes,
+        "decode_weight_bytes": read * itemsize,
         "kv_bytes": kv_tokens * kv_token,
         "state_bytes": state_bytes,
     }
+
+
+def decode_rows(work: Workload, max_num_seqs: int) -> Counter[int]:
+    """Return number of rows -> number of decode steps with it."""
+    rows: Counter[int] = Counter()
+    for round_ in work.rounds:
+        outputs = [work.outputs[i] - 1 for i in round_]
+        steps = max(*outputs, -(-sum(outputs) // max_num_seqs))
+        if len(round_) <= max_num_seqs:
+            rows.update(sum(n > step for n in outputs) for step in range(steps))
+        else:  # more requests than rows: all steps have as many as possible
+            rows[sum(outputs) // steps] += steps
+    return rows
+
+
+def expected_hits(work: Workload, experts: Any, max_num_seqs: int) -> float:
+    """Return how many of the `experts` of a layer an average decode step is expected to use."""
+    rows = decode_rows(work, max_num_seqs)
+    hits = sum(steps * experts.expected_hits(num) for num, steps in rows.items())
+    return float(hits / max(1, rows.total()))
 
 
 def bounds(cost: dict[str, int], peak: dict[str, float]) -> dict[str, tuple[float, str]]:

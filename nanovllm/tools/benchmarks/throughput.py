@@ -210,4 +210,9 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
         "workload": f"{work.name}: {spec.help}; {len(work.prompts)} requests; "
         f"{sum(work.lengths):,} tokens, {sum(work.outputs):,} of them output",
     }
+    if experts := getattr(sizes, "experts", None):
+        hits = roofline.expected_hits(work, experts, config.max_num_seqs)
+        about["experts"] = (
+            f"{experts}, and a decode step is expected to use {hits:.1f} if all are equally likely"
+        )
     return Setup(work, directory, engines, device, dtype, cost, about, bool(shape and others))

@@ -52,6 +52,7 @@ WORKLOADS = {
     "nano": Spec("nano-vllm's benchmark", 256, (100, 1024), (100, 1024), "qwen3-0.6b"),
     "cpu-mixed": Spec("mixed lengths on a CPU", 16, (64, 256), (16, 128), "qwen3-0.6b"),
     "hybrid": Spec("cpu-mixed with linear attention", 16, (64, 256), (16, 128), "qwen3.5-0.8b"),
+    "moe": Spec("cpu-mixed with experts", 16, (64, 256), (16, 128), "cpu-moe"),
     "cpu-prefix": Spec("one prefix of 512", 16, (32, 32), (32, 32), "qwen3-0.6b", prefix=512),
     "cpu-small": Spec("many requests, small model", 64, (100, 512), (50, 256), "cpu-small"),
     "prefix": Spec("one prefix of 512 tokens for all", 64, (16, 64), (16, 64), prefix=512),
@@ -77,17 +78,18 @@ SHAPES = {
     "qwen3-14b": (5120, 17_408, 40, 40, 8, 128, 151_936, False, 40_960),
     "qwen2.5-7b": (3584, 18_944, 28, 28, 4, 128, 152_064, False, 32_768),
     "qwen3.5-0.8b": (1024, 3584, 24, 8, 2, 256, 248_320, True, 262_144),
+    "qwen3-30b-a3b": (2048, 6144, 48, 32, 4, 128, 151_936, False, 40_960),
+    "qwen3.5-35b-a3b": (2048, 1, 40, 16, 2, 256, 248_320, False, 262_144),
     "cpu-small": (256, 768, 4, 4, 2, 64, 4096, True, 4096),
+    "cpu-moe": (1024, 3072, 8, 16, 8, 128, 151_936, True, 40_960),
 }
-
-
-# Of qwen3.5-0.8b.
-LINEAR_ATTENTION = {
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
+# The value heads of linear attention.
+LINEAR_VALUE_HEADS = {"qwen3.5-0.8b": 16, "qwen3.5-35b-a3b": 32}
+# num_experts, num_experts_per_tok, moe_intermediate_size
+EXPERTS = {
+    "qwen3-30b-a3b": (128, 8, 768),
+    "qwen3.5-35b-a3b": (256, 8, 512),
+    "cpu-moe": (64, 8, 384),
 }
 
 
@@ -165,18 +167,25 @@ def read_chats(name: str, tokenizer: Any) -> Workload:
 
 def write_shape(name: str, parent: Path) -> Path:
     """Create a directory with config.json alone, which is enough for load_format="dummy"."""
-    families = {"qwen2": "Qwen2", "qwen3.5": "Qwen3_5"}
-    family = next((families[start] for start in families if name.startswith(start)), "Qwen3")
+    family = {"qwen2.5": "Qwen2", "qwen3.5": "Qwen3_5"}.get(name.split("-")[0], "Qwen3")
     config: dict[str, object] = dict(zip(SHAPE_FIELDS.split(), SHAPES[name], strict=True))
-    config |= {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower()}
     config |= {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu", "dtype": "bfloat16"}
     if family == "Qwen2":
         # In Qwen2 the head size follows from the other sizes.
         del config["head_dim"]
     if family == "Qwen3_5":
         rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
-        config |= {"model_type": "qwen3_5_text", "full_attention_interval": 4, **LINEAR_ATTENTION}
-        config |= {"rope_parameters": rope}
+        config |= {"rope_parameters": rope, "full_attention_interval": 4}
+        config |= {"linear_num_key_heads": 16, "linear_num_value_heads": LINEAR_VALUE_HEADS[name]}
+        config |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+        config |= {"linear_conv_kernel_dim": 4}
+    if name in EXPERTS:
+        family += "Moe"
+        experts, used, size = EXPERTS[name]
+        config |= {"num_experts": experts, "num_experts_per_tok": used, "norm_topk_prob": True}
+        config |= {"moe_intermediate_size": size, "shared_expert_intermediate_size": size}
+    model_type = family.lower().replace("moe", "_moe") + "_text" * family.startswith("Qwen3_5")
+    config |= {"architectures": [f"{family}ForCausalLM"], "model_type": model_type}
     directory = parent / name
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config, indent=1))

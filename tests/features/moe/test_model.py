@@ -14,50 +14,16 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.backends.int8 import Int8Backend
 from nanovllm.features.moe.experts import Groups, expert_linear
-from nanovllm.features.moe.model import SparseMLP
 from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import model_class
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
+from nanovllm.tools.benchmarks.workloads import write_shape
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
 CPU = torch.device("cpu")
-# The config.json of Qwen3-30B-A3B and Qwen3.5-35B-A3B, without what does not matter here.
-A3B = {
-    "Qwen3MoeForCausalLM": dict(
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=151_936,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        max_position_embeddings=40_960,
-    ),
-    "Qwen3_5MoeForCausalLM": dict(
-        hidden_size=2048,
-        num_hidden_layers=40,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-        head_dim=256,
-        vocab_size=248_320,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        num_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
-        max_position_embeddings=262_144,
-    ),
-}
 
 
 def prompts_of(*lengths: int) -> list[dict[str, Any]]:
@@ -226,28 +192,20 @@ def files_config(files: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "total", "active"),
-    [("Qwen3MoeForCausalLM", 30.53e9, 3.35e9), ("Qwen3_5MoeForCausalLM", 34.66e9, 3.45e9)],
+    ("shape", "total", "active"),
+    [("qwen3-30b-a3b", 30.53e9, 3.35e9), ("qwen3.5-35b-a3b", 34.66e9, 3.45e9)],
 )
-def test_the_sizes_of_a3b(name: str, total: float, active: float, tmp_path: Path) -> None:
+def test_the_sizes_of_a3b(shape: str, total: float, active: float, tmp_path: Path) -> None:
     """The models of 30 and 35 billion parameters, of which a token uses 3 billion.
 
     The embeddings, of which a token reads one row, are counted as used: 0.3 and 0.5 billion.
     """
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name], **A3B[name]}))
-    config: Any = Checkpoint(tmp_path).model_config
-    model = model_class(config).on_meta(config)
-    num = memory.num_weights(model)
-    experts = sum(
-        linear.weight.numel()
-        for layer in model.layers
-        for linear in (layer.mlp.gate_up_proj, layer.mlp.down_proj)
-        if isinstance(layer.mlp, SparseMLP)
-    )
-    used = num - experts * (1 - config.experts.num_per_token / config.experts.num_experts)
+    config: Any = Checkpoint(write_shape(shape, tmp_path)).model_config
+    num = memory.num_weights(model_class(config).on_meta(config))
     assert num == pytest.approx(total, rel=2e-3)
-    assert used == pytest.approx(active, rel=2e-2)
-    assert config.experts.expected_hits(1) == pytest.approx(8)
+    unused = config.experts.unused_weights(config.hidden_size, 1)
+    assert num - unused == pytest.approx(active, rel=2e-2)
+    assert f"a token uses 8 of {config.experts.num_experts} experts" in config.weights_note
 
 
 WRONG = [
