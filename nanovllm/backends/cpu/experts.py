@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -113,17 +114,22 @@ def quantized_blocks(code, values, token_scale, starts, weight_ptr, scale_ptr, o
         call_at(code_at(code, arguments), (*arguments, block, block + 1))
 
 
+@cache
+def unit_code(dtype: torch.dtype) -> int:
+    """Return the address of the kernel that `expert_blocks` calls."""
+    return address_for(units(dtype)[0].linear_blocks, dtype, dtype)
+
+
 def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
     """Multiply the sorted rows x [N, I] by the packed weights of their experts -> [N, O]."""
     weight, last = module.weight, ends.numpy()
-    hits = np.flatnonzero(np.diff(last, prepend=0))
+    hits = np.flatnonzero(last - np.append(0, last[:-1]))
     (outputs, inputs), parts = weight.shape, get_num_threads()
     outputs //= len(last)
     out, example = x.new_empty((len(x), outputs)), DTYPE_EXAMPLE[x.dtype]
     if isinstance(weight, PackedExperts):
         kernel, width = expert_blocks, weight.width
-        code = address_for(units(x.dtype)[0].linear_blocks, x.dtype, x.dtype)
-        arguments = (code, x.data_ptr(), weight.values.data_ptr(), out.data_ptr(), hits, last,
+        arguments = (unit_code(x.dtype), x.data_ptr(), weight.values.data_ptr(), out.data_ptr(), hits, last,
                      inputs, outputs, width)
     else:
         kernel, group, offset, width = quantized_blocks, -(-inputs // 4) * 4, 128, int8.OUTPUTS
