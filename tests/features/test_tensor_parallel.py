@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
+from moe_checkpoints import make_moe_checkpoint
 from quantized_files import quantize_checkpoint
 
 from nanovllm import LLM, SamplingParams
@@ -64,7 +65,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     make_checkpoint(path / "qwen2", family="qwen2", tie=True)
     # As many KV heads as 4 ranks, and biases of all attention layers.
     make_checkpoint(path / "biased", "llama", kv_heads=4, group=1, attention_bias=True)
-    return {name: str(path / name) for name in ("qwen3", "qwen2", "biased")}
+    make_moe_checkpoint(path / "moe", mlp_only_layers=[1])
+    return {name: str(path / name) for name in ("qwen3", "qwen2", "biased", "moe")}
 
 
 def values(found: list[dict[str, Any]]) -> list[Any]:
@@ -81,6 +83,7 @@ CASES = [
     ("qwen3", 4, {}),  # each KV head is on two ranks; the last rank has a token less
     ("qwen2", 2, {"enable_prefix_caching": False}),
     ("biased", 4, {"async_scheduling": True, "swap_space": 2**-9}),
+    ("moe", 2, {}),  # each expert is divided
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import edited, random_llm
 from moe_checkpoints import make_moe_checkpoint
+from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
@@ -150,6 +151,24 @@ def test_quantization(quantization: str, hybrid: bool, tmp_path: Path) -> None:
         outputs = llm.generate(prompts_of(9, 30), GREEDY, use_tqdm=False)
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "awq"])
+def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+    """Each expert has its own scales, as in Qwen's FP8 checkpoints."""
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    for path in (quantized, plain):
+        make_moe_checkpoint(path, moe_intermediate_size=64)
+    decoded = quantize_checkpoint(quantized, name, shards=2)
+    assert "model.layers.0.mlp.experts.7.up_proj.weight" in decoded
+    save_file(decoded, plain / "model.safetensors")
+    found, wanted = (
+        random_llm(path).generate(prompts_of(9, 30), GREEDY, use_tqdm=False)
+        for path in (quantized, plain)
+    )
+    for output, expected in zip(found, wanted, strict=True):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+        assert output.outputs[0].cumulative_logprob == expected.outputs[0].cumulative_logprob
 
 
 def test_ranks_divide_each_expert(tmp_path: Path) -> None:
