@@ -129,8 +129,8 @@ def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
     out, example = x.new_empty((len(x), outputs)), DTYPE_EXAMPLE[x.dtype]
     if isinstance(weight, PackedExperts):
         kernel, width = expert_blocks, weight.width
-        arguments = (unit_code(x.dtype), x.data_ptr(), weight.values.data_ptr(), out.data_ptr(), hits, last,
-                     inputs, outputs, width)
+        arguments = (unit_code(x.dtype), x.data_ptr(), weight.values.data_ptr(), out.data_ptr(),
+                     hits, last, inputs, outputs, width)
     else:
         kernel, group, offset, width = quantized_blocks, -(-inputs // 4) * 4, 128, int8.OUTPUTS
         quantize, code = int8.code(x.dtype)

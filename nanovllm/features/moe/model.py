@@ -48,8 +48,8 @@ class SparseMLP(MLP):
         groups = Groups.of(choices, self.config.num_experts)
         rows = self.product(x[groups.tokens], self.gate_up_proj, groups.ends)
         rows = self.product(self.backend.silu_and_mul(rows), self.down_proj, groups.ends)
-        # The weighted sum of the k rows of each token. A bmm of gathered rows takes 2 to 13 times as
-        # long on a CPU.
+        # The weighted sum of the k rows of each token. On a CPU, a bmm of gathered rows takes 2 to
+        # 13 times as long.
         y = F.embedding_bag(groups.places, rows, per_sample_weights=weights, mode="sum")
         if self.shared is not None:
             y += F.linear(x, self.shared_gate).sigmoid() * self.shared(x)
