@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import logger
@@ -110,12 +108,6 @@ def load_engine(
             *(config.max_num_seqs, runner.states.num_states),
         )
     return LLMEngine(config, ranks.agreeing(runner), input_processor, find_tasks(), block_manager)
-
-
-def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of `LLM(**options)`. vLLM's option names are accepted."""
-    names = find_optional("features.vllm_names")
-    return EngineConfig(**(options if names is None else names.translate(options)))
 
 
 def find_tasks() -> dict[type, TaskFactory]:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EMBEDDED
 from nanovllm.tools.jobs.run_batch import option
-
-if TYPE_CHECKING:
-    from nanovllm import LLM, SamplingParams
 
 
 class Conversation:
@@ -77,8 +75,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Read questions from stdin and print the answers until the end of the input."""
     args = make_parser().parse_args(argv)
-    from nanovllm import LLM  # not for --help: torch takes seconds
-
     try:
         llm = LLM(args.model, **dict(args.set))
         params = llm.get_default_sampling_params()
