@@ -16,7 +16,7 @@ from nanovllm.api.log import show_log
 from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.api.prompts import Prompt, pair_up
 from nanovllm.api.sampling_params import SamplingParams
-from nanovllm.engine.garbage import frozen_requests
+from nanovllm.engine.garbage import frozen_imports, frozen_requests
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
@@ -60,8 +60,11 @@ class LLM:
         """
         show_log()
         config = engine_config({"model": model, **options})
-        from nanovllm.loading.make_engine import make_engine  # torch takes a second
+        with frozen_imports():
+            from nanovllm.loading.make_engine import make_engine
+            from nanovllm.loading.select_backend import import_backend
 
+            import_backend(config.attention_backend, config.device)
         self.engine = self.llm_engine = make_engine(config)
         self._config = config
 

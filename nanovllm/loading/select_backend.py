@@ -9,12 +9,13 @@
 The selected folder, gpu/ or cpu/, is imported here by name.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from nanovllm.api.log import logger
-from nanovllm.loading.optional import load_optional
+from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.backend import Backend
 
 FOLDERS = {"triton": "gpu", "numba": "cpu"}
@@ -51,6 +52,18 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
             f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
             "is missing, or use attention_backend='sdpa'"
         ) from error
+
+
+def import_backend(name: str, device: str) -> None:
+    """Import the modules of the backend that these options probably select.
+
+    Errors are left to `pick_backend`.
+    """
+    if name == "auto":
+        name = "triton" if device != "cpu" and torch.cuda.is_available() else "numba"
+    if name in FOLDERS:
+        with suppress(ImportError):
+            find_optional(f"backends.{FOLDERS[name]}.backend")
 
 
 def pick_device(name: str) -> torch.device:

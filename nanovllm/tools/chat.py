@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.temperature is not None:
             params.temperature = args.temperature
         chat = Conversation(llm, args.system, params.clone())
-        llm.get_tokenizer()
+        llm.engine.input_processor.get_tokenizer()  # transformers' is not needed
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
