@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +18,6 @@ from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
-
-# Held while a tokenizer is loaded. transformers imports its modules on first use, and two threads
-# that import the same module there at the same time can fail with ImportError.
-TOKENIZER_LOCK = threading.Lock()
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -63,8 +58,7 @@ def load_engine(
     max_model_len = longest_request(config, checkpoint)
     tokenizer = None
     if not config.skip_tokenizer_init:
-        with TOKENIZER_LOCK:
-            tokenizer = load_tokenizer(tokenizer_dir)
+        tokenizer = load_tokenizer(tokenizer_dir)
     eos_token_ids, default_params = checkpoint.generation_defaults()
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
