@@ -31,10 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.api.config import DTYPES, EMBEDDED
-from nanovllm.tools.benchmarks import modes, report
+from nanovllm.tools.benchmarks import report
 from nanovllm.tools.benchmarks.baselines import BASELINES, vllm_version
 from nanovllm.tools.benchmarks.machine import cpu_seconds, describe_load, other_load
-from nanovllm.tools.benchmarks.throughput import throughput
 from nanovllm.tools.benchmarks.workloads import SHAPES, WORKLOADS
 from nanovllm.tools.jobs.run_batch import option
 
@@ -125,6 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     command = shlex.join(["bench.py", *(sys.argv[1:] if argv is None else argv)])
     try:
         check(args)
+        from nanovllm.tools.benchmarks import modes, throughput  # not for --help: torch
+
         options = {"dtype": args.dtype, **dict(args.set)}
         if any(getattr(args, name) for name in MODES):
             start = cpu_seconds()
@@ -138,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
                 args.baseline = []
                 options["scheduling_policy"] = policy
             with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as temporary:
-                result = throughput(args, options, command, Path(temporary))
+                result = throughput.throughput(args, options, command, Path(temporary))
             print(f"\n{report.table(result)}")
     except (RuntimeError, TypeError, ValueError) as error:
         parser.error(" ".join(str(error).split()))

@@ -16,12 +16,11 @@ from nanovllm.api.log import show_log
 from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.api.prompts import Prompt, pair_up
 from nanovllm.api.sampling_params import SamplingParams
-from nanovllm.engine.garbage import frozen_requests
+from nanovllm.engine.garbage import frozen_imports, frozen_requests
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.sampling import read_stream
-from nanovllm.loading.make_engine import engine_config, make_engine
 from nanovllm.loading.optional import find_optional, load_optional
 
 if TYPE_CHECKING:
@@ -61,6 +60,11 @@ class LLM:
         """
         show_log()
         config = engine_config({"model": model, **options})
+        with frozen_imports():
+            from nanovllm.loading.make_engine import make_engine
+            from nanovllm.loading.select_backend import import_backend
+
+            import_backend(config.attention_backend, config.device)
         self.engine = self.llm_engine = make_engine(config)
         self._config = config
 
@@ -314,6 +318,12 @@ class LLM:
             for conversation in as_conversations(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """Return the configuration of `LLM(**options)`. vLLM's option names are accepted."""
+    names = find_optional("features.vllm_names")
+    return EngineConfig(**(options if names is None else names.translate(options)))
 
 
 def check_call(call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import logger
@@ -21,10 +18,6 @@ from nanovllm.loading.make_runner import make_runner
 from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.loading.tokenizer import load_tokenizer
 from nanovllm.runner.single_rank import SingleRank
-
-# Held while a tokenizer is loaded. transformers imports its modules on first use, and two threads
-# that import the same module there at the same time can fail with ImportError.
-TOKENIZER_LOCK = threading.Lock()
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -65,8 +58,7 @@ def load_engine(
     max_model_len = longest_request(config, checkpoint)
     tokenizer = None
     if not config.skip_tokenizer_init:
-        with TOKENIZER_LOCK:
-            tokenizer = load_tokenizer(tokenizer_dir)
+        tokenizer = load_tokenizer(tokenizer_dir)
     eos_token_ids, default_params = checkpoint.generation_defaults()
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos_token_ids |= {tokenizer.eos_token_id}
@@ -110,12 +102,6 @@ def load_engine(
             *(config.max_num_seqs, runner.states.num_states),
         )
     return LLMEngine(config, ranks.agreeing(runner), input_processor, find_tasks(), block_manager)
-
-
-def engine_config(options: Mapping[str, Any]) -> EngineConfig:
-    """Return the configuration of `LLM(**options)`. vLLM's option names are accepted."""
-    names = find_optional("features.vllm_names")
-    return EngineConfig(**(options if names is None else names.translate(options)))
 
 
 def find_tasks() -> dict[type, TaskFactory]:

@@ -9,12 +9,13 @@
 The selected folder, gpu/ or cpu/, is imported here by name.
 """
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from nanovllm.api.log import logger
-from nanovllm.loading.optional import load_optional
+from nanovllm.loading.optional import find_optional, load_optional
 from nanovllm.models.backend import Backend
 
 FOLDERS = {"triton": "gpu", "numba": "cpu"}
@@ -33,6 +34,9 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
     if name == "sdpa":
         return Backend(device, dtype)
     may_be_plain = is_auto and name == "numba" and num_weights < SMALL_MODEL
+    first_start = find_optional("backends.cpu.first_start") if may_be_plain else None
+    if first_start is not None and first_start.begin(dtype):
+        return Backend(device, dtype)
     try:
         path = f"backends.{FOLDERS[name]}.backend"
         module = load_optional(path, f"attention_backend={name!r}")
@@ -51,6 +55,21 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
             f"attention_backend={name!r} needs {name.title()} ({error}); pip install {name} if it "
             "is missing, or use attention_backend='sdpa'"
         ) from error
+
+
+def import_backend(name: str, device: str) -> None:
+    """Import the modules of the backend that these options probably select.
+
+    Errors are left to `pick_backend`. At the first start on a CPU nothing is imported.
+    """
+    if name == "auto":
+        name = "triton" if device != "cpu" and torch.cuda.is_available() else "numba"
+        first_start = find_optional("backends.cpu.first_start") if name == "numba" else None
+        if first_start is not None and first_start.is_first():
+            return
+    if name in FOLDERS:
+        with suppress(ImportError):
+            find_optional(f"backends.{FOLDERS[name]}.backend")
 
 
 def pick_device(name: str) -> torch.device:

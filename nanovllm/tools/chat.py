@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EMBEDDED
 from nanovllm.tools.jobs.run_batch import option
-
-if TYPE_CHECKING:
-    from nanovllm import LLM, SamplingParams
 
 
 class Conversation:
@@ -77,8 +75,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Read questions from stdin and print the answers until the end of the input."""
     args = make_parser().parse_args(argv)
-    from nanovllm import LLM  # not for --help: torch takes seconds
-
     try:
         llm = LLM(args.model, **dict(args.set))
         params = llm.get_default_sampling_params()
@@ -86,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.temperature is not None:
             params.temperature = args.temperature
         chat = Conversation(llm, args.system, params.clone())
-        llm.get_tokenizer()
+        llm.engine.input_processor.get_tokenizer()  # transformers' is not needed
     except (OSError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

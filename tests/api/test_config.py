@@ -8,7 +8,7 @@ from checkpoints import random_llm
 from wrong_values import NAN
 
 from nanovllm.api.config import EngineConfig
-from nanovllm.loading.make_engine import engine_config
+from nanovllm.llm import engine_config
 
 OPTIONS = [
     ({"max_num_seq": 4}, TypeError, "'max_num_seqs'"),

@@ -1,14 +1,17 @@
-"""Full collections do not visit the requests of a large call."""
+"""Full collections do not visit modules and the requests of a large call."""
 
 import gc
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EngineConfig
-from nanovllm.engine.garbage import FREEZE_EVERY, frozen_requests
+from nanovllm.engine import garbage
+from nanovllm.engine.garbage import FREEZE_EVERY, frozen_imports, frozen_requests
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.tools.benchmarks.modes import NoModel
@@ -64,3 +67,54 @@ def test_what_the_program_has_frozen_stays(unfrozen: None) -> None:
     frozen = gc.get_freeze_count()
     generate(2500)
     assert gc.get_freeze_count() >= frozen - 1000  # some of the objects are freed
+
+
+@pytest.fixture
+def no_torch(unfrozen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not imported torch."""
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(garbage, "num_imported", 0)
+
+
+def test_imports_are_frozen_and_large_calls_too(no_torch: None) -> None:
+    with pytest.raises(ZeroDivisionError), frozen_imports():
+        assert not gc.isenabled()
+        made = [[] for _ in range(50_000)]
+        raise ZeroDivisionError
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    assert len(made) < frozen <= garbage.num_imported < frozen + len(made) // 2
+    assert generate(2500) > frozen + 5 * 2500
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_program_freezes_after_the_imports_stays(no_torch: None) -> None:
+    with frozen_imports():
+        pass
+    made = [[] for _ in range(50_000)]
+    gc.freeze()
+    generate(2500)
+    assert gc.get_freeze_count() > garbage.num_imported
+    del made
+
+
+def test_imports_of_a_program_with_torch_freeze_nothing(unfrozen: None) -> None:
+    with frozen_imports():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.slow
+def test_a_new_process_freezes_modules_and_no_engine() -> None:
+    code = (
+        "import gc, weakref\n"
+        "from nanovllm import LLM\n"
+        "def first():\n"
+        "    llm = LLM()\n"
+        "    return [weakref.ref(x) for x in (llm.engine, llm.engine.runner.model)]\n"
+        "objects = first()\n"
+        "assert gc.isenabled() and gc.get_freeze_count() > 100_000\n"
+        "gc.collect()\n"
+        "assert [x() for x in objects] == [None, None]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

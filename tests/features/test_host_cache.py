@@ -22,8 +22,8 @@ from nanovllm.features.host_cache import blocks as host_cache
 from nanovllm.features.host_cache import pool as host_pool
 from nanovllm.features.host_cache.blocks import HostBlock, HostCacheBlockManager
 from nanovllm.features.host_cache.pool import HostPool
+from nanovllm.llm import engine_config
 from nanovllm.loading import memory
-from nanovllm.loading.make_engine import engine_config
 from nanovllm.models.fp8 import FP8
 from nanovllm.plan import BlockCopy, StepPlan
 from nanovllm.tools.oracle.mutants import Mutant, apply

@@ -15,7 +15,7 @@ import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EngineConfig
 from nanovllm.features.vllm_names import CALL_ARGUMENTS, INSTEAD, VLLM_OPTIONS, CallArguments
-from nanovllm.loading.make_engine import engine_config
+from nanovllm.llm import engine_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

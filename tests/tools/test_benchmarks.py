@@ -445,7 +445,7 @@ def test_bad_input_is_one_line_and_status_2(arguments, message, capsys, monkeypa
 
 
 def test_messages_without_a_run(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "throughput", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(throughput, "throughput", Mock(side_effect=KeyboardInterrupt))
     assert bench.main([]) == 130
     assert capsys.readouterr().err.count("\n") == 1
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)

@@ -24,7 +24,7 @@ def talk(
         return render(messages, *args, **kwargs)
 
     monkeypatch.setattr(llm.engine.input_processor, "chat_prompt", chat_prompt)
-    monkeypatch.setattr("nanovllm.llm.LLM", lambda *_, **__: llm)
+    monkeypatch.setattr("nanovllm.tools.chat.LLM", lambda *_, **__: llm)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     return chat.main([*arguments, "--temperature", "0"]), prompts
 

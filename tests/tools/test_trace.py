@@ -24,7 +24,7 @@ from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import NO_OBSERVER
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.loading.make_engine import engine_config
+from nanovllm.llm import engine_config
 from nanovllm.plan import StepOutput
 from nanovllm.tools.trace.show import describe_changes, steps
 from nanovllm.tools.trace.trace import Event, State

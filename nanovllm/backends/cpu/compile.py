@@ -20,6 +20,7 @@ from numba import typeof
 from nanovllm.api.child import python
 from nanovllm.api.log import logger
 from nanovllm.backends.cpu import fused_decode, int4, int8, jit, parallel, pointwise, sampler
+from nanovllm.backends.cpu.first_start import IN_BACKGROUND
 from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.parallel import Types
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
@@ -113,6 +114,17 @@ def compile_marked(dtype: torch.dtype) -> None:
         path.with_suffix(".log").unlink(missing_ok=True)
 
 
+def compile_alone(dtype: torch.dtype) -> None:
+    """Compile in the process of first_start.py, unless another one does. Errors go to the log."""
+    path = marker(dtype)
+    if path is None:
+        return
+    with suppress(BlockingIOError), jit.locked(path.with_suffix(".lock"), wait=False):
+        with path.with_suffix(".log").open("w") as log:
+            os.dup2(log.fileno(), sys.stderr.fileno())
+        compile_marked(dtype)
+
+
 def is_ready(dtype: torch.dtype) -> bool:
     """Return whether the kernels are compiled. If not, start to compile them in the background."""
     path = marker(dtype)
@@ -128,11 +140,7 @@ def is_ready(dtype: torch.dtype) -> bool:
     with suppress(OSError), jit.locked(path.with_suffix(".lock"), wait=False) as lock:
         report_failure(path.with_suffix(".log"), str(dtype)[6:])
         start_compiling(path.with_suffix(".log"), dtype, lock)
-    logger.info(
-        "the CPU's kernels are compiled in the background for later starts, which takes 15 to 30 "
-        "s; this process runs in plain torch, which is slower. attention_backend='numba' waits "
-        "instead"
-    )
+    logger.info(IN_BACKGROUND)
     return False
 
 

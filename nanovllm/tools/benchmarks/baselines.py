@@ -4,15 +4,18 @@ Each run checks that every request got the number of tokens that the workload as
 stops early at an end token, and the sampling filters are the same as in nanovllm.
 """
 
+from __future__ import annotations
+
 import os
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.tools.benchmarks.workloads import Workload
+
+if TYPE_CHECKING:
+    import torch
 
 # Name -> what --help says about it.
 BASELINES = {
@@ -78,9 +81,10 @@ def generation_config(work: Workload, max_new_tokens: int, eos_token_id: int | N
     return GenerationConfig(max_new_tokens=max_new_tokens, **fixed)
 
 
-@torch.inference_mode()
 def run_batches(model: Any, work: Workload, size: int) -> dict[str, Any]:
     """Run static batches in the order of the requests. Each runs until its longest output ends."""
+    import torch
+
     start = time.perf_counter()
     for round_ in work.rounds:
         for batch in (round_[i : i + size] for i in range(0, len(round_), size)):
@@ -92,7 +96,8 @@ def run_batches(model: Any, work: Workload, size: int) -> dict[str, Any]:
             mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
             inputs = torch.tensor([ids, mask], device=model.device)
             settings = {"generation_config": generation_config(work, longest, None)}
-            out = model.generate(inputs[0], attention_mask=inputs[1], **settings).cpu()
+            with torch.inference_mode():
+                out = model.generate(inputs[0], attention_mask=inputs[1], **settings).cpu()
             check_lengths("generate", [out.shape[1] - width], [longest])
     return {"seconds": time.perf_counter() - start}
 
@@ -188,6 +193,8 @@ def llama_cpp(
     model: str, work: Workload, parallel: int, python: str | None
 ) -> tuple[list[str], dict[str, Any], str]:
     """Return the command and the job of llama_cpp_peer.py, and a note. Raises ValueError."""
+    import torch
+
     from nanovllm.features.gguf.named import MODELS, gguf_file
 
     if model not in MODELS:

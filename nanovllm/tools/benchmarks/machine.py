@@ -1,5 +1,7 @@
 """Describes the machine, and measures the CPU time of other processes."""
 
+from __future__ import annotations
+
 import os
 import platform
 import re
@@ -10,11 +12,12 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.api.child import python
+
+if TYPE_CHECKING:
+    import torch
 
 try:
     import psutil as psutil
@@ -81,6 +84,8 @@ def commit(file: Path) -> str:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Return the hardware, the versions of packages, the commit and the date."""
+    import torch
+
     packages = ("nanovllm", "torch", "transformers", "triton", "numba")
     cpuinfo = Path("/proc/cpuinfo")
     cpu = cpuinfo.read_text().partition("\n\n")[0] if cpuinfo.exists() else ""

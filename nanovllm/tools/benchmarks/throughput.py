@@ -15,8 +15,8 @@ import torch
 from tqdm import tqdm
 
 from nanovllm.api.config import EMBEDDED
+from nanovllm.llm import engine_config
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
-from nanovllm.loading.make_engine import engine_config
 from nanovllm.loading.memory import available_host_memory
 from nanovllm.loading.select_backend import pick_device, pick_dtype
 from nanovllm.tools.benchmarks import baselines, machine, report, roofline, vllm_peer, workloads

@@ -4,20 +4,19 @@ Python's `random` with seed 0 draws the requests, so they are the same on every 
 of a shape are random, as with load_format="dummy" and seed 0, and nothing is downloaded.
 """
 
+from __future__ import annotations
+
 import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.api.config import EMBEDDED
-from nanovllm.loading.checkpoint import Checkpoint
-from nanovllm.loading.make_runner import model_class
-from nanovllm.models.weights import CheckpointTensor, random_weights
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class Workload:
         """The tokens of each request, prompt and output together."""
         return [len(p) + n for p, n in zip(self.prompts, self.outputs, strict=True)]
 
-    def subset(self, chosen: Sequence[int]) -> "Workload":
+    def subset(self, chosen: Sequence[int]) -> Workload:
         """Return the chosen requests alone, in the same rounds."""
         rounds = [[chosen.index(i) for i in r if i in chosen] for r in self.rounds]
         prompts = [self.prompts[i] for i in chosen]
@@ -194,6 +193,13 @@ def write_shape(name: str, parent: Path) -> Path:
 
 def write_weights(directory: Path, dtype: torch.dtype) -> None:
     """Write random weights next to config.json, for engines that cannot make them."""
+    import torch
+    from safetensors.torch import save_file
+
+    from nanovllm.loading.checkpoint import Checkpoint
+    from nanovllm.loading.make_runner import model_class
+    from nanovllm.models.weights import CheckpointTensor, random_weights
+
     config = Checkpoint(directory).model_config
     tensors = list(model_class(config).on_meta(config).checkpoint_tensors())
     weights = {tensor.name: torch.empty(tensor.shape, dtype=dtype) for tensor in tensors}

@@ -12,8 +12,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
@@ -55,6 +53,8 @@ class NanoVLLM(TemplateLM):
         device: as in LLM(). The default of `lm_eval` is "cuda:0", also on a machine without a GPU,
             where it means the CPU.
         """
+        import torch  # not for an error in the arguments
+
         super().__init__()
         if device == "cuda:0" and not torch.cuda.is_available():
             logger.warning("torch finds no GPU for cuda:0, lm_eval's default: the CPU computes")

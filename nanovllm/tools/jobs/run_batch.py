@@ -24,7 +24,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -34,10 +34,8 @@ from nanovllm.api.checks import check_scalar
 from nanovllm.api.config import EMBEDDED
 from nanovllm.engine.interrupt import defer_interrupt
 from nanovllm.engine.request import Request
+from nanovllm.llm import LLM, engine_config
 from nanovllm.tools.jobs.openai_format import Job, error_body, parse
-
-if TYPE_CHECKING:
-    from nanovllm.llm import LLM
 
 RESULT = re.compile(rb'\{"id": "batch-([0-9a-f]{16})-(\d{1,18})", ')  # what each line begins with
 RECORD = re.compile(rb" *(\d{1,18}) ([0-9a-f]{16})((?: \d{1,18}:\d{1,9})*)\n")
@@ -352,9 +350,6 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status."""
     args = make_parser().parse_args(argv)
-    from nanovllm.llm import LLM  # not for --help: torch takes seconds
-    from nanovllm.loading.make_engine import engine_config
-
     options = dict(args.set)
     model = args.served_model_name or args.model
     progress = ""

@@ -16,7 +16,7 @@ import torch
 numba = pytest.importorskip("numba")
 
 import nanovllm  # noqa: E402
-from nanovllm.backends.cpu import attention, compile, jit  # noqa: E402
+from nanovllm.backends.cpu import attention, compile, first_start, jit  # noqa: E402
 from nanovllm.backends.cpu.units.amx import AMX  # noqa: E402
 from nanovllm.loading.checkpoint import Checkpoint  # noqa: E402
 
@@ -77,6 +77,63 @@ def test_first_start_answers_while_kernels_are_compiled(
     lines, log = start(tmp_path, cwd=cwd)
     assert lines == ["34 + 58 = 92", "NumbaAttention"]
     assert "compil" not in log
+
+
+def test_the_very_first_start_does_not_import_numba(tmp_path: Path) -> None:
+    """One of two processes that start at once compiles; other starts look for kernels with Numba."""
+    code = (
+        "import sys, types; from nanovllm.backends.cpu import first_start\n"
+        "calls = []\n"
+        "popen = lambda command, **options: calls.append(command[-1].splitlines()[-1])\n"
+        "first_start.subprocess = types.SimpleNamespace(Popen=popen, DEVNULL=-3)\n"
+    )
+    code += ANSWER + "print('numba' in sys.modules, *calls)\n"
+    lines, log = start(tmp_path / "cache", code)
+    assert lines[:2] == ["34 + 58 = 92", "PlainAttention"]
+    assert lines[2].startswith("False import torch; from nanovllm.backends.cpu import compile;")
+    assert "compile_alone(torch.float32)" in lines[2]
+    assert log.count("compiled in the background") == 1
+
+
+def test_which_start_is_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numba")
+    started: list[object] = []
+    monkeypatch.setattr(first_start.subprocess, "Popen", lambda *_, **__: started.append(_))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "new"))
+    assert first_start.is_first()
+    monkeypatch.setattr(first_start, "is_first", lambda: True)  # as another start, just before
+    assert [first_start.begin(torch.float32) for _ in range(2)] == [True, False]
+    assert len(started) == 1
+    monkeypatch.setattr(first_start, "folder", lambda: tmp_path / "new" / first_start.MARK / "x")
+    assert not first_start.begin(torch.float32)  # a file is in the way
+    monkeypatch.undo()
+    for kernels in ("kernels-begun", "kernels-0a", "cpu_12/kernels-0a"):
+        with monkeypatch.context() as patch:
+            patch.setenv("NUMBA_CACHE_DIR", str(tmp_path / kernels[-5:]))
+            patch.delitem(sys.modules, "numba")
+            assert first_start.is_first()
+            (tmp_path / kernels[-5:] / kernels).mkdir(parents=True)
+            assert not first_start.is_first()
+            shutil.rmtree(tmp_path / kernels[-5:])
+            patch.setenv("NUMBA_DISABLE_JIT", "1")
+            assert not first_start.is_first()
+
+
+def test_errors_of_the_very_first_start_are_kept(tmp_path: Path) -> None:
+    code = (
+        "import torch; from nanovllm.backends.cpu import compile\n"
+        "def compile_all(*_): {}\n"
+        "compile.compile_all = compile_all\n"
+        "compile.compile_alone(torch.float32)\n"
+    )
+    done = fresh.run(code.format("raise OSError('disk full')"), NUMBA_CACHE_DIR=str(tmp_path))
+    [log] = tmp_path.rglob("float32*.log")
+    assert done.returncode == 1
+    assert "OSError: disk full" in log.read_text()
+    assert start(tmp_path, code.format("pass"))[1] == ""
+    assert [path.suffix for path in log.parent.glob("float32*") if path.suffix != ".lock"] == [
+        ".compiled"
+    ]
 
 
 def test_a_compilation_that_failed_is_reported_once(

@@ -631,7 +631,7 @@ def test_a_file_that_may_not_grow(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The operating system writes a part of a line and refuses the rest."""
-    monkeypatch.setattr("nanovllm.llm.LLM", lambda *_, **__: embedded)
+    monkeypatch.setattr("nanovllm.tools.jobs.run_batch.LLM", lambda *_, **__: embedded)
     source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
     arguments = ["-i", str(source), "-o", str(target)]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -830,7 +830,7 @@ def test_wrong_options(
 def test_nothing_left_loads_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("nanovllm.llm.LLM", None)
+    monkeypatch.setattr("nanovllm.tools.jobs.run_batch.LLM", None)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b"\n \n")
     assert main(["-i", str(source), "-o", str(target)]) == 0
