@@ -19,7 +19,7 @@ class Recorder:
 
     def __init__(self, llm: LLM) -> None:
         self.runner = llm.engine.runner
-        self.model = self.runner.model
+        self.model = self.runner.fused_model
         self.rows: list[tuple[int, torch.Tensor]] = []  # (position, logits [V]), as computed
         self.inner = self.model.forward
         self.model.forward = self.forward  # type: ignore[method-assign]
@@ -62,7 +62,7 @@ def check(llm: LLM, model: torch.nn.Module, ids: list[int], computed_from: int =
     try:
         got = llm.generate(ids, GREEDY, use_tqdm=False)[0]["token_ids"]
     finally:
-        llm.engine.runner.model.forward = recorder.inner
+        llm.engine.runner.fused_model.forward = recorder.inner
     logits = check_greedy(model, ids, got)
     positions = {position for position, _ in recorder.rows}
     assert set(range(computed_from, len(ids) + 63)) <= positions
@@ -126,7 +126,7 @@ def test_every_chunk_boundary(small) -> None:
         outs = []
         while llm.engine.has_unfinished_requests():
             outs += llm.engine.step()
-        llm.engine.runner.model.forward = recorder.inner
+        llm.engine.runner.fused_model.forward = recorder.inner
         logits = check_greedy(model, ids, outs[0]["token_ids"], 4)
         for position, row in recorder.rows[: len(ids) + 3]:
             torch.testing.assert_close(row, logits[position], atol=1e-4, rtol=0)

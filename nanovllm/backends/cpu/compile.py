@@ -29,11 +29,11 @@ from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, Unit, at
 from nanovllm.backends.cpu.units.unit import units
 
 
-def kernels_in_parts(unit: Unit) -> list[Kernel]:
+def kernels_in_parts(unit: Unit, dtype: torch.dtype) -> list[Kernel]:
     """Return the kernels that backends/cpu/parallel.py calls."""
     return [
         unit.attend_groups,
-        *([unit.linear_blocks] if unit.linear_blocks else []),
+        *([unit.linear_blocks] if unit.linear_dtype is dtype else []),
         pointwise.add_rms_norm_rows,
         pointwise.silu_and_mul_rows,
         pointwise.norm_rope_store_rows,
@@ -54,7 +54,7 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
     example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
     in_parts = [
         (kernel, parallel.example_arguments(kernel, dtype, cache_dtype))
-        for kernel in kernels_in_parts(unit)
+        for kernel in kernels_in_parts(unit, dtype)
     ]
     queries, shape = np.empty((0, 0), np.int64), (1,) * 4
     groups = QueryGroups(queries, queries, queries.astype(np.int32))
@@ -64,9 +64,9 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
         (attend, (*[0] * 6, shape, work, example, cached, 0, 1)),
         (int8.product, ((0, 0), *[0] * 11, example, 1)),
     ]
-    if unit.linear_blocks is not None:
+    if unit.linear_dtype is dtype is cache_dtype:
         code, slots = fused_decode.Code(*[0] * 6), np.empty(0, np.int64)
-        sizes = 1, 1, 0.0, shape, slots, work, 1
+        sizes = 1, 1, 0.0, shape, slots, work, example, 1
         callers.append((fused_decode.decode_layers, (code, queries, *[0] * 6, *sizes)))
     called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
     return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]

@@ -46,15 +46,15 @@ def check_sizes(outputs: int, names: list[str], block: int) -> None:
 
 @dataclass(slots=True, frozen=True)
 class PackedExperts:
-    """Weights [X O, I] in bfloat16, in blocks of `width` outputs that a unit reads."""
+    """Weights [X O, I] in blocks of `width` outputs that a unit reads."""
 
-    values: Tensor  # [X O / width, I / 2, width, 2]
+    values: Tensor  # [X O / width, I / n, width, n], where n is 2 in bfloat16 and 1 in float32
     width: int
 
     @property
     def shape(self) -> torch.Size:
-        blocks, half, width, _ = self.values.shape
-        return torch.Size((blocks * width, 2 * half))
+        blocks, steps, width, n = self.values.shape
+        return torch.Size((blocks * width, steps * n))
 
     @property
     def nbytes(self) -> int:
@@ -65,12 +65,13 @@ def pack(module: Linear) -> None:
     """Reorder the weights of experts in place, if a unit has a kernel for the result."""
     weight, unit = module.weight, units(module.weight.dtype)[0]
     (outputs, inputs), experts = weight.shape, num_experts(module.projections)
-    if unit.linear_blocks is None or outputs // experts % unit.width or inputs % 64:
+    if unit.linear_dtype is not weight.dtype or outputs // experts % unit.width or inputs % 64:
         return
+    n = 4 // weight.itemsize
     for expert in weight.chunk(experts):  # one at a time, to save memory
-        blocks = expert.view(-1, unit.width, inputs // 2, 2).transpose(1, 2)
-        expert.copy_(blocks.reshape_as(expert))
-    module.weight = PackedExperts(weight.view(-1, inputs // 2, unit.width, 2), unit.width)
+        blocks = expert.view(-1, unit.width, inputs // n, n).transpose(1, 2)
+        expert.copy_(blocks.contiguous().view_as(expert))
+    module.weight = PackedExperts(weight.view(-1, inputs // n, unit.width, n), unit.width)
 
 
 def is_packed(module: Linear) -> bool:
@@ -78,9 +79,9 @@ def is_packed(module: Linear) -> bool:
 
 
 @compiled()
-def expert_blocks(code, x_ptr, weight_ptr, out_ptr, hits, ends, inputs, outputs, width,
+def expert_blocks(code, x_ptr, weight_ptr, out_ptr, hits, ends, inputs, outputs, width, itemsize,
                   start, stop):
-    """Compute blocks of out [N, outputs] from x [N, inputs], all in bfloat16.
+    """Compute blocks of out [N, outputs] from x [N, inputs], all in one dtype.
 
     `code` is the address of a unit's linear_blocks. Block b of expert hits[h] is item
     h * outputs / width + b.
@@ -88,11 +89,11 @@ def expert_blocks(code, x_ptr, weight_ptr, out_ptr, hits, ends, inputs, outputs,
     blocks = outputs // width
     for item in range(start, stop):
         expert, block = hits[item // blocks], item % blocks
-        weight = weight_ptr + 2 * inputs * outputs * expert
+        weight = weight_ptr + itemsize * inputs * outputs * expert
         for first in range(ends[expert - 1] if expert > 0 else 0, ends[expert], ROWS):
             rows = min(ROWS, ends[expert] - first)
-            arguments = (x_ptr + 2 * inputs * first, weight, np.int64(0),
-                         out_ptr + 2 * outputs * first, rows, inputs, outputs)
+            arguments = (x_ptr + itemsize * inputs * first, weight, np.int64(0),
+                         out_ptr + itemsize * outputs * first, rows, inputs, outputs)
             call_at(code_at(code, arguments), (*arguments, block, block + 1))
 
 
@@ -130,7 +131,7 @@ def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
     if isinstance(weight, PackedExperts):
         kernel, width = expert_blocks, weight.width
         arguments = (unit_code(x.dtype), x.data_ptr(), weight.values.data_ptr(), out.data_ptr(),
-                     hits, last, inputs, outputs, width)
+                     hits, last, inputs, outputs, width, x.itemsize)
     else:
         kernel, group, offset, width = quantized_blocks, -(-inputs // 4) * 4, 128, int8.OUTPUTS
         quantize, code = int8.code(x.dtype)

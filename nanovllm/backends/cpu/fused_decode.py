@@ -1,9 +1,10 @@
 """Computes the layers of a decode step in one call, which on a GPU is the task of a CUDA graph.
 
 Between two calls from Python only one thread works and the memory is idle. A product with few rows
-takes as long as reading its weights, and units with AMX or AVX512-BF16 read them faster than oneDNN
-does. With AMX and 16 sequences at Qwen3-0.6B's shape a step took 88 ms layer by layer and 72 ms in
-one call. All is in bfloat16. The rules and shapes are in backends/cpu/pointwise.py.
+takes as long as reading its weights, and the units read them faster than oneDNN does. With AMX and
+16 sequences at Qwen3-0.6B's shape a step took 88 ms layer by layer and 72 ms in one call. All is in
+the dtype of the model: float32, or bfloat16 with AMX or AVX512-BF16. The rules and shapes are in
+backends/cpu/pointwise.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by
 from nanovllm.backends.cpu.linear import linear as linear_by_torch
 from nanovllm.backends.cpu.parallel import address_for, in_parts
-from nanovllm.backends.cpu.primitives import BFLOAT16
+from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.units.any import Unit, attend
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.layers import Linear
@@ -54,18 +55,17 @@ def linear(code, x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, pa
 
 @compiled()
 def decode_layers(code, addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin_ptr,
-                  intermediate_size, num_heads, eps, shape, slot_mapping, work, parts):
-    """Compute all layers of a decode step in bfloat16, as models.qwen3.DecoderLayer does.
+                  intermediate_size, num_heads, eps, shape, slot_mapping, work, example, parts):
+    """Compute all layers of a decode step as models.qwen3.DecoderLayer does, in one dtype.
 
     addresses [layers, 12]; cos, sin [rows, D]. x and residual [rows, size] change in place: their
     sum is the embedding at first and the input of the final norm at the end.
     """
     num_blocks, num_kv_heads, block_size, dim = shape
     qkv_size, attn_size = (num_heads + 2 * num_kv_heads) * dim, num_heads * dim
-    qkv, attn = np.empty((rows, qkv_size), np.uint16), np.empty((rows, attn_size), np.uint16)
-    gate_up = np.empty((rows, 2 * intermediate_size), np.uint16)
-    activated = np.empty((rows, intermediate_size), np.uint16)
-    example, no_bias = BFLOAT16, np.int64(0)
+    qkv, attn = np.full((rows, qkv_size), example), np.full((rows, attn_size), example)
+    gate_up = np.full((rows, 2 * intermediate_size), example)
+    activated, no_bias = np.full((rows, intermediate_size), example), np.int64(0)
     for i in range(len(addresses)):
         at = addresses[i]
         # The addresses are read in the loop (see primitives.array). Without the cast from unsigned,
@@ -92,12 +92,12 @@ def decode_layers(code, addresses, x_ptr, residual_ptr, rows, size, cos_ptr, sin
 
 
 class FusedLayers:
-    """Computes `forward` and `logits` of a model from the addresses of its weights."""
+    """Computes the layers of a model from the addresses of its weights."""
 
     def __init__(self, model: Qwen3, attention: NumbaAttention) -> None:
         self.model = model
-        unit = attention.unit
-        dtypes = torch.bfloat16, torch.bfloat16
+        unit, dtype = attention.unit, model.backend.dtype
+        dtypes, self.example = (dtype, dtype), DTYPE_EXAMPLE[dtype]
         self.code = Code(
             norm=address_for(pointwise.add_rms_norm_rows, *dtypes),
             store=address_for(pointwise.norm_rope_store_rows, *dtypes),
@@ -108,8 +108,6 @@ class FusedLayers:
         )
         layers = zip(model.layers, attention.kv_addresses, strict=True)
         self.addresses = np.array([(*addresses(layer), *kv) for layer, kv in layers], np.int64)
-        head = model.lm_head.weight
-        self.head = address(head) if is_packed_by(unit.width, head) else 0
 
     def forward(self, batch: ForwardBatch, attention: NumbaAttention) -> Tensor:
         """Compute Qwen3.forward. Large steps and steps with torch's attention are left to it."""
@@ -124,32 +122,29 @@ class FusedLayers:
         decode_layers(self.code, self.addresses, x.data_ptr(), residual.data_ptr(), *x.shape,
                       cos.data_ptr(), sin.data_ptr(), config.intermediate_size, config.num_heads,
                       config.rms_norm_eps, attention.shape, step.slot_mapping, step.work,
-                      numba.get_num_threads())
+                      self.example, numba.get_num_threads())
         return pointwise.add_rms_norm(x, residual, model.norm, config.rms_norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [R, V] from hidden [R, E]."""
-        if len(hidden) > PACKED_FOR or not self.head:
-            return self.model.logits(hidden)
-        vocab_size = self.model.config.vocab_size
-        logits = hidden.new_empty((len(hidden), vocab_size))
-        arguments = hidden.data_ptr(), self.head, 0, logits.data_ptr(), *hidden.shape, vocab_size
-        blocks = vocab_size // self.code.width
-        in_parts(self.code.linear, arguments, blocks, numba.get_num_threads())
-        return logits
+        """Map hidden [R, E] to logits [R, V]."""
+        return self.model.logits(hidden)
 
 
 class UnitLinear:
     """Linear layers by the kernel of a unit, which reads the weights faster than oneDNN does."""
 
     def __init__(self, model: Qwen3, unit: Unit) -> None:
-        self.code = address_for(unit.linear_blocks, torch.bfloat16, torch.bfloat16)
+        self.code = address_for(unit.linear_blocks, unit.linear_dtype, unit.linear_dtype)
         self.width = unit.width
-        self.addresses = {
-            module: address(module.weight)
-            for module in model.linears()
-            if isinstance(module.weight, Tensor) and is_packed_by(unit.width, module.weight)
-        }
+        fits: dict[torch.Size, bool] = {}  # by shape, because confirming a layout takes a product
+        self.addresses = {}
+        for module in model.linears():
+            weight = module.weight
+            if isinstance(weight, Tensor):
+                if weight.shape not in fits:
+                    fits[weight.shape] = is_packed_by(unit.width, weight)
+                if fits[weight.shape]:
+                    self.addresses[module] = address(weight)
 
     def __call__(self, x: Tensor, module: Linear) -> Tensor:
         weight = self.addresses.get(module)
@@ -164,17 +159,17 @@ class UnitLinear:
 
 
 def fuse_layers(model: Qwen3, attention: NumbaAttention) -> FusedLayers | None:
-    """Return None if the unit has no kernel for products, or none for the layout of a weight.
+    """Return None if a layer is not Qwen3's, or if the unit does not read one of its weights.
 
-    In a model with other layers, the unit computes the products of few rows.
+    Outside fused layers, the unit computes all products of few rows whose weights it reads.
     """
-    if attention.unit.linear_blocks is None:
+    unit, dtype = attention.unit, model.backend.dtype
+    if unit.linear_dtype is not dtype:
         return None
-    if type(model) is not Qwen3:
-        model.backend.linear = UnitLinear(model, attention.unit)
+    model.backend.linear = linear = UnitLinear(model, unit)
+    if type(model) is not Qwen3 or attention.cache.dtype is not dtype:
         return None
-    weights = {m.weight.shape: m.weight for layer in model.layers for m in layer.linears()}
-    fits = all(is_packed_by(attention.unit.width, weight) for weight in weights.values())
+    fits = all(m in linear.addresses for layer in model.layers for m in layer.linears())
     return FusedLayers(model, attention) if fits else None
 
 

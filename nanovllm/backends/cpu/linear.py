@@ -10,7 +10,8 @@ of weights read (plain and packed; layers and head):
 
 With AVX512-BF16 and without AMX, packed weights take 0.75 to 0.85 of the time for 1 to 16 tokens
 and the same time for many. In float32, with AVX2, large weights take 0.5 to 1.0 of the time for 4
-to 256 tokens (once 0.3) and 0.9 to 1.15 for one; small ones, which gain little or lose, stay plain.
+to 256 tokens (once 0.3) and 0.9 to 1.15 for one. Small ones gain little or lose: they are packed
+only in the sizes that the kernel of units/any.py reads.
 """
 
 import ctypes
@@ -71,27 +72,30 @@ def packed(weight: Tensor) -> Tensor:
     if weight.dtype is torch.bfloat16:
         fits = ops._is_mkldnn_bf16_supported()  # needs AVX-512
     else:
-        fits = weight.dtype is torch.float32 and weight.numel() >= LARGE
+        outputs, inputs = weight.shape
+        whole = outputs % 64 == 0 and inputs % 32 == 0
+        fits = weight.dtype is torch.float32 and (whole or weight.numel() >= LARGE)
     return ops._reorder_linear_weight(weight, PACKED_FOR) if fits else weight
 
 
 def is_packed_by(width: int, weight: Tensor) -> bool:
-    """Return whether a packed weight [O, I] has the layout [O / width, I / 2, width, 2].
+    """Return whether a packed weight [O, I] has the layout [O / width, I / n, width, n].
 
-    The units read it. It is not documented. Products with unit vectors are columns of the weight,
-    which confirm it.
+    n is 2 in bfloat16 and 1 in float32. The units read it. It is not documented. Products with unit
+    vectors are columns of the weight, which confirm it.
     """
     ops, (outputs, inputs) = torch.ops.mkldnn, weight.shape
     if not weight.is_mkldnn or not hasattr(ops, "data_ptr") or outputs % width or inputs % 32:
         return False
-    if ops._nbytes(weight) != 2 * outputs * inputs:
+    if ops._nbytes(weight) != weight.itemsize * outputs * inputs:
         return False
-    pointer = ctypes.cast(address(weight), ctypes.POINTER(ctypes.c_int16))
-    shape = (outputs // width, inputs // 2, width, 2)
+    n, number = (2, ctypes.c_int16) if weight.dtype is torch.bfloat16 else (1, ctypes.c_float)
+    pointer = ctypes.cast(address(weight), ctypes.POINTER(number))
+    shape = (outputs // width, inputs // n, width, n)
     blocks = torch.from_numpy(np.ctypeslib.as_array(pointer, shape))
     columns = torch.from_numpy(np.linspace(0, inputs - 1, PACKED_FOR).astype(np.int64))
     units = F.one_hot(columns, inputs).to(weight.dtype)
-    expected = blocks[:, columns // 2, :, columns % 2].flatten(1).view(weight.dtype)
+    expected = blocks[:, columns // n, :, columns % n].flatten(1).view(weight.dtype)
     # AMX treats denormal numbers as 0.
     return bool(((product(units, weight) - expected).abs() < 1e-37).all())
 

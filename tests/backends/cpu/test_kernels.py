@@ -19,7 +19,7 @@ from nanovllm.models.rope import RopeConfig
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
-from nanovllm.backends.cpu import fused_decode, int8, parallel, primitives  # noqa: E402
+from nanovllm.backends.cpu import fused_decode, int8, linear, parallel, primitives  # noqa: E402
 from nanovllm.backends.cpu import pointwise as cpu  # noqa: E402
 from nanovllm.backends.cpu import sampler as cpu_sampler  # noqa: E402
 from nanovllm.backends.cpu.fused_decode import FusedLayers  # noqa: E402
@@ -327,9 +327,6 @@ def test_nothing_is_compiled_while_serving(dtype: str) -> None:
     assert [len(k.signatures) for k in kernels] == before
 
 
-NO_PRODUCTS = units(torch.bfloat16)[0].linear_blocks is None
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     """However large: the queries of a group read the same blocks, each only so far."""
@@ -370,16 +367,20 @@ def test_a_query_sees_nothing_of_later_tokens(dtype: torch.dtype) -> None:
     assert not torch.equal(found[0][-1], found[1][-1])
 
 
-@pytest.mark.skipif(NO_PRODUCTS, reason="neither AMX nor AVX512-BF16 on this processor")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 @pytest.mark.parametrize("tie", [False, True])
-def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
+def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: torch.dtype) -> None:
     """Both compute every batch of a run: decodes of 1 to 70 sequences, a shared prefix, chunks."""
+    if units(dtype)[0].linear_dtype is not dtype:
+        pytest.skip("neither AMX nor AVX512-BF16 on this processor")
     make_checkpoint(tmp_path, family, tie=tie)
-    llm = random_llm(tmp_path, dtype="bfloat16", num_kvcache_blocks=1000)
+    llm = random_llm(tmp_path, dtype=str(dtype)[6:], num_kvcache_blocks=1000)
     runner = llm.engine.runner
     model, compiled, sizes = runner.model, runner.fused_model, []
     assert isinstance(compiled, FusedLayers)
+    by_unit = model.backend.linear
+    limits = dict(atol=0.1, rtol=0.05) if dtype is torch.bfloat16 else dict(atol=1e-5, rtol=1e-4)
 
     class Both:
         logits = model.logits
@@ -387,13 +388,15 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool) -> None:
         @staticmethod
         def forward(batch, attention):
             found = compiled.forward(batch, attention)
+            logits = compiled.logits(found)
+            model.backend.linear = linear.linear
             wanted = model.forward(batch, attention)
+            wanted_logits = model.logits(found)
+            model.backend.linear = by_unit
             tokens = len(batch.slot_mapping)
             found, wanted = found[:tokens], wanted[:tokens]
-            torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.05)
-            torch.testing.assert_close(
-                compiled.logits(found), model.logits(found), atol=0.02, rtol=0.016
-            )
+            torch.testing.assert_close(found, wanted, **limits)
+            torch.testing.assert_close(logits, wanted_logits, **limits)
             sizes.append(tokens)
             return wanted
 
@@ -426,7 +429,7 @@ def test_without_amx(tmp_path) -> None:
         "same = [sampler._weigh_chunks, sampler._draw_rows, sampler._logprobs_of_rows]\n"
         "same += [int8.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
         "every, int8.product.compile = compile.kernels_in_parts, lambda _: None\n"
-        "def other(unit): return [kernel for kernel in every(unit) if kernel not in same]\n"
+        "def other(*a): return [kernel for kernel in every(*a) if kernel not in same]\n"
         "compile.kernels_in_parts = other\n"
         "backend.CpuBackend.sample = lambda _, logits, batch: plain.sample(logits, batch)\n"
         "llm = LLM(dtype='bfloat16', device='cpu', attention_backend='numba')\n"

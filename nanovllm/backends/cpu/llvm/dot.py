@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 
 from nanovllm.backends.cpu.llvm.calls import (
     BYTE,
+    FLOAT,
     INT,
     INT32,
     call,
@@ -19,9 +20,9 @@ from nanovllm.backends.cpu.llvm.calls import (
     prefetch_line,
     without_result,
 )
-from nanovllm.backends.cpu.llvm.vectors import FLOATS, LANES, copies
+from nanovllm.backends.cpu.llvm.vectors import FLAGS, FLOATS, LANES, copies
 
-INT8, BF16 = 0, 1
+INT8, BF16, FLOAT32 = 0, 1, 2
 
 
 @intrinsic(prefer_literal=True)
@@ -39,17 +40,23 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
     to the same sums. Few rows therefore have several `chains` of sums, which take turns and are
     added at the end.
     """
-    is_bf16, num_rows, num_vectors, num_chains = (
+    numbers_of, num_rows, num_vectors, num_chains = (
         literal.literal_value for literal in (kind, rows, vectors, chains))
+    is_float32 = numbers_of == FLOAT32
 
     def emit(builder, _kind, _rows, _vectors, _chains, x, w, steps, out, ahead):
         x, x_row, x_step = cgutils.unpack_tuple(builder, x)
         w, w_step = cgutils.unpack_tuple(builder, w)
         out, out_row = cgutils.unpack_tuple(builder, out)
         ahead, lines = cgutils.unpack_tuple(builder, ahead)
-        numbers = ir.VectorType(INT32, LANES)
-        sums = FLOATS if is_bf16 else numbers
-        name = f"x86.{'avx512bf16.dpbf16ps.512' if is_bf16 else 'avx512.vpdpbusd.512'}"
+        numbers = ir.VectorType(FLOAT if is_float32 else INT32, LANES)
+        sums = numbers if numbers_of == INT8 else FLOATS
+        name = f"x86.{'avx512bf16.dpbf16ps.512' if numbers_of == BF16 else 'avx512.vpdpbusd.512'}"
+
+        def add_products(total, w, x):
+            if not is_float32:
+                return call(builder, name, sums, total, w, x)
+            return builder.fadd(total, builder.fmul(w, x, flags=FLAGS), flags=FLAGS)
 
         def row_of(address, row, step):
             return builder.add(address, builder.mul(INT(row), step))
@@ -76,17 +83,17 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
                     for v in range(num_vectors)]
                 first = builder.add(x, builder.mul(this, x_step))
                 for row in range(num_rows):
-                    pointer = pointer_to(builder, row_of(first, row, x_row), INT32)
+                    pointer = pointer_to(builder, row_of(first, row, x_row), numbers.element)
                     number = copies(builder, builder.load(pointer, align=4))
                     for v in range(num_vectors):
                         total = totals[chain, row, v]
-                        added = call(builder, name, sums, builder.load(total), weights[v], number)
+                        added = add_products(builder.load(total), weights[v], number)
                         builder.store(added, total)
         for (row, v), pointer in results.items():
             total = builder.load(totals[0, row, v])
             for chain in range(1, num_chains):
                 other = builder.load(totals[chain, row, v])
-                total = (builder.fadd if is_bf16 else builder.add)(total, other)
+                total = (builder.add if numbers_of == INT8 else builder.fadd)(total, other)
             builder.store(total, pointer, align=4)
 
     return types.void(kind, rows, vectors, chains, x, w, steps, out, ahead), without_result(emit)

@@ -13,6 +13,7 @@ import ctypes
 import sys
 
 import numpy as np
+import torch
 from numba import types
 from numba.extending import intrinsic
 
@@ -306,6 +307,7 @@ AMX = Unit(
     attend_groups=attend_groups,
     linear_blocks=linear_blocks,
     width=WIDTH,
+    linear_dtype=torch.bfloat16,
     is_available=is_available,
     fits=lambda group_size, block_size, head_dim: (
         group_size <= MAX_ROWS and block_size % TILE_ROWS == 0 and head_dim % 32 == 0),

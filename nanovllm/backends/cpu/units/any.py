@@ -1,4 +1,4 @@
-"""The unit of any processor: attention of decode rows and of short chunks.
+"""The unit of any processor: attention of few queries, and products of few rows in float32.
 
 Queries that read the same blocks are computed in groups. The rules and shapes are in
 backends/cpu/pointwise.py.
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from nanovllm.backends.cpu.jit import Kernel, compiled
+from nanovllm.backends.cpu.llvm.dot import FLOAT32, dot_rows
 from nanovllm.backends.cpu.llvm.vectors import LANES, add_two, score_two
 from nanovllm.backends.cpu.parallel import in_parts
 from nanovllm.backends.cpu.primitives import array, exp, f32, from_float32, maximum, to_float32
@@ -20,6 +22,9 @@ from nanovllm.backends.cpu.primitives import array, exp, f32, from_float32, maxi
 PREFETCH_TILES = 2
 # The largest number of rows of a group of several queries: with AMX each takes two of a tile's 16.
 MAX_ROWS = 8
+# The product: outputs of a block of the packed weight, and the inputs of a block that all rows are
+# multiplied with before the next ones. Their weights take 16 kB of a cache.
+WIDTH, INPUTS = 64, 64
 
 
 @dataclass(eq=False)
@@ -31,10 +36,11 @@ class Unit:
     # Whether attention of many queries is faster than torch's.
     reads_prompts: bool
     attend_groups: Kernel
-    # The kernel of products in bfloat16, which reads blocks of `width` outputs of a packed weight.
-    # With None, oneDNN computes all products.
-    linear_blocks: Kernel | None
+    # The kernel of products, which reads blocks of `width` outputs of a packed weight.
+    linear_blocks: Kernel
     width: int
+    # The dtype of x and the weights. In another one, oneDNN computes all products.
+    linear_dtype: torch.dtype
     # Return whether Numba compiles for this processor, and this process can use the unit.
     is_available: Callable[[], bool]
     # Return whether `attend_groups` supports G heads per KV head, B slots, head size D.
@@ -174,6 +180,69 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
 
 
 @compiled()
+def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, start, stop):
+    """Compute blocks [start, stop) of 64 outputs of out = x W^T + bias in float32.
+
+    x [rows, inputs], out [rows, outputs].
+
+    oneDNN packs W as [outputs / 64, inputs, 64]. The sums of up to 6 rows and 16 outputs fit into
+    the 16 registers of AVX2. The rows of x are divided into panels of the same height, so the last
+    panel may start early and compute some rows again. A panel is stored as [inputs, height]: rows
+    that begin a multiple of 4 kB apart would all have the same place in a cache.
+
+    Of several panels, the first one reads 16 kB of weights from memory, and the others read them
+    from the cache. To keep memory busy meanwhile, the next 16 kB are prefetched in four turns.
+    """
+    out = array(out_ptr, (rows, outputs // WIDTH, WIDTH), f32(0))
+    height = rows if rows < 5 else 3 if rows == 5 else 4 if rows in (8, 16, 20) else 6
+    panels = (rows + height - 1) // height
+    columns = 64 if height == 1 else 32 if height < 4 else 16  # outputs at a time
+    x = array(x_ptr, (rows, inputs), f32(0))
+    packed = np.empty((panels, inputs, height), f32)
+    for panel in range(panels):
+        row = min(panel * height, rows - height)
+        for r in range(height):
+            for i in range(inputs):
+                packed[panel, i, r] = x[row + r, i]
+    acc, bias = np.empty((panels * height, WIDTH), f32), np.zeros(WIDTH, f32)
+    for block in range(start, stop):
+        if bias_ptr != 0:
+            for c in range(WIDTH):
+                bias[c] = array(bias_ptr, (outputs,), f32(0))[WIDTH * block + c]
+        for r in range(panels * height):
+            for c in range(WIDTH):
+                acc[r, c] = bias[c]
+        for first in range(0, inputs, INPUTS):
+            steps = min(INPUTS, inputs - first)
+            weights = weight_ptr + 4 * WIDTH * (block * inputs + first)
+            ahead = weights + 4 * WIDTH * INPUTS
+            for panel in range(panels):
+                x_panel = np.int64(packed[panel, first:].ctypes.data), 4, 4 * height
+                sums = np.int64(acc[panel * height :].ctypes.data)
+                for c in range(0, WIDTH, columns):
+                    w, to = (weights + 4 * c, 4 * WIDTH), (sums + 4 * c, 4 * WIDTH)
+                    turn = (panel * WIDTH + c) // columns
+                    lines = columns // 16 if turn % panels == 0 else 0
+                    fetch = ahead + turn // panels * lines * 64 * steps, lines
+                    if height == 6:
+                        dot_rows(FLOAT32, 6, 1, 1, x_panel, w, steps, to, fetch)
+                    elif height == 4:
+                        dot_rows(FLOAT32, 4, 1, 1, x_panel, w, steps, to, fetch)
+                    elif height == 3:
+                        dot_rows(FLOAT32, 3, 2, 1, x_panel, w, steps, to, fetch)
+                    elif height == 2:
+                        dot_rows(FLOAT32, 2, 2, 1, x_panel, w, steps, to, fetch)
+                    else:
+                        dot_rows(FLOAT32, 1, 4, 1, x_panel, w, steps, to, fetch)
+        for panel in range(panels):
+            row = min(panel * height, rows - height)
+            for r in range(height):
+                result = out[row + r, block]
+                for c in range(WIDTH):
+                    result[c] = acc[panel * height + r, c]
+
+
+@compiled()
 def attend(qkv_ptr, rows, out_ptr, num_heads, k_ptr, v_ptr, shape, work, example, cache_example,
            attend_groups_at, parts):
     """Compute the AttentionWork `work`: qkv [rows, H + 2K, D] -> out [rows, H, D].
@@ -196,8 +265,9 @@ ANY = Unit(
     max_rows=MAX_ROWS,
     reads_prompts=False,
     attend_groups=attend_groups,
-    linear_blocks=None,
-    width=0,
+    linear_blocks=linear_blocks,
+    width=WIDTH,
+    linear_dtype=torch.float32,
     is_available=lambda: True,
     fits=lambda group_size, block_size, head_dim: True,
 )

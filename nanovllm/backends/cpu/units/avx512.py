@@ -8,6 +8,7 @@ A product of few rows takes as long as reading its weights. On the 2 cores of an
 """
 
 import numpy as np
+import torch
 
 from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.llvm.dot import BF16, dot_rows
@@ -208,6 +209,7 @@ AVX512 = Unit(
     attend_groups=attend_groups,
     linear_blocks=linear_blocks,
     width=WIDTH,
+    linear_dtype=torch.bfloat16,
     is_available=lambda: has_feature("avx512bf16"),
     fits=lambda group_size, block_size, head_dim: head_dim % 32 == 0,
 )
