@@ -32,6 +32,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -81,9 +82,11 @@ class CudaTensor(torch.Tensor):
         GPU.count(inner.untyped_storage())
         return self
 
-    def data_ptr(self) -> int:
-        """An allocation is aligned; a slice of it may not be."""
-        return 4096 + self.inner.storage_offset() * self.inner.element_size()
+    def data_ptr(self) -> "Pointer":
+        return Pointer.of(self)
+
+    def get_device(self) -> int:
+        return 0
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -94,6 +97,19 @@ class CudaTensor(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(torch.LongTensor(index) if isinstance(index, list) else index, value)
+
+
+class Pointer(int):
+    """An address, which a launch takes in place of its tensor."""
+
+    tensor: CudaTensor
+
+    @classmethod
+    def of(cls, tensor: CudaTensor) -> "Pointer":
+        """An allocation is aligned; a slice of it may not be."""
+        self = cls(4096 + tensor.inner.storage_offset() * tensor.inner.element_size())
+        self.tensor = tensor
+        return self
 
 
 def convert(kind: type, function: Callable[[Any], Any], x: Any) -> Any:
@@ -356,13 +372,14 @@ class Compiled:
     def __init__(self, kernel: JITFunction, options: Any, key: str) -> None:
         self.kernel, self.options, self.key = kernel, options, key
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def run(*args: Any) -> None:
-            GPU.direct_launches += 1
-            key = GPU.launch_kernel(self.kernel, grid, args, self.options)
-            assert key == self.key, self.key
+    function = packed_metadata = None
 
-        return run
+    def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+        GPU.direct_launches += 1
+        stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args = rest
+        args = convert(Pointer, lambda x: x.tensor, args)
+        key = GPU.launch_kernel(self.kernel, (x, y, z), args, self.options)
+        assert key == self.key, self.key
 
 
 class Graph:
@@ -605,6 +622,7 @@ def replace_device() -> None:
         return Compiled(self, kwargs, GPU.launch_kernel(self, grid, args, kwargs))
 
     JITFunction.run = run
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_stream=lambda device: 0))
 
 
 # ---- scenarios ----

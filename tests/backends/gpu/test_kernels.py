@@ -560,28 +560,33 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}
 
 
-def test_launch_asks_triton_once_for_each_kind_of_arguments() -> None:
+def test_launch_asks_triton_once_for_each_kind_of_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And each time that a tensor is not aligned, because the variant depends on it."""
-    calls: list[tuple[str, int]] = []
+    calls: list[tuple[Any, ...]] = []
 
     class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name = name
+        function, packed_metadata = "function", "metadata"
 
         def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., "Kernel"]:
             def run(*args: object, **options: object) -> Kernel:
-                calls.append((self.name, len(args)))
-                assert options == (
-                    {"num_warps": 4, "enable_fp_fusion": True} if self is jit else {}
-                )
-                return compiled
+                calls.append(("triton", *args[1:]))
+                assert options == {"num_warps": 4, "enable_fp_fusion": True}
+                return self
 
             return run
 
-    jit, compiled = Kernel("jit"), Kernel("compiled")
-    x = torch.zeros(64)
-    for args in ((x, 3), (x, 4), (x[1:], 3), (x.double(), 3), (x[4:], 5), (x, 3.0)):
-        launch.launch(jit, (1, 1, 1), args, {"N": 2}, num_warps=4)
-    launch.launch(jit, (1, 1, 1), (x, 3), {"N": 3}, num_warps=4)
-    found = [name for name, count in calls if count == 3]
-    assert found == ["jit", "compiled", "jit", "jit", "compiled", "jit", "jit"]
+        def run(self, *args: object) -> None:
+            assert args[:9] == (7, 8, 9, "stream -1", "function", "metadata", None, None, None)
+            calls.append(args[9:])
+
+    active = SimpleNamespace(get_current_stream=lambda device: f"stream {device}")
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
+    jit, x = Kernel(), torch.zeros(64)
+    for args in ((x[1:], 3), (x, 3), (x, 4), (x[1:], 3), (x.double(), 3), (x[4:], 5)):
+        launch.launch(jit, (7, 8, 9), args, {"N": 2}, num_warps=4)
+    launch.launch(jit, (7, 8, 9), (x, 3), {"N": 3}, num_warps=4)
+    asked, at = "triton", x.data_ptr()
+    first = [(asked, 3, 2), (asked, 3, 2), (at, 4, 2), (asked, 3, 2), (asked, 3, 2)]
+    assert calls == [*first, (at + 16, 5, 2), (asked, 3, 3)]
