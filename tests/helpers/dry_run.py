@@ -55,7 +55,7 @@ from nanovllm.features.logit_rules import penalties
 from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 from nanovllm.loading import memory as runner_memory
 from nanovllm.models import layers, sampler
-from nanovllm.models.batch import SamplingBatch
+from nanovllm.models.batch import SamplingBatch, decode_inputs
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 ROOT = f"{Path(__file__).parents[2]}/"
@@ -376,8 +376,7 @@ class Compiled:
 
     def run(self, x: int, y: int, z: int, *rest: Any) -> None:
         GPU.direct_launches += 1
-        stream, function, metadata, launch_metadata, enter_hook, exit_hook, *args = rest
-        args = convert(Pointer, lambda x: x.tensor, args)
+        args = convert(Pointer, lambda x: x.tensor, rest[6:])  # after the stream, ..., the hooks
         key = GPU.launch_kernel(self.kernel, (x, y, z), args, self.options)
         assert key == self.key, self.key
 
@@ -509,6 +508,22 @@ def add_rms_norm(a: Any) -> None:
     a.total.copy_(total)
 
 
+def read_rows(a: Any) -> None:
+    tensors = a.block_tables, a.positions, a.row_params, a.seeds, a.last_tokens
+    found = decode_inputs(a.rows, *tensors, a.BLOCK)
+    results = a.out_ids, a.out_positions, a.out_slots, a.out_lens
+    for result, x in zip(results, found, strict=False):
+        result.copy_(x)
+    for table, row, length in zip(
+        a.out_tables, found.block_tables, found.context_lens, strict=True
+    ):
+        num_blocks = -(-int(length) // a.BLOCK)
+        table[:num_blocks] = row[:num_blocks]
+    a.out_params.copy_(a.row_params[:, a.rows])
+    a.out_ints.copy_(a.out_params)
+    a.out_seeds.copy_(found.seeds)
+
+
 def draw(a: Any) -> None:
     filters = {"top_k": a.top_ks, "top_p": a.top_ps, "min_p": a.min_ps}
     batch = SamplingBatch(a.temperatures, a.seeds, a.positions, filters)
@@ -569,6 +584,7 @@ REFERENCES: dict[str, Callable[[Any], Any]] = {
     "_norm_rope_store": norm_rope_store,
     "_add_rms_norm": add_rms_norm,
     "_silu_and_mul": lambda a: a.out.copy_(layers.silu_and_mul(a.x)),
+    "_decode_inputs": read_rows,
     "_weigh_chunks": lambda a: None,  # the reference of _draw reads all logits
     "_draw": draw,
 }

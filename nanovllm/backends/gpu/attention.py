@@ -6,7 +6,7 @@ from torch import Tensor
 from nanovllm.backends.gpu.kernels import attention, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.batch import ForwardBatch, to_device
+from nanovllm.models.batch import ForwardBatch, longest_first, to_device
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
@@ -55,7 +55,10 @@ class TritonAttention(PlainAttention):
             tile, lens, tables = self.decode_tile, lens[num_chunks:], tables[num_chunks:]
             programs = tile.programs_per_sm * self.gpu.num_sms
             splits = attention.num_splits(batch.num_decodes, self.num_kv_heads, programs)
-            order = lens.argsort(descending=True)  # the longest contexts start first
+            order = batch.order
+            if order is None:
+                assert batch.host_lens is not None
+                order = to_device(longest_first(batch.host_lens[num_chunks:]), lens.device)
             decodes = slice(chunk_tokens, None), attention.attend_decode
             batch.attention_metadata.append((*decodes, (order, lens, tables, tile, splits)))
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.api.log import logger, progress_bar
-from nanovllm.models.batch import to_device
+from nanovllm.models.batch import longest_first, to_device
 
 # Takes the function to capture and returns the function that replays it.
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -74,19 +74,22 @@ def cuda_capture() -> Capture:
 class DecodeGraphs:
     def __init__(
         self,
-        decode: Callable[[Tensor], tuple[Tensor, Tensor]],
-        hidden: Tensor,
+        decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        positions: np.ndarray,
+        device: torch.device,
         capture: Callable[[], Capture],
     ) -> None:
-        """Capture decode: rows [S] -> (hidden [S, E], tokens [S]).
+        """Capture decode: (rows [S], order [S]) -> (hidden [S, E], tokens [S]).
 
-        Replays write to `hidden` [N, E].
+        `positions` [N + 1] are those of the rows, on the host. Row N is padding, at position 0.
         """
-        num_rows, device = len(hidden), hidden.device
-        self.padding_row = num_rows
-        self.rows = torch.full((num_rows,), num_rows, dtype=torch.int64, device=device)
-        self.hidden = hidden
-        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        num_rows = len(positions) - 1
+        self.padding_row, self.positions = num_rows, positions
+        # [2, N] int64: the rows of a batch, and its indices in the order of `longest_first`.
+        self.rows = torch.full((2, num_rows), num_rows, dtype=torch.int64, device=device)
+        self.rows[1] = torch.arange(num_rows, device=device)
+        # The results of each size are kept: other graphs of the pool must not use their memory.
+        self.results: dict[int, tuple[Tensor, Tensor]] = {}
         # The content of self.rows without padding; None if it is not known.
         self.decode_rows: list[int] | None = None
         self.size = 0
@@ -95,7 +98,7 @@ class DecodeGraphs:
         self.capture = capture()  # kept with the graphs, because it owns their stream
 
         def step(size: int) -> None:
-            self.hidden[:size], self.tokens[:size] = decode(self.rows[:size])
+            self.results[size] = decode(*self.rows[:, :size])
 
         # The largest size comes first: its memory in the pool is enough for all others.
         sizes = batch_sizes(num_rows)[::-1]
@@ -118,8 +121,10 @@ class DecodeGraphs:
         if decode_rows != self.decode_rows:
             self.decode_rows = None  # the copy may fail, also after it has changed them
             self.size = next(size for size in sorted(self.replays) if size >= num)
-            padded = decode_rows + [self.padding_row] * (self.size - num)
-            self.rows[: self.size] = to_device(np.array(padded), self.rows.device)
+            padded = np.array(decode_rows + [self.padding_row] * (self.size - num))
+            rows = np.stack((padded, longest_first(self.positions[padded])))
+            self.rows[:, : self.size] = to_device(rows, self.rows.device)
             self.decode_rows = decode_rows
         self.replays[self.size]()
-        return self.hidden[:num], self.tokens[:num]
+        hidden, tokens = self.results[self.size]
+        return hidden[:num], tokens[:num]
