@@ -99,6 +99,13 @@ class Backend:
         """
         raise NotImplementedError
 
+    def capture_chunks(self, model: Any, attention: Any, graphs: Any, max_tokens: int) -> Any:
+        """Return an object like that of `fuse_layers`, faster for steps with chunks, or None.
+
+        `graphs` are those of `capture_decode`. A step has at most `max_tokens` tokens.
+        """
+        return None
+
     def step_context(self) -> AbstractContextManager[object]:
         """Return a context manager to enter for each step."""
         # Triton launches kernels on the current device of the thread.

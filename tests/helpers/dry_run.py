@@ -48,6 +48,7 @@ import nanovllm.backends.int4
 import nanovllm.backends.int8
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.backends.gpu import graphs
+from nanovllm.backends.gpu.attention import TritonAttention
 from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.features.host_cache import pool as host_pool
 from nanovllm.features.hybrid import delta_rule
@@ -205,6 +206,7 @@ class Gpu(TorchDispatchMode):
     def reset(self) -> None:
         self.waits: Counter[str] = Counter()
         self.launches = self.copies = 0  # copies from the host
+        self.calls = 0  # what the host does: operations, views and allocations too, and replays
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """Count memory until it is freed. A capture takes as much as its warm-up did before."""
@@ -291,6 +293,7 @@ class Gpu(TorchDispatchMode):
     def transfer(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
         """Copy between host and device, asynchronously if the host's memory is pinned."""
         self.refuse_in_capture("a copy between host and device")
+        self.calls += 1
         non_blocking = kwargs.pop("non_blocking", args[2:] == (True,))
         pinned = is_pinned(args)
         if not (non_blocking and pinned):
@@ -311,6 +314,7 @@ class Gpu(TorchDispatchMode):
 
     def execute(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation of the device, which is a launch unless it allocates or makes a view."""
+        self.calls += 1
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         found = func(*unwrap(args), **unwrap(kwargs))
@@ -344,6 +348,7 @@ class Gpu(TorchDispatchMode):
 
     def launch_kernel(self, kernel: JITFunction, grid: Any, args: Any, kwargs: Any) -> str:
         """Returns what identifies the compiled variant."""
+        self.calls += 1
         x, y, z = grid  # limits: CUDA C++ Programming Guide, of every compute capability
         if not (0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16):
             raise RuntimeError(f"{kernel.__name__} cannot have the grid {grid} at {site()}")
@@ -388,6 +393,7 @@ class Graph:
 
     def replay(self) -> None:
         GPU.launches += len(self.calls)
+        GPU.calls += 1
         with _disable_current_modes():
             # Another graph of the pool may have used the memory meanwhile.
             spoil(*self.owned)
@@ -799,7 +805,8 @@ def decode(directory: str) -> Any:
     def counted(layer: DecoderLayer, x: Tensor, *args: Any) -> Any:
         before = GPU.launches
         result = call(layer, x, *args)
-        per_layer[len(x)] = GPU.launches - before
+        # The graphs of steps with chunks are without attention.
+        per_layer[len(x)] = max(per_layer.get(len(x), 0), GPU.launches - before)
         return result
 
     rules: dict[str, dict[str, Any]]
@@ -836,12 +843,23 @@ def decode(directory: str) -> Any:
             llm.engine.add_request([i + 1] * 10, params)
         for _ in range(4):
             llm.engine.step()
-        GPU.reset()
-        llm.engine.add_request([7] * 34, params)
-        llm.engine.step()
-        in_layers = per_layer[234] * len(llm.engine.runner.model.layers)
-        chunks = dict(copies=GPU.copies, waits=dict(GPU.waits), launches=GPU.launches - in_layers)
-        found["with a chunk"] = chunks
+        calls: list[int] = []  # of the host until it launches attention, in each layer
+        attend = TritonAttention.attend
+
+        def timed(self: Any, layer: int, *args: Any) -> Tensor:
+            calls.append(GPU.calls)
+            return attend(self, layer, *args)
+
+        for kind in ("with a chunk", "with a chunk, eager"):
+            GPU.reset()
+            calls.clear()
+            llm.engine.add_request([7] * 34, params)
+            with patch.object(TritonAttention, "attend", timed):
+                llm.engine.step()
+            numbers = dict(calls=GPU.calls, calls_of_a_layer=calls[-1] - calls[-2])
+            found[kind] = dict(copies=GPU.copies, waits=dict(GPU.waits), **numbers)
+            llm.engine.runner.fused_model = llm.engine.runner.model
+            llm.engine.step()
         llm.engine.abort_all()
     in_layers = per_layer[256] * len(llm.engine.runner.model.layers)
     found["per layer"] = per_layer[256]
@@ -868,7 +886,7 @@ def memory(directory: str) -> Any:
 
     for scratch in (runner_memory._scratch_bytes, lambda *_: 0):
         gc.collect()
-        GPU.pool, GPU.memory = 0, GPU.allocated + (14 << 20)
+        GPU.pool, GPU.memory = 0, GPU.allocated + (18 << 20)
         with (
             GPU,
             patch.object(runner_memory, "CUDA_MARGIN", 0),

@@ -8,7 +8,8 @@ Rows.
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
 from weakref import WeakSet
@@ -55,20 +56,39 @@ def unused_stream() -> torch.cuda.Stream:
     )
 
 
-def cuda_capture() -> Capture:
-    """Return a Capture. Its graphs share one memory pool, because only one runs at a time."""
-    pool, stream = torch.cuda.graph_pool_handle(), unused_stream()
+class CudaCapture:
+    """A Capture whose graphs share one memory pool, because only one runs at a time."""
 
-    def capture(function: Callable[[], None]) -> Callable[[], None]:
+    def __init__(self) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), unused_stream()
+
+    @contextmanager
+    def graph(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Capture the launches of the `with` block."""
+        graph, place = torch.cuda.CUDAGraph(), (self.pool, self.stream)
+        # In thread-local mode other threads may use the device during a capture.
+        with torch.cuda.graph(graph, *place, capture_error_mode="thread_local"):
+            yield graph
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         function()  # compiles kernels and initializes libraries, which a capture must not do
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # In thread-local mode other threads may use the device during a capture.
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        with self.graph() as graph:
             function()
         return graph.replay
 
-    return capture
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Disable Python's garbage collector, which could free a graph and thus break a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class DecodeGraphs:
@@ -102,16 +122,9 @@ class DecodeGraphs:
 
         # The largest size comes first: its memory in the pool is enough for all others.
         sizes = batch_sizes(num_rows)[::-1]
-        # Python's garbage collector could free a graph of another engine, which breaks a capture.
-        gc.collect()
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
+        with without_collector():
             for size in progress_bar("Capturing graphs", "graph", sizes):
                 self.replays[size] = self.capture(partial(step, size))
-        finally:
-            if enabled:
-                gc.enable()
         seconds = time.perf_counter() - start
         logger.info(f"captured decode for {len(sizes)} sizes up to {num_rows} in {seconds:.1f} s")
 

@@ -87,6 +87,13 @@ def test_what_a_step_with_chunks_sends(runs: dict[str, Any]) -> None:
     assert found["copies"] <= 6
 
 
+def test_what_the_host_does_for_a_layer_of_a_step_with_chunks(runs: dict[str, Any]) -> None:
+    """It replays a graph, and launches attention for chunks and for decodes."""
+    found = runs["decode"]["found"]
+    assert found["with a chunk"]["calls_of_a_layer"] <= 6
+    assert found["with a chunk, eager"]["calls_of_a_layer"] <= 18
+
+
 def test_the_profile_reserves_what_later_steps_need(runs: dict[str, Any]) -> None:
     reserved, nothing = runs["memory"]["found"]
     for what, most in reserved["most"].items():

@@ -21,7 +21,7 @@ from graphs import capture_with, stand_in
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EngineConfig
 from nanovllm.backends.gpu import graphs as gpu_graphs
-from nanovllm.backends.gpu.graphs import DecodeGraphs, batch_sizes, cuda_capture
+from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs, batch_sizes
 from nanovllm.loading import memory
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.loading.make_runner import make_runner
@@ -343,7 +343,7 @@ def test_engines_capture_on_streams_of_their_own(monkeypatch: pytest.MonkeyPatch
     def engine() -> DecodeGraphs:
         used.clear()
         decode = lambda rows, order: (rows, order)  # noqa: E731
-        return DecodeGraphs(decode, np.zeros(3, np.int64), torch.device("cpu"), cuda_capture)
+        return DecodeGraphs(decode, np.zeros(3, np.int64), torch.device("cpu"), CudaCapture)
 
     first = engine()
     assert used == [0, 0]
