@@ -39,6 +39,7 @@ from nanovllm.backends.gpu.kernels import (
     int4,
     int8,
     pointwise,
+    rows,
     sampling,
     store,
 )
@@ -161,6 +162,12 @@ def variants(
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
             pointwise.add_rms_norm(x, None, x[0], 1e-6)
             pointwise.silu_and_mul(x)
+            table, ids = (
+                torch.zeros((33, 16), dtype=torch.int32),
+                torch.zeros(33, dtype=torch.int64),
+            )
+            for num_rows in (32, 1):
+                rows.decode_inputs(ids[:num_rows], table, ids, torch.ones(4, 33), ids, ids, 16)
             every = name == "sm_90" and dtype == half
             for heads in DELTA_HEADS if every else DELTA_HEADS[:1]:
                 launch_delta_rule(dtype, *heads, only_decode=name == "sm_75")

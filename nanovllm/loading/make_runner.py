@@ -126,7 +126,7 @@ def make_eager_runner(
         length = max_blocks * block_size
         rows.rules = rules.RulesState(config.max_num_seqs, length, vocab_size, device)
     # Eager decodes use device rows too, so that they compute the same as captured decodes.
-    device_rows = DeviceRows(rows) if model.backend.captures else None
+    device_rows = DeviceRows(rows, model.backend) if model.backend.captures else None
     thread_limit = nullcontext
     threads = find_optional("backends.cpu.threads") if device.type == "cpu" else None
     if threads is not None:
@@ -182,13 +182,16 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank
     if ranks.size == 1:  # fused layers have no all-reduce
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model
     if backend.captures and model.can_capture and not config.enforce_eager:
-        hidden = backend.empty(config.max_num_seqs, model.config.hidden_size)
         remedy = (
             "the remaining memory does not hold the CUDA graphs; lower max_num_seqs, "
             "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"
         )
         with torch.inference_mode(), memory.explain_out_of_memory(remedy):
-            runner.graphs = backend.capture_decode(runner.decode, hidden)
+            runner.graphs = backend.capture_decode(runner.decode, runner.rows.positions)
+            if runner.states is None:
+                sizes = runner.graphs, config.max_num_batched_tokens
+                chunks = backend.capture_chunks(model, runner.attention, *sizes)
+                runner.fused_model = chunks or runner.fused_model
 
 
 def log_sizes(

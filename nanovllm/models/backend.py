@@ -10,10 +10,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models import layers, logprobs, sampler
+from nanovllm.models import batch, layers, logprobs, sampler
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.layers import Linear
 
@@ -86,15 +87,24 @@ class Backend:
         """Return a faster object with the methods `forward` and `logits` of `model`, or None."""
         return None
 
+    decode_inputs = staticmethod(batch.decode_inputs)
+
     def capture_decode(
-        self, decode: Callable[[Tensor], tuple[Tensor, Tensor]], hidden: Tensor
+        self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray
     ) -> Any:
         """Capture a decode step. See backends/gpu/graphs.py.
 
-        `decode` takes rows [S] and returns hidden states [S, E] and tokens [S]. `hidden` [N, E] is
-        a buffer for the hidden states of N rows.
+        `decode` takes rows [S] and their order [S], and returns hidden states [S, E] and tokens
+        [S]. `positions` [N + 1] are those of N rows and padding, on the host.
         """
         raise NotImplementedError
+
+    def capture_chunks(self, model: Any, attention: Any, graphs: Any, max_tokens: int) -> Any:
+        """Return an object like that of `fuse_layers`, faster for steps with chunks, or None.
+
+        `graphs` are those of `capture_decode`. A step has at most `max_tokens` tokens.
+        """
+        return None
 
     def step_context(self) -> AbstractContextManager[object]:
         """Return a context manager to enter for each step."""

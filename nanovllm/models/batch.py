@@ -11,11 +11,13 @@ A batch is ragged: S sequences are concatenated without padding, first chunks, t
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from nanovllm.plan import FILTERS
 
 
 @dataclass(slots=True)
@@ -28,7 +30,9 @@ class ForwardBatch:
     block_tables: Tensor  # [S, B] int32, padded with the null block
     logits_indices: Tensor  # [R] int64
     query_lens: np.ndarray  # [S] int64, on the host: the number of tokens of each sequence
+    host_lens: np.ndarray | None = None  # [S] int64: context_lens, if the host knows them
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
+    order: Tensor | None = None  # [num_decodes] int64: `longest_first`, if it is not the host's
     attention_metadata: Any = None  # set by `prepare` of the attention backend
     states: Any = None  # a StepStates of features/hybrid, if the model has linear attention
 
@@ -43,6 +47,56 @@ class SamplingBatch:
     # Name -> values [R], int64 or float32 as in plan.FILTERS. Unused filters may be missing.
     filters: dict[str, Tensor]
     all_greedy: bool = False
+
+
+def longest_first(context_lens: np.ndarray) -> np.ndarray:
+    """Return the indices [S] int64 of sequences by length, for a device that starts them so.
+
+    No long sequence is then still computed when the others have ended.
+    """
+    return np.argsort(-context_lens, kind="stable")
+
+
+class DecodeInputs(NamedTuple):
+    """What `decode_inputs` reads for a decode of S rows."""
+
+    input_ids: Tensor  # [S] int64
+    positions: Tensor  # [S] int64
+    slot_mapping: Tensor  # [S] int64
+    context_lens: Tensor  # [S] int64
+    block_tables: Tensor  # [S, B] int32, undefined after the blocks of the context
+    params: list[Tensor]  # [S], the temperature and each filter, as in SamplingBatch
+    seeds: Tensor  # [S] int64
+
+
+def decode_inputs(
+    rows: Tensor,
+    block_tables: Tensor,
+    positions: Tensor,
+    params: Tensor,
+    seeds: Tensor,
+    last_tokens: Tensor,
+    block_size: int,
+) -> DecodeInputs:
+    """Read what a decode of `rows` [S] needs, and advance their positions.
+
+    The others are the tensors of runner/device_rows.py. Row N is padding: it stays at position 0.
+    """
+    positions[-1:].zero_()
+    at = positions[rows]
+    positions[rows] = context_lens = at + 1
+    tables = block_tables[rows]
+    blocks = block_tables[rows, at // block_size]
+    slots = blocks * block_size + at % block_size
+    values = typed_params(params[:, rows])
+    return DecodeInputs(last_tokens[rows], at, slots, context_lens, tables, values, seeds[rows])
+
+
+def typed_params(params: Tensor | list[Tensor]) -> list[Tensor]:
+    """Convert the temperature and each filter [R] float32 to the dtypes of SamplingBatch."""
+    temperature, *values = params
+    pairs = zip(FILTERS.values(), values, strict=True)
+    return [temperature, *(x.long() if isinstance(off, int) else x for off, x in pairs)]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

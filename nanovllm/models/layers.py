@@ -91,11 +91,13 @@ class RotaryEmbedding:
         angles = torch.outer(torch.arange(max_len, device="cpu").float(), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale  # [P, D / 2]
         table = torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)))
-        self.cos, self.sin = table.to(like)
+        self.table = table.to(like)  # [2, max_len, D]
+        self.cos, self.sin = self.table
 
     def at(self, positions: Tensor) -> Rope:
         """Look up cos and sin [T, 1, D] of positions [T], once per step for all layers."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin = self.table.index_select(1, positions).unsqueeze(2)
+        return cos, sin
 
 
 def rotate(x: Tensor, rope: Rope) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.batch import SamplingBatch, to_device
+from nanovllm.models.batch import SamplingBatch, longest_first, to_device
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import StepOutput, StepPlan
 from nanovllm.runner.chunk_results import add_chunk_results
@@ -86,17 +86,21 @@ class ModelRunner:
         if self.graphs is not None:
             hidden, tokens = self.graphs.replay(decode_rows)
         else:
-            hidden, tokens = self.decode(to_device(np.array(decode_rows), self.device))
+            order = longest_first(self.rows.positions[decode_rows])
+            hidden, tokens = self.decode(*self.rows.send(np.array(decode_rows), order))
         rules = self.rows.rules_of(decode_rows)
         if rules is None:
             return PendingOutput(start_copy(tokens))
         rows = to_device(np.array(decode_rows), self.device)
         return self._sample(hidden, device_rows.sampling_batch(rows), rows, rules)
 
-    def decode(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample a token for each of `rows` [S] -> hidden states [S, E] and tokens [S]."""
+    def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample a token for each of `rows` [S] -> hidden states [S, E] and tokens [S].
+
+        `order` [S] has the indices of the rows as in `longest_first`.
+        """
         assert self.device_rows is not None
-        batch, sampling = self.device_rows.decode_batch(rows)
+        batch, sampling = self.device_rows.decode_batch(rows, order)
         if self.states is not None:
             batch.states = self.states.of_decodes(rows)
         self.attention.prepare(batch)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device
+from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device, typed_params
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
 
@@ -106,6 +106,7 @@ class Rows:
             block_tables=tables,
             logits_indices=step.logits_indices,
             query_lens=step.query_lens,
+            host_lens=context_lens,
             num_decodes=step.num_decodes,
         )
         step.rules = self.rules_of(rows[step.samples])
@@ -184,9 +185,5 @@ def sampling_batch(
     params: Tensor | list[Tensor], seeds: Tensor, positions: Tensor
 ) -> SamplingBatch:
     """Build a SamplingBatch. `params` has the temperature and each filter, as [R] float32."""
-    temperature, *values = params
-    filters = {
-        name: value.long() if isinstance(off, int) else value
-        for (name, off), value in zip(FILTERS.items(), values, strict=True)
-    }
-    return SamplingBatch(temperature, seeds, positions, filters)
+    temperature, *values = typed_params(params)
+    return SamplingBatch(temperature, seeds, positions, dict(zip(FILTERS, values, strict=True)))

@@ -32,6 +32,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import triton
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -47,6 +48,7 @@ import nanovllm.backends.int4
 import nanovllm.backends.int8
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.backends.gpu import graphs
+from nanovllm.backends.gpu.attention import TritonAttention
 from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.features.host_cache import pool as host_pool
 from nanovllm.features.hybrid import delta_rule
@@ -54,7 +56,7 @@ from nanovllm.features.logit_rules import penalties
 from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 from nanovllm.loading import memory as runner_memory
 from nanovllm.models import layers, sampler
-from nanovllm.models.batch import SamplingBatch
+from nanovllm.models.batch import SamplingBatch, decode_inputs
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 ROOT = f"{Path(__file__).parents[2]}/"
@@ -81,9 +83,11 @@ class CudaTensor(torch.Tensor):
         GPU.count(inner.untyped_storage())
         return self
 
-    def data_ptr(self) -> int:
-        """An allocation is aligned; a slice of it may not be."""
-        return 4096 + self.inner.storage_offset() * self.inner.element_size()
+    def data_ptr(self) -> "Pointer":
+        return Pointer.of(self)
+
+    def get_device(self) -> int:
+        return 0
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -94,6 +98,19 @@ class CudaTensor(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(torch.LongTensor(index) if isinstance(index, list) else index, value)
+
+
+class Pointer(int):
+    """An address, which a launch takes in place of its tensor."""
+
+    tensor: CudaTensor
+
+    @classmethod
+    def of(cls, tensor: CudaTensor) -> "Pointer":
+        """An allocation is aligned; a slice of it may not be."""
+        self = cls(4096 + tensor.inner.storage_offset() * tensor.inner.element_size())
+        self.tensor = tensor
+        return self
 
 
 def convert(kind: type, function: Callable[[Any], Any], x: Any) -> Any:
@@ -189,6 +206,7 @@ class Gpu(TorchDispatchMode):
     def reset(self) -> None:
         self.waits: Counter[str] = Counter()
         self.launches = self.copies = 0  # copies from the host
+        self.calls = 0  # what the host does: operations, views and allocations too, and replays
 
     def count(self, storage: torch.UntypedStorage) -> None:
         """Count memory until it is freed. A capture takes as much as its warm-up did before."""
@@ -275,6 +293,7 @@ class Gpu(TorchDispatchMode):
     def transfer(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
         """Copy between host and device, asynchronously if the host's memory is pinned."""
         self.refuse_in_capture("a copy between host and device")
+        self.calls += 1
         non_blocking = kwargs.pop("non_blocking", args[2:] == (True,))
         pinned = is_pinned(args)
         if not (non_blocking and pinned):
@@ -295,6 +314,7 @@ class Gpu(TorchDispatchMode):
 
     def execute(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run an operation of the device, which is a launch unless it allocates or makes a view."""
+        self.calls += 1
         if "device" in kwargs:
             kwargs["device"] = "cpu"
         found = func(*unwrap(args), **unwrap(kwargs))
@@ -328,6 +348,7 @@ class Gpu(TorchDispatchMode):
 
     def launch_kernel(self, kernel: JITFunction, grid: Any, args: Any, kwargs: Any) -> str:
         """Returns what identifies the compiled variant."""
+        self.calls += 1
         x, y, z = grid  # limits: CUDA C++ Programming Guide, of every compute capability
         if not (0 < x < 2**31 and 0 < y < 2**16 and 0 < z < 2**16):
             raise RuntimeError(f"{kernel.__name__} cannot have the grid {grid} at {site()}")
@@ -356,13 +377,13 @@ class Compiled:
     def __init__(self, kernel: JITFunction, options: Any, key: str) -> None:
         self.kernel, self.options, self.key = kernel, options, key
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        def run(*args: Any) -> None:
-            GPU.direct_launches += 1
-            key = GPU.launch_kernel(self.kernel, grid, args, self.options)
-            assert key == self.key, self.key
+    function = packed_metadata = None
 
-        return run
+    def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+        GPU.direct_launches += 1
+        args = convert(Pointer, lambda x: x.tensor, rest[6:])  # after the stream, ..., the hooks
+        key = GPU.launch_kernel(self.kernel, (x, y, z), args, self.options)
+        assert key == self.key, self.key
 
 
 class Graph:
@@ -372,6 +393,7 @@ class Graph:
 
     def replay(self) -> None:
         GPU.launches += len(self.calls)
+        GPU.calls += 1
         with _disable_current_modes():
             # Another graph of the pool may have used the memory meanwhile.
             spoil(*self.owned)
@@ -492,6 +514,22 @@ def add_rms_norm(a: Any) -> None:
     a.total.copy_(total)
 
 
+def read_rows(a: Any) -> None:
+    tensors = a.block_tables, a.positions, a.row_params, a.seeds, a.last_tokens
+    found = decode_inputs(a.rows, *tensors, a.BLOCK)
+    results = a.out_ids, a.out_positions, a.out_slots, a.out_lens
+    for result, x in zip(results, found, strict=False):
+        result.copy_(x)
+    for table, row, length in zip(
+        a.out_tables, found.block_tables, found.context_lens, strict=True
+    ):
+        num_blocks = -(-int(length) // a.BLOCK)
+        table[:num_blocks] = row[:num_blocks]
+    a.out_params.copy_(a.row_params[:, a.rows])
+    a.out_ints.copy_(a.out_params)
+    a.out_seeds.copy_(found.seeds)
+
+
 def draw(a: Any) -> None:
     filters = {"top_k": a.top_ks, "top_p": a.top_ps, "min_p": a.min_ps}
     batch = SamplingBatch(a.temperatures, a.seeds, a.positions, filters)
@@ -552,6 +590,7 @@ REFERENCES: dict[str, Callable[[Any], Any]] = {
     "_norm_rope_store": norm_rope_store,
     "_add_rms_norm": add_rms_norm,
     "_silu_and_mul": lambda a: a.out.copy_(layers.silu_and_mul(a.x)),
+    "_decode_inputs": read_rows,
     "_weigh_chunks": lambda a: None,  # the reference of _draw reads all logits
     "_draw": draw,
 }
@@ -605,6 +644,7 @@ def replace_device() -> None:
         return Compiled(self, kwargs, GPU.launch_kernel(self, grid, args, kwargs))
 
     JITFunction.run = run
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_stream=lambda device: 0))
 
 
 # ---- scenarios ----
@@ -765,7 +805,8 @@ def decode(directory: str) -> Any:
     def counted(layer: DecoderLayer, x: Tensor, *args: Any) -> Any:
         before = GPU.launches
         result = call(layer, x, *args)
-        per_layer[len(x)] = GPU.launches - before
+        # The graphs of steps with chunks are without attention.
+        per_layer[len(x)] = max(per_layer.get(len(x), 0), GPU.launches - before)
         return result
 
     rules: dict[str, dict[str, Any]]
@@ -802,12 +843,23 @@ def decode(directory: str) -> Any:
             llm.engine.add_request([i + 1] * 10, params)
         for _ in range(4):
             llm.engine.step()
-        GPU.reset()
-        llm.engine.add_request([7] * 34, params)
-        llm.engine.step()
-        in_layers = per_layer[234] * len(llm.engine.runner.model.layers)
-        chunks = dict(copies=GPU.copies, waits=dict(GPU.waits), launches=GPU.launches - in_layers)
-        found["with a chunk"] = chunks
+        calls: list[int] = []  # of the host until it launches attention, in each layer
+        attend = TritonAttention.attend
+
+        def timed(self: Any, layer: int, *args: Any) -> Tensor:
+            calls.append(GPU.calls)
+            return attend(self, layer, *args)
+
+        for kind in ("with a chunk", "with a chunk, eager"):
+            GPU.reset()
+            calls.clear()
+            llm.engine.add_request([7] * 34, params)
+            with patch.object(TritonAttention, "attend", timed):
+                llm.engine.step()
+            numbers = dict(calls=GPU.calls, calls_of_a_layer=calls[-1] - calls[-2])
+            found[kind] = dict(copies=GPU.copies, waits=dict(GPU.waits), **numbers)
+            llm.engine.runner.fused_model = llm.engine.runner.model
+            llm.engine.step()
         llm.engine.abort_all()
     in_layers = per_layer[256] * len(llm.engine.runner.model.layers)
     found["per layer"] = per_layer[256]
@@ -834,7 +886,7 @@ def memory(directory: str) -> Any:
 
     for scratch in (runner_memory._scratch_bytes, lambda *_: 0):
         gc.collect()
-        GPU.pool, GPU.memory = 0, GPU.allocated + (14 << 20)
+        GPU.pool, GPU.memory = 0, GPU.allocated + (18 << 20)
         with (
             GPU,
             patch.object(runner_memory, "CUDA_MARGIN", 0),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,12 +13,12 @@ from nanovllm.loading.select_backend import pick_backend
 from nanovllm.models.backend import Backend
 
 
-def stand_in(decode: Callable, hidden: torch.Tensor) -> DecodeGraphs:
+def stand_in(decode: Callable, positions: np.ndarray) -> DecodeGraphs:
     def capture(function: Callable[[], None]) -> Callable[[], None]:
         function()  # as cuda_capture does, to warm up
         return function
 
-    return DecodeGraphs(decode, hidden, lambda: capture)
+    return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture)
 
 
 def capture_with(patch: pytest.MonkeyPatch, capture_decode: Callable) -> None:

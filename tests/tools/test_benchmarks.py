@@ -14,7 +14,10 @@ import pytest
 import torch
 from bench_module import bench
 from checkpoints import random_llm, weights_of
+from oracle_engine import sequence
 
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.tools.benchmarks import (
     baselines,
@@ -69,6 +72,21 @@ def test_requests_are_as_the_table_says(name):
         assert spec.input[0] <= (len(prompt) - len(known)) / times <= spec.input[1]
     # The embedded model has 1,024 positions.
     assert max(work.lengths) <= (1024 if spec.model is None else SHAPES[spec.model][-1])
+
+
+def test_most_steps_of_a_stream_have_a_chunk():
+    """With outputs of one length, all rows would end together, and 3 % of the steps had one."""
+    spec = WORKLOADS["stream"]
+    work = make_workload("stream", spec, 300)
+    scheduler = Scheduler(BlockManager(spec.rows * 7, 16), spec.rows, 8192)
+    for i, (prompt, output) in enumerate(zip(work.prompts, work.outputs, strict=True)):
+        scheduler.add(sequence(prompt, output, i))
+    with_chunk = []
+    while scheduler.has_work():
+        step = scheduler.schedule()
+        with_chunk.append(bool(step.plan.chunks))
+        scheduler.commit(step, [7] * len(step.sampling_seqs))
+    assert sum(with_chunk) > 0.6 * len(with_chunk)
 
 
 def test_real_chats(embedded):

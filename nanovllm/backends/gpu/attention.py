@@ -1,15 +1,28 @@
 """Paged attention on a GPU with the Triton kernels in backends/gpu/kernels/."""
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.kernels import attention, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.batch import ForwardBatch, to_device
+from nanovllm.models.batch import ForwardBatch, longest_first, to_device
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
+
+# Steps of at most this many tokens share memory for q and the results of attention.
+SHARED_TOKENS = 512
+
+
+class StepLaunches(NamedTuple):
+    """What a step launches in each layer. All layers share the memory of q and the results."""
+
+    q: Tensor  # [T, H, D], also in the launches
+    out: Tensor  # [T, H, D]
+    launches: list[tuple[Any, ...]]  # (function, its q, its other arguments but those of a layer)
 
 
 class TritonAttention(PlainAttention):
@@ -37,27 +50,38 @@ class TritonAttention(PlainAttention):
                 f"the model has {self.group_size}; use attention_backend='sdpa'"
             )
         self.num_kv_heads = config.num_kv_heads
+        # q and the results of all layers and steps of so many tokens, at a fixed address.
+        shape = 2, SHARED_TOKENS, config.num_heads, config.head_dim
+        self.shared = torch.empty(shape, dtype=dtype, device=device)
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Set the launches of all layers, one for chunks and one for decodes: (tokens, function,
-        its arguments)."""
+        """Set the launches of all layers, one for chunks and one for decodes."""
+        num = len(batch.input_ids)
+        if num <= SHARED_TOKENS:
+            q, out = self.shared[:, :num]
+        else:
+            q, out = self.shared.new_empty((2, num, *self.shared.shape[2:]))
+        launches: list[tuple[Any, ...]] = []
         lens, tables = batch.context_lens, batch.block_tables
         num_chunks = len(lens) - batch.num_decodes
         chunk_tokens = len(batch.input_ids) - batch.num_decodes
-        batch.attention_metadata = []
+        batch.attention_metadata = StepLaunches(q, out, launches)
         if num_chunks:
             tile, starts = self.prefill_tile, batch.query_start_loc[: num_chunks + 1]
             queries = tile.num_rows // self.group_size
             tiles = attention.query_tiles(batch.query_lens[:num_chunks], queries)
             chunk_args = (to_device(tiles, lens.device), starts, lens[:num_chunks], tables, tile)
-            batch.attention_metadata.append((slice(chunk_tokens), attention.attend, chunk_args))
+            launches.append((attention.attend, q[:chunk_tokens], *chunk_args, out[:chunk_tokens]))
         if batch.num_decodes:
             tile, lens, tables = self.decode_tile, lens[num_chunks:], tables[num_chunks:]
             programs = tile.programs_per_sm * self.gpu.num_sms
             splits = attention.num_splits(batch.num_decodes, self.num_kv_heads, programs)
-            order = lens.argsort(descending=True)  # the longest contexts start first
-            decodes = slice(chunk_tokens, None), attention.attend_decode
-            batch.attention_metadata.append((*decodes, (order, lens, tables, tile, splits)))
+            order = batch.order
+            if order is None:
+                assert batch.host_lens is not None
+                order = to_device(longest_first(batch.host_lens[num_chunks:]), lens.device)
+            q, out, args = q[chunk_tokens:], out[chunk_tokens:], (order, lens, tables, tile, splits)
+            launches.append((attention.attend_decode, q, *args, out))
 
     def norm_rope_store(
         self, layer: int, qkv: Tensor, norms: Norms, rope: Rope, batch: ForwardBatch
@@ -65,18 +89,20 @@ class TritonAttention(PlainAttention):
         q_norm, k_norm = norms or (None, None)
         cache = (batch.slot_mapping, *self.layers[layer])
         scales = self.scales[layer]
-        return store.norm_rope_store(qkv, q_norm, k_norm, self.eps, *rope, *cache, *scales)
+        q: Tensor = batch.attention_metadata.q
+        store.norm_rope_store(qkv, q_norm, k_norm, self.eps, *rope, *cache, *scales, q)
+        return q
 
     def attend(self, layer: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """Compute attention of q [T, H, D] -> [T, H * D].
+        """Compute attention of q, the result of `norm_rope_store` -> [T, H * D].
 
         Decodes have a separate launch: in a prefill tile a single query would leave most rows
         unused, and one program would have to read its whole context.
         """
-        out = torch.empty_like(q)
-        for tokens, attend, args in batch.attention_metadata:
-            attend(q[tokens], *self.layers[layer], *args, out[tokens], *self.scales[layer])
-        return out.flatten(1)
+        step: StepLaunches = batch.attention_metadata
+        for attend, queries, *args in step.launches:
+            attend(queries, *self.layers[layer], *args, *self.scales[layer])
+        return step.out.flatten(1)
 
 
 def check_capability(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.attention import TritonAttention, check_capability
-from nanovllm.backends.gpu.graphs import DecodeGraphs, cuda_capture
-from nanovllm.backends.gpu.kernels import delta_rule, int4, int8, pointwise, sampling
+from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
+from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
+from nanovllm.backends.gpu.kernels import delta_rule, int4, int8, pointwise, rows, sampling
 from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.backend import Backend
@@ -41,6 +43,7 @@ class GpuBackend(Backend):
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
     silu_and_mul = staticmethod(pointwise.silu_and_mul)
     sample = staticmethod(sampling.sample)
+    decode_inputs = staticmethod(rows.decode_inputs)
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
@@ -57,9 +60,16 @@ class GpuBackend(Backend):
         return backends[weights](self.device, self.dtype)
 
     def capture_decode(
-        self, decode: Callable[[Tensor], tuple[Tensor, Tensor]], hidden: Tensor
+        self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray
     ) -> DecodeGraphs:
-        return DecodeGraphs(decode, hidden, cuda_capture)
+        return DecodeGraphs(decode, positions, self.device, CudaCapture)
+
+    def capture_chunks(
+        self, model: Any, attention: Any, graphs: DecodeGraphs, max_tokens: int
+    ) -> Any:
+        # The pool of the decode graphs has memory for these, because one graph runs at a time.
+        capture = cast(CudaCapture, graphs.capture)
+        return ChunkGraphs(model, attention, capture, max_tokens)
 
 
 class GpuInt8Backend(GpuBackend):

@@ -8,7 +8,8 @@ Rows.
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias
 from weakref import WeakSet
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.api.log import logger, progress_bar
-from nanovllm.models.batch import to_device
+from nanovllm.models.batch import longest_first, to_device
 
 # Takes the function to capture and returns the function that replays it.
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
@@ -55,38 +56,60 @@ def unused_stream() -> torch.cuda.Stream:
     )
 
 
-def cuda_capture() -> Capture:
-    """Return a Capture. Its graphs share one memory pool, because only one runs at a time."""
-    pool, stream = torch.cuda.graph_pool_handle(), unused_stream()
+class CudaCapture:
+    """A Capture whose graphs share one memory pool, because only one runs at a time."""
 
-    def capture(function: Callable[[], None]) -> Callable[[], None]:
+    def __init__(self) -> None:
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), unused_stream()
+
+    @contextmanager
+    def graph(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Capture the launches of the `with` block."""
+        graph, place = torch.cuda.CUDAGraph(), (self.pool, self.stream)
+        # In thread-local mode other threads may use the device during a capture.
+        with torch.cuda.graph(graph, *place, capture_error_mode="thread_local"):
+            yield graph
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
         function()  # compiles kernels and initializes libraries, which a capture must not do
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # In thread-local mode other threads may use the device during a capture.
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        with self.graph() as graph:
             function()
         return graph.replay
 
-    return capture
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Disable Python's garbage collector, which could free a graph and thus break a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class DecodeGraphs:
     def __init__(
         self,
-        decode: Callable[[Tensor], tuple[Tensor, Tensor]],
-        hidden: Tensor,
+        decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        positions: np.ndarray,
+        device: torch.device,
         capture: Callable[[], Capture],
     ) -> None:
-        """Capture decode: rows [S] -> (hidden [S, E], tokens [S]).
+        """Capture decode: (rows [S], order [S]) -> (hidden [S, E], tokens [S]).
 
-        Replays write to `hidden` [N, E].
+        `positions` [N + 1] are those of the rows, on the host. Row N is padding, at position 0.
         """
-        num_rows, device = len(hidden), hidden.device
-        self.padding_row = num_rows
-        self.rows = torch.full((num_rows,), num_rows, dtype=torch.int64, device=device)
-        self.hidden = hidden
-        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        num_rows = len(positions) - 1
+        self.padding_row, self.positions = num_rows, positions
+        # [2, N] int64: the rows of a batch, and its indices in the order of `longest_first`.
+        self.rows = torch.full((2, num_rows), num_rows, dtype=torch.int64, device=device)
+        self.rows[1] = torch.arange(num_rows, device=device)
+        # The results of each size are kept: other graphs of the pool must not use their memory.
+        self.results: dict[int, tuple[Tensor, Tensor]] = {}
         # The content of self.rows without padding; None if it is not known.
         self.decode_rows: list[int] | None = None
         self.size = 0
@@ -95,20 +118,13 @@ class DecodeGraphs:
         self.capture = capture()  # kept with the graphs, because it owns their stream
 
         def step(size: int) -> None:
-            self.hidden[:size], self.tokens[:size] = decode(self.rows[:size])
+            self.results[size] = decode(*self.rows[:, :size])
 
         # The largest size comes first: its memory in the pool is enough for all others.
         sizes = batch_sizes(num_rows)[::-1]
-        # Python's garbage collector could free a graph of another engine, which breaks a capture.
-        gc.collect()
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
+        with without_collector():
             for size in progress_bar("Capturing graphs", "graph", sizes):
                 self.replays[size] = self.capture(partial(step, size))
-        finally:
-            if enabled:
-                gc.enable()
         seconds = time.perf_counter() - start
         logger.info(f"captured decode for {len(sizes)} sizes up to {num_rows} in {seconds:.1f} s")
 
@@ -118,8 +134,10 @@ class DecodeGraphs:
         if decode_rows != self.decode_rows:
             self.decode_rows = None  # the copy may fail, also after it has changed them
             self.size = next(size for size in sorted(self.replays) if size >= num)
-            padded = decode_rows + [self.padding_row] * (self.size - num)
-            self.rows[: self.size] = to_device(np.array(padded), self.rows.device)
+            padded = np.array(decode_rows + [self.padding_row] * (self.size - num))
+            rows = np.stack((padded, longest_first(self.positions[padded])))
+            self.rows[:, : self.size] = to_device(rows, self.rows.device)
             self.decode_rows = decode_rows
         self.replays[self.size]()
-        return self.hidden[:num], self.tokens[:num]
+        hidden, tokens = self.results[self.size]
+        return hidden[:num], tokens[:num]

@@ -137,6 +137,8 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
     spec = replace(workloads.WORKLOADS[args.workload], **numbers)
     if spec.chats and (numbers or args.model or args.shape):
         raise ValueError(f"--workload {args.workload} has fixed requests for {spec.model}")
+    if spec.rows:
+        options = {"max_num_seqs": spec.rows, **options}
     shape = args.shape or (None if args.model or spec.chats else spec.model)
     model = shape or args.model or spec.model or EMBEDDED
     config = engine_config(options)

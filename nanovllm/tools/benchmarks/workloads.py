@@ -25,7 +25,7 @@ class Spec:
 
     model: a shape. alone: one request at a time.
     long_every: every prompt with a number divisible by it is 10 times as long.
-    chats: the requests are in chats.json instead.
+    chats: the requests are in chats.json instead. rows: max_num_seqs, unless it is set.
     """
 
     help: str
@@ -38,6 +38,7 @@ class Spec:
     alone: bool = False
     long_every: int = 0
     chats: bool = False
+    rows: int | None = None
 
     def __str__(self) -> str:
         if self.chats:
@@ -62,6 +63,8 @@ WORKLOADS = {
     "chat-real": Spec(
         "real chats, 2 turns", 16, (0, 0), (0, 0), "smollm2-135m", turns=2, chats=True
     ),
+    # Short answers of different lengths: a prompt joins nearly every step.
+    "stream": Spec("a stream of requests", 512, (64, 64), (16, 48), "qwen3-0.6b", rows=64),
     "latency": Spec("one request at a time", 4, (16, 128), (128, 128), alone=True),
 }
 

@@ -76,8 +76,8 @@ def test_rules_wait_for_nothing(runs: dict[str, Any], rules: str) -> None:
 
 def test_launches_of_a_decode(runs: dict[str, Any]) -> None:
     found = runs["decode"]["found"]
-    print(f"outside the layers: {found['outside the layers']} launches of a step")
     assert found["per layer"] <= 9
+    assert found["outside the layers"] <= 10
 
 
 def test_what_a_step_with_chunks_sends(runs: dict[str, Any]) -> None:
@@ -85,6 +85,13 @@ def test_what_a_step_with_chunks_sends(runs: dict[str, Any]) -> None:
     found = runs["decode"]["found"]["with a chunk"]
     print(found)
     assert found["copies"] <= 6
+
+
+def test_what_the_host_does_for_a_layer_of_a_step_with_chunks(runs: dict[str, Any]) -> None:
+    """It replays a graph, and launches attention for chunks and for decodes."""
+    found = runs["decode"]["found"]
+    assert found["with a chunk"]["calls_of_a_layer"] <= 6
+    assert found["with a chunk, eager"]["calls_of_a_layer"] <= 18
 
 
 def test_the_profile_reserves_what_later_steps_need(runs: dict[str, Any]) -> None:

@@ -87,9 +87,11 @@ def _norm_rope_store(
 def norm_rope_store(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor,
     sin: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor,
-    k_scale: float = 1.0, v_scale: float = 1.0,
+    k_scale: float = 1.0, v_scale: float = 1.0, q: Tensor | None = None,
 ) -> Tensor:
     """Return q [T, H, D] after norm and rotary (arXiv:2104.09864); store k and v in their slots.
+
+    The result is written to `q` if it is given.
 
     qkv [T, (H + 2K) D]; norm weights [D], or None for no norm; cos, sin [T, 1, D] with the halves
     (cos, cos) and (-sin, sin); slot_mapping [T] int64; k_cache, v_cache [blocks, K, block size, D].
@@ -99,7 +101,8 @@ def norm_rope_store(
     _, K, BLOCK, D = k_cache.shape
     H = width // D - 2 * K
     assert cos.shape[-1] == sin.shape[-1] == D
-    q = torch.empty((num_tokens, H, D), dtype=qkv.dtype, device=qkv.device)
+    if q is None:
+        q = torch.empty((num_tokens, H, D), dtype=qkv.dtype, device=qkv.device)
     norm = q_weight is not None and k_weight is not None
     weights = (q_weight, k_weight) if norm else (qkv, qkv)
     args = (qkv, *weights, cos, sin, slot_mapping, q, k_cache, v_cache, eps, k_scale, v_scale)
