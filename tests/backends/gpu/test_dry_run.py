@@ -80,6 +80,12 @@ def test_launches_of_a_decode(runs: dict[str, Any]) -> None:
     assert found["per layer"] <= 9
 
 
+def test_launches_of_few_rows(runs: dict[str, Any]) -> None:
+    found = runs["decode"]["found"]
+    assert found["few rows"]["per layer"] == [5]
+    assert found["few rows"]["outside the layers"] <= found["outside the layers"]
+
+
 def test_what_a_step_with_chunks_sends(runs: dict[str, Any]) -> None:
     """One copy for what changes in each step, one for the rest, the tiles and the rows on the device."""
     found = runs["decode"]["found"]["with a chunk"]
