@@ -206,7 +206,10 @@ def launch_few_rows(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> 
     """The kernels of a layer with the sizes of Qwen3-0.6B: for sm_90 all, for others some."""
     gpu, shared_memory_kib, _ = TARGETS[name]
     target = few_rows.Target(gpu.backend == "cuda", gpu.backend == "cuda" and gpu.arch >= 90)
-    tile, empty = decode_tile(GpuInfo(shared_memory_kib), 128, dtype), partial(torch.empty, dtype=dtype)
+    tile, empty = (
+        decode_tile(GpuInfo(shared_memory_kib), 128, dtype),
+        partial(torch.empty, dtype=dtype),
+    )
     cases: list[tuple[int, bool]] = [(1, False), (4, False), (1, True)] if name == "sm_90" else []
     if name in ("sm_80", "gfx942"):
         cases = [(4, True)]

@@ -358,7 +358,9 @@ def waits(kernel: JITFunction, arguments: dict[str, Any]) -> bool:
     """Whether every program calls gdc_wait: in `if PDL`, which is in no other branch."""
     [function] = kernel.parse().body
     branches = [ast.unparse(x) for x in function.body if isinstance(x, ast.If)]
-    return bool(arguments.get("PDL")) and any(x.startswith("if PDL:\n    gdc_wait()") for x in branches)
+    return bool(arguments.get("PDL")) and any(
+        x.startswith("if PDL:\n    gdc_wait()") for x in branches
+    )
 
 
 class Compiled:
@@ -850,8 +852,8 @@ def decode(directory: str) -> Any:
 
 
 def few_rows(directory: str, options: dict[str, Any]) -> Any:
-    """Launches of steady decode steps of 4 sequences."""
-    counts = []
+    """Launches of steady decode steps of 4 sequences, with weights in bfloat16 and in int8."""
+    found, counts = [], list[int]()
     call = FusedLayers.decode_layer
 
     def counted(*args: Any) -> None:
@@ -859,20 +861,23 @@ def few_rows(directory: str, options: dict[str, Any]) -> Any:
         call(*args)
         counts.append(GPU.launches - before)
 
-    with GPU, patch.object(FusedLayers, "decode_layer", counted):
-        llm = LLM(directory, device="cuda", dtype="bfloat16", **options | dict(max_num_seqs=4))
-        params = SamplingParams(top_k=20, max_tokens=30, ignore_eos=True)
-        for i in range(4):
-            llm.engine.add_request([i + 1] * 10, params)
-        for _ in range(4):
+    for quantization in (None, "int8"):
+        counts.clear()
+        with GPU, patch.object(FusedLayers, "decode_layer", counted):
+            few = dict(dtype="bfloat16", max_num_seqs=4, quantization=quantization)
+            llm = LLM(directory, device="cuda", **options | few)
+            params = SamplingParams(top_k=20, max_tokens=30, ignore_eos=True)
+            for i in range(4):
+                llm.engine.add_request([i + 1] * 10, params)
+            for _ in range(4):
+                llm.engine.step()
+            GPU.reset()
             llm.engine.step()
-        GPU.reset()
-        llm.engine.step()
-        launches = GPU.launches
-        llm.engine.abort_all()
-    num_layers = len(llm.engine.runner.model.layers)
-    outside = launches - counts[-1] * num_layers
-    return {"per layer": sorted(set(counts)), "outside the layers": outside}
+            launches = GPU.launches
+            llm.engine.abort_all()
+        outside = launches - 5 * len(llm.engine.runner.model.layers)
+        found.append({"per layer": sorted(set(counts)), "outside the layers": outside})
+    return found
 
 
 def memory(directory: str) -> Any:

@@ -1,8 +1,8 @@
 """The layers of a decode step with 1, 2 or 4 rows in five launches each, instead of ten.
 
-The kernels and their rules are in backends/gpu/kernels/few_rows.py. They serve Qwen3's layer in half
-precision, with weights in the dtype of the model or in int8. Everything else takes the way of
-models/qwen3.py.
+The kernels and their rules are in backends/gpu/kernels/few_rows.py. They compute Qwen3's layer in
+half precision, with weights in the dtype of the model or in int8. All other models and steps are
+computed by models/qwen3.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FusedLayers:
         self.logits = model.logits
 
     def forward(self, batch: ForwardBatch, attention: TritonAttention) -> Tensor:
-        """Compute Qwen3.forward. Steps with chunks or with another number of rows are left to it."""
+        """Compute Qwen3.forward. It computes steps with chunks or other numbers of rows itself."""
         model, rows = self.model, len(batch.input_ids)
         if rows not in SIZES or rows != batch.num_decodes:
             return model.forward(batch, attention)
@@ -77,19 +77,16 @@ def padding_batch(size: int, device: torch.device) -> ForwardBatch:
 
 def fuse_layers(model: Qwen3, attention: TritonAttention) -> FusedLayers | None:
     """Return None if the model or the GPU is not one that the kernels serve."""
-    config, device, dtype = model.config, model.backend.device, model.backend.dtype
-    if device.type == "cuda" and not torch.version.hip:
-        if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-            return None
-    linears = [module for layer in model.layers for module in layer.linears()]
-    fits = (
-        type(model) is Qwen3
-        and dtype != torch.float32
-        and config.qk_norm
-        and config.head_dim & (config.head_dim - 1) == 0
-        and all(is_served(module) for module in linears)
-    )
-    if not fits:
+    config, device = model.config, model.backend.device
+    is_nvidia = device.type == "cuda" and not torch.version.hip
+    if (
+        type(model) is not Qwen3
+        or model.backend.dtype == torch.float32
+        or not config.qk_norm
+        or config.head_dim & (config.head_dim - 1)
+        or not all(is_served(module) for layer in model.layers for module in layer.linears())
+        or (is_nvidia and torch.cuda.get_device_capability(device) < MIN_CAPABILITY)
+    ):
         return None
     fused = FusedLayers(model, Target.of(device))
     if device.type == "cuda":  # compile the kernels before requests are served

@@ -119,7 +119,7 @@ def fill(attention: PlainAttention, batch: ForwardBatch) -> None:
             slot.copy_(torch.randn(slot.shape))
 
 
-@pytest.mark.parametrize("contexts", [[100], [1, 150], [17, 64, 1, 129]], ids=len)
+@pytest.mark.parametrize("contexts", [[150], [17, 64, 1, 129]], ids=len)
 def test_a_step_equals_the_plain_model(
     contexts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
