@@ -10,7 +10,8 @@ tests/helpers/dry_run.py runs whole engines and checks that this script compiles
 
 It checks that every kernel compiles within the shared memory of the target, that no kernel
 spills registers but those of SPILLS, that as many decode programs fit a multiprocessor as
-configs.py says, and that float32 kernels do not use TF32.
+configs.py says, that float32 kernels do not use TF32, and that programs of programmatic launches
+load their weights before they wait.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from nanovllm.backends.gpu.kernels import (
     attention,
     delta_rule,
+    few_rows,
     int4,
     int8,
     pointwise,
@@ -157,6 +159,8 @@ def variants(
         if (name, dtype, head_dim, cache_dtype) == ("sm_90", half, 128, half):
             for heads in HEADS[1:]:
                 launch_layer(gpu, dtype, head_dim, cache_dtype, *heads)
+        if head_dim == 128 and dtype == half:
+            launch_few_rows(name, dtype, cache_dtype)
         if head_dim == HEAD_DIMS[0] and cache_dtype == dtype:
             x = torch.empty((32, 4096), dtype=dtype)
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
@@ -203,6 +207,35 @@ def launch_layer(
         cos = torch.empty((num, 1, head_dim), dtype=dtype)
         for norm in (weight, None):
             store.norm_rope_store(qkv, norm, norm, 1e-6, cos, cos, lens, cache, cache)
+
+
+def launch_few_rows(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """The kernels of a layer with the sizes of Qwen3-0.6B: for sm_90 all, for others some."""
+    gpu, shared_memory_kib, _ = TARGETS[name]
+    target = few_rows.Target(gpu.backend == "cuda", gpu.backend == "cuda" and gpu.arch >= 90)
+    tile, empty = (
+        decode_tile(GpuInfo(shared_memory_kib), 128, dtype),
+        partial(torch.empty, dtype=dtype),
+    )
+    cases: list[tuple[int, bool]] = [(1, False), (4, False), (1, True)] if name == "sm_90" else []
+    if name in ("sm_80", "gfx942"):
+        cases = [(4, True)]
+    for rows, int8_weights in cases:
+        x, qkv, hidden, norm = empty(rows, 1024), empty(rows, 4096), empty(rows, 3072), empty(1024)
+        cos, ids, cache = empty(rows, 1, 128), torch.ones(rows, dtype=torch.int64), (4, 8, 16, 128)
+        caches = (torch.empty(cache, dtype=cache_dtype),) * 2
+        rope_and_batch = cos, cos, ids, ids, torch.zeros((rows, 16), dtype=torch.int32), *caches
+        splits = few_rows.attend(qkv, norm, norm, 1e-6, *rope_and_batch, tile, target)
+        if cache_dtype != dtype:
+            continue
+
+        def weight(*shape: int, int8_weights: bool = int8_weights) -> Any:
+            return Int8Weight.empty(empty, *shape) if int8_weights else empty(*shape)
+
+        few_rows.linear(x, weight(4096, 1024), qkv, target, norm, 1e-6)
+        few_rows.linear(splits, weight(1024, 2048), x, target, add=True)
+        few_rows.linear(x, weight(6144, 1024), hidden, target, norm, 1e-6, silu=True)
+        few_rows.linear(hidden, weight(1024, 3072), x, target, add=True)
 
 
 def launch_quantized(dtype: torch.dtype, every: bool) -> None:
@@ -265,6 +298,8 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]
             # With 3.6, fp8 and heads of 64 take 96 registers on sm_90 and sm_100: 5 fit and not 6.
             if fit < tile.programs_per_sm - (VERSION < (3, 7) and "fp8" in label):
                 errors.append(f"{title}: programs_per_sm={tile.programs_per_sm}, and {fit} fit")
+    if getattr(options, "launch_pdl", False):
+        errors += check_wait(title, compiled.asm["cubin"], variant)
     if "float32" in label and re.search(r"\btf32\b", compiled.asm.get("ptx", "")):
         errors.append(f"{title}: TF32 in a float32 kernel")
     row = (
@@ -288,14 +323,33 @@ def resident(target: GPUTarget, limit_kib: int, shared: int, warps: int, registe
     return min(by_shared, by_registers, (48 if target.arch >= 80 else 32) // warps)
 
 
-def resources(cubin: bytes) -> tuple[str, str]:
-    """(registers, bytes of local memory) of a kernel; without spills it uses no local memory."""
+def check_wait(title: str, cubin: bytes, variant: Variant) -> list[str]:
+    """What is wrong with the wait (ACQBULK in SASS) of a kernel of a programmatic launch."""
+    code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", cuobjdump(cubin, "--dump-sass"), re.M)
+    wait = next((at for at, line in enumerate(code) if line.startswith("ACQBULK")), len(code))
+    if any("EXIT" in line or "STG" in line for line in code[:wait]):
+        return [f"{title}: not every program waits before it stores or ends"]
+    if variant.kernel is not few_rows._few_rows_linear:
+        return []
+    # Bytes of W that each of 256 threads holds.
+    held = variant.arguments["HELD"] * variant.arguments["GROUPS"] * few_rows.OUTPUTS.value
+    wanted = held * variant.arguments["weight"].element_size() // 256 // 16
+    loads = sum("LDG.E.128" in line for line in code[:wait])
+    return [f"{title}: {loads} loads of 16 bytes before the wait"] if loads < wanted else []
+
+
+def cuobjdump(cubin: bytes, option: str) -> str:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes) -> tuple[str, str]:
+    """(registers, bytes of local memory) of a kernel; without spills it uses no local memory."""
+    out = cuobjdump(cubin, "--dump-resource-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", out)
     assert match, out
     return match[1], str(int(match[2]) + int(match[3]))
