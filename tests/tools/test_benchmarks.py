@@ -244,7 +244,7 @@ def test_hf_baselines_generate_what_they_claim(path):
     # All tokens become equally likely.
     model.lm_head.weight.data.zero_()
     long = Workload("w", [[5, 6, 7], [8, 9]], [200, 150], [[0, 1]])
-    for name in ("hf", "hf-batch", "hf-continuous"):
+    for name in ("hf", "hf-batch", "hf-compiled", "hf-continuous"):
         part, _ = baselines.hf_part(name, long, None, 64)
         assert sum(part.outputs) == 350
         assert baselines.run_hf(name, model, part, 64)["seconds"] > 0

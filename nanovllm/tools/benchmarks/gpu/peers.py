@@ -1,0 +1,62 @@
+"""Times attention of a decode in torch and, if it is installed, in FlashInfer.
+
+FlashInfer reads the caches and block tables of nanovllm. torch's SDPA reads a contiguous cache.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile
+from nanovllm.models.fp8 import FP8
+from nanovllm.tools.benchmarks import kernels
+from nanovllm.tools.benchmarks.gpu.rows import Row, headline
+from nanovllm.tools.benchmarks.gpu.timing import DEVICE, seconds
+
+CASES = ((1, 1024), (64, 1024), (256, 1024))  # rows, and the length of their contexts
+WORKSPACE_BYTES = 128 << 20
+
+
+def rows() -> Iterator[Row]:
+    """Yield a row for each case, dtype and kind of kernel."""
+    library: Any = import_module("flashinfer") if find_spec("flashinfer") else None
+    if library is None:
+        yield headline({"peer": "FlashInfer", "note": "is not installed"})
+    tile = decode_tile(GpuInfo.of(DEVICE), kernels.D, torch.bfloat16)
+    for dtype in kernels.cache_dtypes():
+        for num, length in CASES:
+            case = kernels.Decode.random([length] * num, dtype)
+            calls: dict[str, list[Any]] = {"nanovllm": case.calls(tile)}
+            if dtype != FP8:
+                calls["torch's SDPA, contiguous"] = case.sdpa_calls()
+            for tensor_cores in (True, False) if library else ():
+                kind = f"FlashInfer {library.__version__}{', tensor cores' * tensor_cores}"
+                calls[kind] = flashinfer_calls(library, case, tensor_cores)
+            for by, timed in calls.items():
+                time = seconds(timed)
+                name = f"{'fp8' if dtype == FP8 else 'bf16'}, {num} x {length} tokens"
+                row = {"peer": by, "decode": name, "us": 1e6 * time}
+                yield headline(row | {"GB/s": case.num_bytes / time / 1e9})
+
+
+def flashinfer_calls(library: Any, case: kernels.Decode, tensor_cores: bool) -> list[Any]:
+    """Return calls without their plan, which FlashInfer makes once for a step.
+
+    Its layout HND with separate keys and values is the layout of nanovllm's caches.
+    """
+    pages = -(-case.lens // kernels.BLOCK)
+    starts = torch.cat((pages.new_zeros(1), pages.cumsum(0))).int()
+    numbers = torch.cat([t[:n] for t, n in zip(case.tables, pages.tolist(), strict=True)])
+    last = (case.lens - (pages - 1) * kernels.BLOCK).int()
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=DEVICE)
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "HND", use_tensor_cores=tensor_cores
+    )
+    heads = (kernels.H, kernels.K, kernels.D, kernels.BLOCK)
+    dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": case.kv.dtype}
+    wrapper.plan(starts, numbers, last, *heads, **dtypes)
+    return [partial(wrapper.run, case.q, (k, v)) for k, v in zip(*case.kv, strict=True)]
