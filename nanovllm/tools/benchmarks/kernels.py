@@ -32,9 +32,10 @@ from nanovllm.tools.benchmarks.workloads import SHAPES
 
 Layer: Any = SimpleNamespace  # takes the place of a Linear
 # The sizes of Qwen3-0.6B, and the number of rows of the pointwise kernels and the sampler.
-HIDDEN, FFN, _, H, K, D, VOCAB, *_ = SHAPES["qwen3-0.6b"]
+HIDDEN, FFN, _, H, K, D, VOCAB = SHAPES["qwen3-0.6b"][:7]
 BLOCK, ROWS = 16, 256
 index: Any = partial(torch.randperm, device=DEVICE)
+dense: Any = partial(sdpa, enable_gqa=True)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Decode:
         """Return calls of torch's SDPA on the same bytes in order; all contexts are as long."""
         shape = (2, self.kv.shape[1], len(self.q), K, int(self.lens[0]), D)
         pairs = self.kv[:, :, 1:].view(shape).unbind(1)
-        return [partial(sdpa, self.q[:, :, None], *pair, enable_gqa=True) for pair in pairs]
+        return [partial(dense, self.q[:, :, None], *pair) for pair in pairs]
 
 
 def main() -> None:
@@ -128,7 +129,7 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         rest = (tiles, starts, starts[1:].long(), tables.int()[None] + 1, tile, out)
         qkv = (q.transpose(0, 1)[None], *dense_kv[:, None, 1:].reshape(2, 1, K, length, D))
         chunk: list[Any] = [partial(attend, q, kv[0], kv[1], *rest)]
-        other = [partial(sdpa, *qkv, is_causal=True, enable_gqa=True)] if dtype != FP8 else []
+        other = [partial(dense, *qkv, is_causal=True)] if dtype != FP8 else []
         flops = 2 * H * D * length * (length + 1)
         yield f"prefill{' fp8' * (dtype == FP8)} {length:,} tokens", flops, "TFLOP/s", chunk, other
 
@@ -168,6 +169,6 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
             lambda x: norm_rope_store(x, *rope, *fp8),
         )
     for name, (size, moved, kernel) in table.items():
-        inputs = data(min(256, copies(2 * ROWS * size)), ROWS, size)
-        calls = [partial(kernel, x) for x in inputs]
+        tensors = data(min(256, copies(2 * ROWS * size)), ROWS, size)
+        calls = [partial(kernel, x) for x in tensors]
         yield f"{name}, {ROWS} rows", 2 * ROWS * moved, "GB/s", calls, []

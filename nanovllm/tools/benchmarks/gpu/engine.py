@@ -39,7 +39,7 @@ def rows(
     count: requests, instead of the workload's. sample: the most that a baseline runs.
     options: those of LLM().
     """
-    given = {"count": count} if count else {}
+    given: Row = {"count": count} if count else {}
     name = ", ".join([workload, shape, engine, *(f"{k}={v}" for k, v in (given | options).items())])
     if workload not in WORKLOADS:
         yield headline({"workload": name, "note": "there is no such workload in workloads.py yet"})
@@ -50,7 +50,7 @@ def rows(
         path = write_shape(shape, Path(directory))
         config = Checkpoint(path).model_config
         work = make_workload(workload, spec, config.vocab_size)
-        job = {"engine": engine, "directory": str(path), "device": "cuda", "dtype": "bfloat16"}
+        job: Row = {"engine": engine, "directory": str(path), "device": "cuda", "dtype": "bfloat16"}
         job |= {"batch_size": BATCH_SIZE}
         if engine == "nanovllm":
             part, fixed = work, {"load_format": "dummy", "skip_tokenizer_init": True}

@@ -1,18 +1,25 @@
 """Runs parts of `pytest -m gpu` at the same time: most of a kernel's test is its compilation."""
 
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryFile
+from time import monotonic
 
+from nanovllm.api.child import python
 from nanovllm.tools.benchmarks.gpu.rows import Row, headline
 
 ROOT = Path(__file__).parents[4]
 # One -v undoes the -q of pyproject.toml.
-COMMAND = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "-rs", "--tb=short"]
+COMMAND = [
+    *python("import pytest; raise SystemExit(pytest.main())"),
+    "-m",
+    "gpu",
+    "-vv",
+    "-rs",
+    "--tb=short",
+]
 
 
 def rows(selections: list[str], limit: float) -> Iterator[Row]:
@@ -20,7 +27,7 @@ def rows(selections: list[str], limit: float) -> Iterator[Row]:
 
     Also print what they print. After `limit` seconds those that still run are stopped.
     """
-    end = time.monotonic() + limit
+    end = monotonic() + limit
     with ExitStack() as stack:
         runs = []
         for selection in selections:
@@ -33,7 +40,7 @@ def rows(selections: list[str], limit: float) -> Iterator[Row]:
         for selection, process, file in runs:
             result = ""
             try:
-                process.wait(max(0.0, end - time.monotonic()))
+                process.wait(max(0.0, end - monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -41,6 +48,5 @@ def rows(selections: list[str], limit: float) -> Iterator[Row]:
             file.seek(0)
             printed = file.read().strip()
             print(printed, flush=True)
-            yield headline(
-                {"tests": selection, "result": result + printed.splitlines()[-1].strip("= ")}
-            )
+            result += printed.rpartition("\n")[2].strip("= ")
+            yield headline({"tests": selection, "result": result})

@@ -221,11 +221,14 @@ class Report:
 
 def gpu_report(args: argparse.Namespace, options: dict[str, Any]) -> None:
     """Run the parts that --only names, or all. Ctrl-C leaves what was finished."""
+    numbers = args.only or range(len(PARTS))
+    if (last := max(numbers)) >= len(PARTS):
+        raise ValueError(f"--only {last}: give numbers from 0 to {len(PARTS) - 1}")
     if not torch.cuda.is_available():
         raise ValueError("--gpu-report needs a GPU, and torch finds none; leave it out")
     report = Report(args.gpu_report)
     try:
-        for number in args.only or range(len(PARTS)):
+        for number in numbers:
             report.run_part(number, PARTS[number])
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -25,17 +25,23 @@ def copies(num_bytes: int) -> int:
     return min(1024, -(-COLD_BYTES // num_bytes))
 
 
+def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    """Return a graph of the calls, after each of them has run, which compiles kernels."""
+    for call in dict.fromkeys(calls):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
 def seconds(calls: Sequence[Callable[[], Any]]) -> float:
     """Return the median time of a call over replays of a graph, or NaN if the memory is short."""
     calls = list(calls) * -(-MIN_CALLS // len(calls))
     try:
-        for call in dict.fromkeys(calls[:2]):
-            call()  # compiles kernels and initializes libraries
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        graph = capture(calls)
         graph.replay()
         events = []
         for _ in range(REPLAYS):
