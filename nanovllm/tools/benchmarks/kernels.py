@@ -65,6 +65,10 @@ class Decode:
         """The keys and values of all contexts."""
         return 2 * self.kv.dtype.itemsize * int(self.lens.sum()) * K * D
 
+    def table_tile(self) -> Tile:
+        """Return the tile of the table for this GPU."""
+        return decode_tile(GpuInfo.of(DEVICE), D, self.q.dtype)
+
     def calls(self, tile: Tile) -> list[Callable[[], None]]:
         """Return a call of the kernel for each of the caches."""
         rows, out = len(self.q), torch.empty_like(self.q)
@@ -112,7 +116,7 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         if 10 * batch * length * K * D > torch.cuda.mem_get_info(DEVICE)[0]:
             continue
         case = Decode.random([length] * batch, dtype)
-        paged = case.calls(decode_tile(gpu, D, torch.bfloat16))
+        paged = case.calls(case.table_tile())
         other = case.sdpa_calls() if dtype != FP8 else []
         name = f"decode{' fp8' * (dtype == FP8)} {batch} x {length:,} tokens"
         yield name, case.num_bytes, "GB/s", paged, other

@@ -62,6 +62,12 @@ def test_the_first_parts_take_at_most_nine_minutes() -> None:
         assert sum(limits) < part.limit
 
 
+def test_the_documents_name_the_parts_and_their_limits() -> None:
+    text = (ROOT / "docs/measurements.md").read_text()
+    for number, part in enumerate(PARTS):
+        assert f"\n| {number} | {part.title} | {part.limit} s |" in text
+
+
 def test_the_tests_of_kernels_have_the_names_that_the_report_selects() -> None:
     tree = ast.parse((ROOT / "tests/backends/gpu/test_gpu.py").read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]

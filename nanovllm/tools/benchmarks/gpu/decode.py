@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile, decode_tile
+from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile
 from nanovllm.models.fp8 import FP8
 from nanovllm.tools.benchmarks import kernels, roofline
 from nanovllm.tools.benchmarks.gpu.rows import Row, headline
@@ -20,13 +20,13 @@ TABLE = "the table's tile"
 CANDIDATES = ((64, 2, 3), (32, 2, 3), (32, 1, 3), (16, 1, 4), (128, 4, 3), (64, 4, 4))
 
 
-def tiles(gpu: GpuInfo, dtype: torch.dtype) -> Iterator[tuple[str, Tile]]:
+def tiles(case: kernels.Decode) -> Iterator[tuple[str, Tile]]:
     """Yield the tile of the table, and the candidates with as many programs as memory allows."""
-    table = decode_tile(gpu, kernels.D, torch.bfloat16)
+    table, memory = case.table_tile(), GpuInfo.of(DEVICE).shared_memory_kib * 1024
     yield TABLE, table
     for keys, warps, stages in CANDIDATES:
-        size = 2 * dtype.itemsize * keys * kernels.D * stages
-        programs = max(1, min(8, gpu.shared_memory_kib * 1024 // (size + 2048)))
+        size = 2 * case.kv.dtype.itemsize * keys * kernels.D * stages
+        programs = max(1, min(8, memory // (size + 2048)))
         tile = replace(table, num_keys=keys, num_warps=warps, num_stages=stages)
         tile = replace(tile, programs_per_sm=programs)
         if tile != table:
@@ -35,7 +35,7 @@ def tiles(gpu: GpuInfo, dtype: torch.dtype) -> Iterator[tuple[str, Tile]]:
 
 def rows() -> Iterator[Row]:
     """Yield a row for each case and tile, and shares of the table's tile and of the best other."""
-    gpu, rng = GpuInfo.of(DEVICE), random.Random(0)
+    rng = random.Random(0)
     bandwidth = roofline.measure_peak(DEVICE, torch.bfloat16, COLD_BYTES)["bandwidth"]
     for low, high in CONTEXTS:
         for dtype in kernels.cache_dtypes():
@@ -44,14 +44,12 @@ def rows() -> Iterator[Row]:
             shares: dict[str, Row] = {}
             for num in ROWS:
                 case = kernels.Decode.random([rng.randint(low, high) for _ in range(num)], dtype)
-                for by, tile in tiles(gpu, dtype):
+                for by, tile in tiles(case):
                     time = seconds(case.calls(tile))
                     share = case.num_bytes / time / bandwidth
                     shares.setdefault(by, {})[f"{num} rows"] = share
                     row = {"decode": name, "by": by, "rows": num, "us": 1e6 * time}
                     yield row | {"GB/s": case.num_bytes / time / 1e9, "share": share}
-            for by in (
-                TABLE,
-                max(shares.keys() - {TABLE}, key=lambda by: sum(shares[by].values())),
-            ):
+            best = max(shares.keys() - {TABLE}, key=lambda by: sum(shares[by].values()))
+            for by in (TABLE, best):
                 yield headline({"decode": name, "by": f"{by}: share of the bandwidth"} | shares[by])

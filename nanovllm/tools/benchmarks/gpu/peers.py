@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
 
-from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile
 from nanovllm.models.fp8 import FP8
 from nanovllm.tools.benchmarks import kernels
 from nanovllm.tools.benchmarks.gpu.rows import Row, headline
@@ -22,25 +22,31 @@ WORKSPACE_BYTES = 128 << 20
 
 
 def rows() -> Iterator[Row]:
-    """Yield a row for each case, dtype and kind of kernel."""
-    library: Any = import_module("flashinfer") if find_spec("flashinfer") else None
-    if library is None:
+    """Yield a row for each case and library; FlashInfer, which compiles its kernels, is last."""
+    for name, case in cases():
+        yield measured(name, "nanovllm", case, case.calls(case.table_tile()))
+        if case.kv.dtype != FP8:
+            yield measured(name, "torch's SDPA, contiguous", case, case.sdpa_calls())
+    if find_spec("flashinfer") is None:
         yield headline({"peer": "FlashInfer", "note": "is not installed"})
-    tile = decode_tile(GpuInfo.of(DEVICE), kernels.D, torch.bfloat16)
-    for dtype in kernels.cache_dtypes():
-        for num, length in CASES:
-            case = kernels.Decode.random([length] * num, dtype)
-            calls: dict[str, list[Any]] = {"nanovllm": case.calls(tile)}
-            if dtype != FP8:
-                calls["torch's SDPA, contiguous"] = case.sdpa_calls()
-            for tensor_cores in (True, False) if library else ():
-                kind = f"FlashInfer {library.__version__}{', tensor cores' * tensor_cores}"
-                calls[kind] = flashinfer_calls(library, case, tensor_cores)
-            for by, timed in calls.items():
-                time = seconds(timed)
-                name = f"{'fp8' if dtype == FP8 else 'bf16'}, {num} x {length} tokens"
-                row = {"peer": by, "decode": name, "us": 1e6 * time}
-                yield headline(row | {"GB/s": case.num_bytes / time / 1e9})
+        return
+    library = import_module("flashinfer")
+    for name, case in cases():
+        for tensor_cores in (True, False):
+            by = f"FlashInfer {library.__version__}{', tensor cores' * tensor_cores}"
+            yield measured(name, by, case, flashinfer_calls(library, case, tensor_cores))
+
+
+def cases() -> Iterator[tuple[str, kernels.Decode]]:
+    for dtype, (num, length) in product(kernels.cache_dtypes(), CASES):
+        name = f"{'fp8' if dtype == FP8 else 'bf16'}, {num} x {length} tokens"
+        yield name, kernels.Decode.random([length] * num, dtype)
+
+
+def measured(name: str, by: str, case: kernels.Decode, calls: list[Any]) -> Row:
+    time = seconds(calls)
+    row = {"peer": by, "decode": name, "us": 1e6 * time}
+    return headline(row | {"GB/s": case.num_bytes / time / 1e9})
 
 
 def flashinfer_calls(library: Any, case: kernels.Decode, tensor_cores: bool) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 # The inputs of all calls together are larger than the L2 cache of any GPU.
 COLD_BYTES = 512 << 20
@@ -38,7 +39,10 @@ def capture(calls: Sequence[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
 
 
 def seconds(calls: Sequence[Callable[[], Any]]) -> float:
-    """Return the median time of a call over replays of a graph, or NaN if the memory is short."""
+    """Return the median time of a call over replays of a graph, or NaN if memory is short.
+
+    It may be the memory of the GPU, or the shared memory of a program.
+    """
     calls = list(calls) * -(-MIN_CALLS // len(calls))
     try:
         graph = capture(calls)
@@ -51,6 +55,6 @@ def seconds(calls: Sequence[Callable[[], Any]]) -> float:
             end.record()
             events.append((start, end))
         torch.cuda.synchronize()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OutOfResources):
         return float("nan")
     return median(start.elapsed_time(end) for start, end in events) / 1e3 / len(calls)
