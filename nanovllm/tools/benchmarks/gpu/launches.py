@@ -34,9 +34,9 @@ def empty_kernels(programmatic: bool) -> Iterator[Row]:
     """Yield the time of an empty kernel, of one program and of one for each multiprocessor."""
     kinds = {"plain": (False, False, False)}
     if programmatic:
-        kinds["programmatic, without a wait"] = (True, False, False)
-        kinds["programmatic, waits, then triggers"] = (True, True, False)
-        kinds["programmatic, triggers, then waits"] = (True, True, True)
+        kinds["programmatic"] = (True, False, False)
+        kinds["programmatic, triggers after the wait"] = (True, False, True)
+        kinds["programmatic, triggers before the wait"] = (True, True, False)
     x, num_sms = data(16), torch.cuda.get_device_properties(DEVICE).multi_processor_count
     for kind, flags in kinds.items():
         row: Row = {"empty kernel": f"empty kernel, {kind}"}
@@ -61,13 +61,13 @@ def chain(programmatic: bool) -> Iterator[Row]:
     kinds: dict[str, list[Callable[[], Any]]] = {
         "torch's linear": [partial(F.linear, x[None, : w.shape[1]], w) for x, w, _ in triples]
     }
-    for kind, wait, early in (
+    for kind, pdl, early in (
         ("plain", False, False),
         ("programmatic, loads after the wait", True, False),
         ("programmatic, loads before the wait", True, True),
     ):
-        if programmatic or not wait:
-            kinds[kind] = [partial(gemv, *triple, wait, early) for triple in triples]
+        if programmatic or not pdl:
+            kinds[kind] = [partial(gemv, *triple, pdl, early) for triple in triples]
     num_bytes = sum(2 * weight.numel() for weight in weights)
     wanted = None
     for kind, calls in kinds.items():
