@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 from nanovllm.tools.benchmarks import workloads
 
 # The modules read these tables when they are imported.
-TINY = (64, 96, 1, 4, 2, 16, 200, True, 4096)
+TINY = (64, 96, 1, 4, 2, 16, 224, True, 4096)
 workloads.SHAPES = dict.fromkeys(("qwen3-0.6b", "qwen3-8b"), TINY)
 
 import dry_run  # noqa: E402

@@ -18,6 +18,7 @@ from nanovllm.tools.benchmarks.workloads import SHAPES
 
 SHAPE = "qwen3-0.6b"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+LIBRARIES = ("cublas", "cublaslt")  # of torch
 
 
 def layer_shapes(shape: str) -> list[tuple[int, int]]:
@@ -43,7 +44,7 @@ def implementations(
     """Yield (name, bytes of a weight, functions of x, each with other weights)."""
     weights = data(copies(2 * outputs * inputs), outputs, inputs)
     plain = [partial(F.linear, weight=weight) for weight in weights]
-    for library in ("cublas", "cublaslt"):
+    for library in LIBRARIES:
         yield library, 2, [partial(in_blas, library, function) for function in plain]
     scale = data(outputs).float()
     layers: list[Any] = [
@@ -59,14 +60,14 @@ def rows() -> Iterator[Row]:
     head = (SHAPES[SHAPE][6], SHAPES[SHAPE][0])
     names = ("q, k, v", "o", "gate, up", "down", "head")
     for product, (outputs, inputs) in zip(names, [*layer_shapes(SHAPE), head], strict=True):
-        best = dict.fromkeys(ROWS, 0.0)  # of torch
+        best = dict.fromkeys(ROWS, 0.0)  # of LIBRARIES
         for by, itemsize, functions in implementations(outputs, inputs):
             for num in ROWS:
                 x, size = data(num, inputs), itemsize * outputs * inputs
                 flops = 2 * num * outputs * inputs
                 time = seconds([partial(function, x) for function in functions])
                 share = max(size / peak["bandwidth"], flops / peak["flops"]) / time
-                if by != "int8":
+                if by in LIBRARIES:
                     best[num] = max(best[num], share)
                 row: Row = {"product": f"{product} {inputs} -> {outputs}", "by": by, "rows": num}
                 row |= {"us": 1e6 * time, "GB/s": size / time / 1e9}
