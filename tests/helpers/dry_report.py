@@ -144,8 +144,8 @@ def make_small() -> None:
             assert hasattr(module, name), name
             setattr(module, name, value)
     small = dict(count=2, input=(3, 9), output=(2, 3))
-    for name in ("nano", "latency"):
-        workloads.WORKLOADS[name] = replace(workloads.WORKLOADS[name], **small)
+    for name, spec in workloads.WORKLOADS.items():
+        workloads.WORKLOADS[name] = replace(spec, **small)
     roofline.measure_peak = lambda *_: PEAK
     baselines.load_hf_model = lambda *_: Model()
     few: dict[str, Any] = dict(max_num_seqs=3, num_kvcache_blocks=32, max_model_len=64)
