@@ -11,7 +11,7 @@
   python bench.py --workload mixed --policy fcfs sjf --set max_num_seqs=16
   python bench.py --startup --memory   the time to start, and host memory over 10,000 requests
   python bench.py --kernels            each Triton kernel alone (needs a GPU)
-  python bench.py --gpu-report         GPU tests and benchmarks, written to gpu-report.txt
+  python bench.py --gpu-report         GPU tests and benchmarks in parts, in gpu-report.txt
 
 All engines get the same weights, token ids, output lengths and temperature, and none stops early.
 They take turns (A B A B), each in a separate process. On a CPU all processes load their engine and
@@ -87,7 +87,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--memory", action="store_true", help="host memory over 10,000 requests")
     add("--kernels", action="store_true", help="each Triton kernel alone, on a GPU")
     to_file: dict[str, Any] = {"nargs": "?", "type": Path, "const": Path("gpu-report.txt")}
-    add("--gpu-report", **to_file, metavar="FILE", help="all that needs a GPU, in one file to send")
+    add("--gpu-report", **to_file, metavar="FILE", help="all that needs a GPU, in files to send")
+    part = {**number, "type": partial(count, low=0)}
+    add("--only", nargs="+", **part, help="parts of --gpu-report, by number (all)")
     return parser
 
 
@@ -108,6 +110,12 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError(f"--plot {args.plot}: name a .png, .pdf or .svg file")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install -e '.[bench]'")
+    if args.only and not args.gpu_report:
+        raise ValueError("--only goes with --gpu-report only; leave it out")
+    if args.gpu_report and args.gpu_report.suffix == ".jsonl":
+        raise ValueError(
+            f"--gpu-report {args.gpu_report}: a file .jsonl is written too; name a .txt"
+        )
     modes_given = [name for name in (*MODES, "policy") if getattr(args, name)]
     mode = modes_given[0].replace("_", "-") if modes_given else ""
     for name in ("json", "plot", "baseline"):

@@ -76,6 +76,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Compile the CPU's kernels before the first test: otherwise small models run in torch."""
     if session.config.getoption("numprocesses"):
         return  # the two processes do it
+    if session.config.option.markexpr == "gpu":
+        return  # a card's time is short
     try:
         from nanovllm.backends.cpu import compile, jit
     except ImportError:

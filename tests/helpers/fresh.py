@@ -82,9 +82,14 @@ def module(name: str, *arguments: str) -> str:
 
 def dry_run(path: Path, names: tuple[str, ...]) -> dict[str, Any]:
     """Run scenarios of dry_run.py in a new process. Returns what each of them found."""
+    command = [sys.executable, "tests/helpers/dry_run.py", str(path), *names]
+    return on_model(command)
+
+
+def on_model(command: list[str]) -> dict[str, Any]:
+    """Run a command on the model of a GPU. Returns the JSON that it prints."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "tests/helpers/dry_run.py", str(path), *names]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )

@@ -262,7 +262,7 @@ def test_hf_baselines_generate_what_they_claim(path):
     # All tokens become equally likely.
     model.lm_head.weight.data.zero_()
     long = Workload("w", [[5, 6, 7], [8, 9]], [200, 150], [[0, 1]])
-    for name in ("hf", "hf-batch", "hf-continuous"):
+    for name in ("hf", "hf-batch", "hf-compiled", "hf-continuous"):
         part, _ = baselines.hf_part(name, long, None, 64)
         assert sum(part.outputs) == 350
         assert baselines.run_hf(name, model, part, 64)["seconds"] > 0
@@ -432,23 +432,10 @@ BAD_INPUT = {
     "--kernels": "--kernels needs a GPU",
     "--gpu-report": "--gpu-report needs a GPU",
     "--gpu-report /no/where.txt": "cannot write /no/where.txt",
+    "--gpu-report a.jsonl": "--gpu-report a.jsonl: a file .jsonl is written too; name a .txt",
+    "--gpu-report --only 3 10": "--only 10: give numbers from 0 to 9",
+    "--only 3": "--only goes with --gpu-report only",
 }
-
-
-def test_gpu_report(tmp_path, capsys, monkeypatch):
-    """It keeps what each command prints, and goes on after one that fails."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    monkeypatch.setattr(modes, "GPU_REPORT", ("-c print(6*7)", "-c raise(SystemExit(3))"))
-    monkeypatch.setattr(modes.shutil, "which", lambda name: "/cuda/bin/ptxas")
-    file = tmp_path / "report.txt"
-    assert bench.main(["--gpu-report", str(file)]) == 0
-    text = file.read_text()
-    assert text.startswith("device: a card\nCPU: ")
-    assert text.count("print(6*7)\n42\n-- exit status 0") == 2
-    assert "== env TRITON_PTXAS_PATH=/cuda/bin/ptxas " in text
-    assert "-- exit status 3" in text
-    assert str(file) in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.items())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 BASELINES = {
     "hf": "generate of transformers, one request at a time (default with the embedded model)",
     "hf-batch": "generate on static batches, padded to the longest (default, as hf)",
+    "hf-compiled": "generate with a static cache, on a GPU with torch.compile; as hf",
     "hf-continuous": "continuous batching of transformers",
     "vllm": "vLLM with its defaults, in the environment of --peer-python",
     "vllm-eager": "vLLM without compilation",
@@ -55,10 +57,14 @@ def hf_part(name: str, work: Workload, sample: int | None, size: int) -> tuple[W
     total = len(work.prompts)
     if name == "hf-continuous":
         return work, ""
-    if name == "hf":
+    if name in ("hf", "hf-compiled"):
         size = 1
         num = min(total, sample or 4)
         part = work.subset(sorted({i * total // num for i in range(num)}))
+        if name == "hf-compiled":
+            # A static cache that grows would be compiled again: the longest request is the first.
+            by_length = sorted(range(num), key=lambda i: -part.lengths[i])
+            part = replace(part, rounds=[[i] for i in by_length])
     else:
         # A last batch that is not full would make the baseline slower.
         part = work.subset(range(min(total, -(-(sample or total) // size) * size)))
@@ -70,18 +76,24 @@ def run_hf(name: str, model: Any, work: Workload, size: int) -> dict[str, Any]:
     """Run a workload in one of the hf engines. Raises RuntimeError for a wrong number of tokens."""
     if name == "hf-continuous":
         return run_continuous(model, work)
-    return run_batches(model, work, 1 if name == "hf" else size)
+    static = name == "hf-compiled"
+    return run_batches(model, work, size if name == "hf-batch" else 1, static)
 
 
-def generation_config(work: Workload, max_new_tokens: int, eos_token_id: int | None) -> Any:
+def generation_config(
+    work: Workload, max_new_tokens: int, eos_token_id: int | None, static: bool = False
+) -> Any:
+    """static: with a static cache, with which `generate` compiles decodes on a GPU."""
     from transformers import GenerationConfig
 
     fixed: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "pad_token_id": 0}
     fixed |= {"temperature": work.temperature, "eos_token_id": eos_token_id}
+    if static:
+        fixed["cache_implementation"] = "static"
     return GenerationConfig(max_new_tokens=max_new_tokens, **fixed)
 
 
-def run_batches(model: Any, work: Workload, size: int) -> dict[str, Any]:
+def run_batches(model: Any, work: Workload, size: int, static: bool = False) -> dict[str, Any]:
     """Run static batches in the order of the requests. Each runs until its longest output ends."""
     import torch
 
@@ -95,7 +107,7 @@ def run_batches(model: Any, work: Workload, size: int) -> dict[str, Any]:
             ids = [[0] * (width - len(p)) + p for p in prompts]
             mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
             inputs = torch.tensor([ids, mask], device=model.device)
-            settings = {"generation_config": generation_config(work, longest, None)}
+            settings = {"generation_config": generation_config(work, longest, None, static)}
             with torch.inference_mode():
                 out = model.generate(inputs[0], attention_mask=inputs[1], **settings).cpu()
             check_lengths("generate", [out.shape[1] - width], [longest])

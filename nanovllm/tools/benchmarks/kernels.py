@@ -1,11 +1,12 @@
 """Measures each Triton kernel as a fraction of the GPU's copy bandwidth or matmul rate.
 
-A CUDA graph contains all calls, so launches cost nothing. The inputs of all calls together are
-larger than the L2 cache. Attention is also measured with torch's SDPA, which reads a contiguous KV
-cache with sequences of the same lengths.
+The calls are timed in a CUDA graph, and their inputs together are larger than the L2 cache.
+Attention is also measured with torch's SDPA, which reads a contiguous KV cache with sequences of
+the same lengths.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -13,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from tqdm import tqdm
-from triton.testing import do_bench_cudagraph
 
 from nanovllm.backends.gpu.kernels.attention import attend, attend_decode, num_splits, query_tiles
-from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
+from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile, decode_tile, prefill_tile
 from nanovllm.backends.gpu.kernels.int8 import linear
 from nanovllm.backends.gpu.kernels.pointwise import add_rms_norm, silu_and_mul
 from nanovllm.backends.gpu.kernels.sampling import sample
@@ -26,13 +27,60 @@ from nanovllm.backends.gpu.kernels.store import norm_rope_store
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
+from nanovllm.tools.benchmarks.gpu.timing import DEVICE, copies, data, seconds
+from nanovllm.tools.benchmarks.workloads import SHAPES
 
 Layer: Any = SimpleNamespace  # takes the place of a Linear
 # The sizes of Qwen3-0.6B, and the number of rows of the pointwise kernels and the sampler.
-H, K, D, BLOCK, HIDDEN, FFN, VOCAB, ROWS = 16, 8, 128, 16, 1024, 3072, 151_936, 256
-L2_BYTES = 512 << 20
-data: Any = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
-index: Any = partial(torch.randperm, device="cuda")
+HIDDEN, FFN, _, H, K, D, VOCAB = SHAPES["qwen3-0.6b"][:7]
+BLOCK, ROWS = 16, 256
+index: Any = partial(torch.randperm, device=DEVICE)
+dense: Any = partial(sdpa, enable_gqa=True)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Attention of one query per sequence, over KV caches whose blocks are in random order."""
+
+    q: Tensor  # [S, H, D]
+    kv: Tensor  # [2, copies, blocks, K, BLOCK, D]
+    tables: Tensor  # [S, B] int32
+    lens: Tensor  # [S] int64
+
+    @classmethod
+    def random(cls, contexts: list[int], dtype: torch.dtype) -> "Decode":
+        """Return a case with keys and values in `dtype`, in as many caches as needed."""
+        counts = [-(-n // BLOCK) for n in contexts]
+        tables = torch.zeros((len(contexts), max(counts)), dtype=torch.int32, device=DEVICE)
+        blocks = iter((index(sum(counts)).int() + 1).split(counts))  # block 0 is the null block
+        for row, count in zip(tables, counts, strict=True):
+            row[:count] = next(blocks)
+        number = copies(2 * dtype.itemsize * sum(contexts) * K * D)
+        kv = data(2, number, sum(counts) + 1, K, BLOCK, D).to(dtype)
+        lens = torch.tensor(contexts).to(DEVICE)
+        return cls(data(len(contexts), H, D), kv, tables, lens)
+
+    @property
+    def num_bytes(self) -> int:
+        """The keys and values of all contexts."""
+        return 2 * self.kv.dtype.itemsize * int(self.lens.sum()) * K * D
+
+    def table_tile(self) -> Tile:
+        """Return the tile of the table for this GPU."""
+        return decode_tile(GpuInfo.of(DEVICE), D, self.q.dtype)
+
+    def calls(self, tile: Tile) -> list[Callable[[], None]]:
+        """Return a call of the kernel for each of the caches."""
+        rows, out = len(self.q), torch.empty_like(self.q)
+        splits = num_splits(rows, K, tile.programs_per_sm * GpuInfo.of(DEVICE).num_sms)
+        rest = (self.lens.argsort(descending=True), self.lens, self.tables, tile, splits, out)
+        return [partial(attend_decode, self.q, k, v, *rest) for k, v in zip(*self.kv, strict=True)]
+
+    def sdpa_calls(self) -> list[Callable[[], Tensor]]:
+        """Return calls of torch's SDPA on the same bytes in order; all contexts are as long."""
+        shape = (2, self.kv.shape[1], len(self.q), K, int(self.lens[0]), D)
+        pairs = self.kv[:, :, 1:].view(shape).unbind(1)
+        return [partial(dense, self.q[:, :, None], *pair) for pair in pairs]
 
 
 def main() -> None:
@@ -53,49 +101,27 @@ def main() -> None:
     print(f"\n{torch.cuda.get_device_name()}: " + "\n".join(lines))
 
 
-def seconds(calls: list[Callable[[], object]]) -> float:
-    """Return the median time of a call, or nan if it runs out of memory."""
-    # do_bench_cudagraph uses another stream, which does not wait until the inputs are written.
-    torch.cuda.synchronize()
-    try:
-        time = do_bench_cudagraph(lambda: [call() for call in calls], return_mode="median")
-    except torch.OutOfMemoryError:
-        return float("nan")
-    return float(time) / 1e3 / len(calls)
-
-
 def cache_dtypes() -> list[torch.dtype]:
     """Return the dtypes of a KV cache that Triton kernels can read on this GPU."""
-    has_fp8 = torch.version.hip or torch.cuda.get_device_capability() >= (8, 9)
+    has_fp8 = torch.version.hip or torch.cuda.get_device_capability(DEVICE) >= (8, 9)
     return [torch.bfloat16, FP8] if has_fp8 else [torch.bfloat16]
 
 
 def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
     """Yield (name, bytes moved or FLOPs, unit of the rate, calls, calls of torch or [])."""
-    gpu = GpuInfo.of(torch.device("cuda"))
-    dense = partial(sdpa, enable_gqa=True)
-    rest: tuple[Any, ...]
+    gpu = GpuInfo.of(DEVICE)
     lengths = (128, 1024, 8192, 32_768)
     for dtype, batch, length in product(cache_dtypes(), (1, 8, 64, 256), lengths):
-        tile = decode_tile(gpu, D, torch.bfloat16)
-        size = 2 * dtype.itemsize * batch * length * K * D
-        blocks = batch * length // BLOCK
-        if 5 / dtype.itemsize * size > torch.cuda.mem_get_info()[0]:
+        # The numbers exist in bfloat16 too, while they are converted.
+        if 10 * batch * length * K * D > torch.cuda.mem_get_info(DEVICE)[0]:
             continue
-        # Block 0 is the null block.
-        dense_kv = data(2, min(1024, -(-L2_BYTES // size)), blocks + 1, K, BLOCK, D)
-        kv = dense_kv.to(dtype)
-        tables = (index(blocks).int() + 1).view(batch, -1)
-        lens = index(batch) * 0 + length
-        q, out = data(batch, H, D), data(batch, H, D)
-        splits = num_splits(batch, K, tile.programs_per_sm * gpu.num_sms)
-        rest = (lens.argsort(), lens, tables, tile, splits, out)
-        paged = [partial(attend_decode, q, k, v, *rest) for k, v in zip(*kv, strict=True)]
-        pairs = dense_kv[:, :, 1:].view(2, -1, batch, K, length, D).unbind(1)
-        other = [partial(dense, q[:, :, None], *pair) for pair in pairs] if dtype != FP8 else []
+        case = Decode.random([length] * batch, dtype)
+        paged = case.calls(case.table_tile())
+        other = case.sdpa_calls() if dtype != FP8 else []
         name = f"decode{' fp8' * (dtype == FP8)} {batch} x {length:,} tokens"
-        yield name, size, "GB/s", paged, other
+        yield name, case.num_bytes, "GB/s", paged, other
 
+    rest: tuple[Any, ...]
     for dtype, length in product(cache_dtypes(), (1024, 2048, 4096, 8192, 16_384)):
         tile = prefill_tile(gpu, D, torch.bfloat16)
         q, out = data(length, H, D), data(length, H, D)
@@ -106,15 +132,15 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
         tiles = torch.from_numpy(query_tiles(lens, tile.num_rows // (H // K))).cuda()
         rest = (tiles, starts, starts[1:].long(), tables.int()[None] + 1, tile, out)
         qkv = (q.transpose(0, 1)[None], *dense_kv[:, None, 1:].reshape(2, 1, K, length, D))
-        paged = [partial(attend, q, kv[0], kv[1], *rest)]
+        chunk: list[Any] = [partial(attend, q, kv[0], kv[1], *rest)]
         other = [partial(dense, *qkv, is_causal=True)] if dtype != FP8 else []
         flops = 2 * H * D * length * (length + 1)
-        yield f"prefill{' fp8' * (dtype == FP8)} {length:,} tokens", flops, "TFLOP/s", paged, other
+        yield f"prefill{' fp8' * (dtype == FP8)} {length:,} tokens", flops, "TFLOP/s", chunk, other
 
     shapes = ((4096, HIDDEN), (HIDDEN, FFN), (VOCAB, HIDDEN))
     for (outputs, inputs), rows in product(shapes, (1, 16, 64, 256)):
         # In place of SDPA, the table shows torch's linear with weights in bfloat16.
-        shape = -(-L2_BYTES // (outputs * inputs)), outputs, inputs
+        shape = copies(outputs * inputs), outputs, inputs
         values = torch.randint(-127, 128, shape, dtype=torch.int8, device="cuda")
         x, scale, bf16 = data(rows, inputs), data(outputs).float(), torch.bfloat16
         quantized = [Layer(weight=Int8Weight(each, scale, bf16), bias=None) for each in values]
@@ -147,6 +173,6 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
             lambda x: norm_rope_store(x, *rope, *fp8),
         )
     for name, (size, moved, kernel) in table.items():
-        inputs = data(min(256, -(-L2_BYTES // (2 * ROWS * size))), ROWS, size)
-        calls = [partial(kernel, x) for x in inputs]
+        tensors = data(min(256, copies(2 * ROWS * size)), ROWS, size)
+        calls = [partial(kernel, x) for x in tensors]
         yield f"{name}, {ROWS} rows", 2 * ROWS * moved, "GB/s", calls, []

@@ -3,13 +3,10 @@
 import argparse
 import importlib
 import random
-import shutil
 import subprocess
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,6 +26,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
 from nanovllm.tools.benchmarks import machine
+from nanovllm.tools.benchmarks.gpu.report import gpu_report as gpu_report
 
 
 class NoModel:
@@ -116,43 +114,6 @@ def kernels(args: argparse.Namespace, options: dict[str, Any]) -> None:
         raise ValueError("--kernels needs a GPU, and torch finds none; leave it out")
     # Triton is not installed everywhere.
     importlib.import_module("nanovllm.tools.benchmarks.kernels").main()
-
-
-# The commands of --gpu-report: arguments of Python, in the repository's root.
-ROOT = Path(__file__).parents[3]
-GPU_REPORT = (
-    "-m pytest -m gpu -rs",
-    "bench.py --kernels",
-    "bench.py --workload nano --baseline hf-batch --sample 64",
-    "bench.py --workload latency --shape qwen3-0.6b",
-    "bench.py --workload latency --shape qwen3-8b",
-    "bench.py --workload mixed --shape qwen3-0.6b",
-)
-
-
-def gpu_report(args: argparse.Namespace, options: dict[str, Any]) -> None:
-    """Run everything that needs a GPU, and write the output of each command to one file."""
-    if not torch.cuda.is_available():
-        raise ValueError("--gpu-report needs a GPU, and torch finds none; leave it out")
-    about = "\n".join(f"{k}: {v}" for k, v in machine.describe(torch.device("cuda")).items())
-    query = "nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv"
-    commands = [query.split(), *([sys.executable, *x.split()] for x in GPU_REPORT)]
-    if assembler := shutil.which("ptxas"):  # another one than Triton's
-        commands.append(["env", f"TRITON_PTXAS_PATH={assembler}", *commands[1]])
-    for command in commands:
-        start = time.perf_counter()
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-            )
-            printed, status = done.stdout.decode(errors="replace"), str(done.returncode)
-        except OSError as error:
-            printed, status = "", str(error)
-        about += f"\n\n== {' '.join(command)}\n{printed.strip()}\n"
-        about += f"-- exit status {status}, {time.perf_counter() - start:.0f} s"
-        print("\n".join(about.split("\n")[-12:]), flush=True)
-        args.gpu_report.write_text(about + "\n")
-    print(f"\nwritten to {args.gpu_report}; please send it in an issue")
 
 
 STARTUP = """from time import perf_counter as now; a = now()
