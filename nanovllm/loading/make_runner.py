@@ -181,7 +181,7 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank
     backend, model = runner.backend, runner.model
     if ranks.size == 1:  # fused layers have no all-reduce
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model
-    if backend.captures and model.can_capture and not config.enforce_eager:
+    if backend.captures and not config.enforce_eager:
         hidden = backend.empty(config.max_num_seqs, model.config.hidden_size)
         remedy = (
             "the remaining memory does not hold the CUDA graphs; lower max_num_seqs, "
