@@ -58,7 +58,7 @@ def make_runner(
         block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
         weight_bytes = memory.weight_bytes(model_class(model_config).on_meta(model_config, backend))
         room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
-        room.check(checkpoint.directory.name, backend.dtype)
+        room.check(checkpoint.directory.name, backend.dtype, model_config.weights_note)
         if model_config.state_bytes(1):
             num_states = load_optional("features.hybrid.memory", "the model").num_states
             sizes = backend.dtype.itemsize, room.max_bytes
