@@ -98,9 +98,9 @@ class Room:
             kind = self.config.quantization or str(dtype)[6:]
             raise ValueError(
                 f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in {kind}{note}, "
-                f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; use a smaller model, end other programs, or set "
-                "dtype='bfloat16', which takes half of float32, or quantization='int8', which "
-                "takes half of that"
+                f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; use a "
+                "smaller model, end other programs, or set dtype='bfloat16', which takes half of "
+                "float32, or quantization='int8', which takes half of that"
             )
         size = ((self.requested_blocks or 0) + 1) * self.block_bytes
         if self.requested_blocks is not None and size > self.free:
