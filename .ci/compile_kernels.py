@@ -84,7 +84,7 @@ SPILLS = {
     r"_int[48]_linear .* ALIGNED=False": "layers whose inputs are no multiple of 16 are rare",
     r"_(solve|chunk_rule) \(float32 ": "it uses no matrix units, and is for comparisons",
     r"sm_(80|86|89|100|120): _(solve|chunk_rule) ": "at most 312 bytes; it has all 255 registers",
-    r"sm_75: _expert_linear": "152 to 656 bytes with every tile, in each kind of weights",
+    r"sm_75: _expert_linear": "136 to 640 bytes with both tiles, in each kind of weights",
     r"sm_75: _int[48]_linear": "2 to 3 KB with every tile; use the dtype of the model there",
     r"sm_90: _int8_linear \(bfloat16 D=64 G=32 ": "8 bytes at 72 registers, which are not too few",
 }
