@@ -37,6 +37,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from nanovllm.backends.gpu.kernels import (
     attention,
     delta_rule,
+    experts,
     few_rows,
     int4,
     int8,
@@ -86,6 +87,7 @@ SPILLS = {
     r"_int[48]_linear .* ALIGNED=False": "layers whose inputs are no multiple of 16 are rare",
     r"_(solve|chunk_rule) \(float32 ": "it uses no matrix units, and is for comparisons",
     r"sm_(80|86|89|100|120): _(solve|chunk_rule) ": "at most 312 bytes; it has all 255 registers",
+    r"sm_75: _expert_linear": "136 to 640 bytes with both tiles, in each kind of weights",
     r"sm_75: _int[48]_linear": "2 to 3 KB with every tile; use the dtype of the model there",
     r"sm_90: _int8_linear \(bfloat16 D=64 G=32 ": "8 bytes at 72 registers, which are not too few",
 }
@@ -176,6 +178,8 @@ def variants(
             for heads in DELTA_HEADS if every else DELTA_HEADS[:1]:
                 launch_delta_rule(dtype, *heads, only_decode=name == "sm_75")
             launch_quantized(dtype, every=name == "sm_90" and dtype != torch.float16)
+            if dtype in (half, torch.float32):
+                launch_experts(dtype)
             # The vocabulary of the embedded model is a single chunk.
             for num_rows, vocab_size in ((32, 151_936), (1, 151_936), (32, 1042)):
                 row, ids = torch.ones(num_rows), torch.ones(num_rows, dtype=torch.int64)
@@ -250,6 +254,19 @@ def launch_quantized(dtype: torch.dtype, every: bool) -> None:
             for bias in (None, empty(outputs)):
                 if every or (bias is None) == (outputs == 70):
                     kernels.compile_for(SimpleNamespace(weight=weight, bias=bias))
+
+
+def launch_experts(dtype: torch.dtype) -> None:
+    """Products with experts: both tiles in the dtype of x, and one of each quantized kind."""
+    shape, ends = (256 * 64, 1024), torch.zeros(256, dtype=torch.int64)
+    plain = torch.empty(shape, dtype=dtype)
+    in_int8, in_int4 = (
+        kind.empty(partial(torch.empty, dtype=dtype), *shape) for kind in (Int8Weight, Int4Weight)
+    )
+    many = experts.FEW.num_rows * len(ends)
+    for weight, rows in ((plain, 1), (plain, many), (in_int8, 1), (in_int4, many)):
+        x = torch.empty((rows, shape[1]), dtype=dtype)
+        experts.expert_linear(x, SimpleNamespace(weight=weight), ends)
 
 
 def launch_delta_rule(

@@ -39,6 +39,7 @@ LESSONS = (
     "lesson15_tensor_parallel",
     "lesson16_states",
     "lesson17_state_cache",
+    "lesson18_experts",
 )
 NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
 MODULES = {

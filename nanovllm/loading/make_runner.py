@@ -58,7 +58,7 @@ def make_runner(
         block_bytes = model_config.block_bytes(config.kvcache_block_size, cache_dtype.itemsize)
         weight_bytes = memory.weight_bytes(model_class(model_config).on_meta(model_config, backend))
         room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
-        room.check(checkpoint.directory.name, backend.dtype)
+        room.check(checkpoint.directory.name, backend.dtype, model_config.weights_note)
         if model_config.state_bytes(1):
             num_states = load_optional("features.hybrid.memory", "the model").num_states
             sizes = backend.dtype.itemsize, room.max_bytes
@@ -181,7 +181,7 @@ def make_fast_steps(config: EngineConfig, runner: ModelRunner, ranks: SingleRank
     backend, model = runner.backend, runner.model
     if ranks.size == 1:  # fused layers have no all-reduce
         runner.fused_model = backend.fuse_layers(model, runner.attention) or model
-    if backend.captures and model.can_capture and not config.enforce_eager:
+    if backend.captures and not config.enforce_eager:
         remedy = (
             "the remaining memory does not hold the CUDA graphs; lower max_num_seqs, "
             "gpu_memory_utilization or kv_cache_memory_bytes, or set enforce_eager=True"

@@ -89,15 +89,18 @@ class Room:
         pool = load_optional("features.host_cache.pool", "swap_space")
         return int(pool.num_host_blocks(self.config, self.block_bytes, free, where))
 
-    def check(self, name: str, dtype: torch.dtype) -> None:
-        """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit."""
+    def check(self, name: str, dtype: torch.dtype, note: str = "") -> None:
+        """Raise ValueError if the weights of `name`, or a cache of a requested size, do not fit.
+
+        `note` is what the message adds to the bytes of the weights.
+        """
         if self.weight_bytes > self.free:
+            kind = self.config.quantization or str(dtype)[6:]
             raise ValueError(
-                f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in "
-                f"{str(dtype)[6:]}, and {self.free / 2**30:,.2f} GiB of memory are free on "
-                f"{self.device}; use a smaller model, end other programs, or set "
-                "dtype='bfloat16', which takes half of float32, or quantization='int8', which "
-                "takes half of that"
+                f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in {kind}{note}, "
+                f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; use a "
+                "smaller model, end other programs, or set dtype='bfloat16', which takes half of "
+                "float32, or quantization='int8', which takes half of that"
             )
         size = ((self.requested_blocks or 0) + 1) * self.block_bytes
         if self.requested_blocks is not None and size > self.free:

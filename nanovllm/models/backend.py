@@ -6,7 +6,7 @@ backends/gpu/backend.py and backends/cpu/backend.py extend it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,6 +17,11 @@ from torch import Tensor
 from nanovllm.models import batch, layers, logprobs, sampler
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.layers import Linear
+
+
+def num_experts(names: Iterable[str]) -> int:
+    """Return of how many experts the projections of a Linear are; 0 if they are not of experts."""
+    return len({name.split(".")[1] for name in names if name.startswith("experts.")})
 
 
 class Backend:

@@ -142,7 +142,7 @@ class ModelConfig:
 
     @property
     def weights_note(self) -> str:
-        """What the log adds to the bytes of the weights."""
+        """What the log and an error add to the bytes of the weights."""
         return ""
 
     def block_bytes(self, block_size: int, itemsize: int) -> int:

@@ -111,8 +111,6 @@ class DecoderLayer:
 class Qwen3:
     """A model of one of these families. Its weights are uninitialized until they are loaded."""
 
-    can_capture = True  # whether a CUDA graph can contain a step
-
     def __init__(self, config: ModelConfig, max_model_len: int, backend: Backend) -> None:
         self.config, self.backend = config, backend
         vocab_size, hidden = config.vocab_size, config.hidden_size

@@ -55,9 +55,11 @@ from nanovllm.backends.gpu.kernels import attention, pointwise
 from nanovllm.features.host_cache import pool as host_pool
 from nanovllm.features.hybrid import delta_rule
 from nanovllm.features.logit_rules import penalties
+from nanovllm.features.moe import experts
 from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 from nanovllm.loading import memory as runner_memory
 from nanovllm.models import layers, sampler
+from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch, decode_inputs
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
@@ -580,6 +582,19 @@ def int4_linear(a: Any) -> None:
     a.out.copy_(F.linear(a.x.float(), weight, a.bias.float() if a.BIAS else None))
 
 
+def expert_linear(a: Any) -> None:
+    """Each expert's product, of which there are num_experts."""
+    weight, scale = a.weight.float(), a.scale.float()
+    if a.weight.dtype == torch.int8:
+        weight *= scale[:, None]
+    elif a.weight.dtype == torch.uint8:
+        values = torch.cat((a.weight & 15, a.weight >> 4), dim=2).float() - 8
+        weight = (values * scale[:, :, None]).flatten(1)[:, : a.x.shape[1]]
+    assert len(a.ends) == a.num_experts
+    module: Any = SimpleNamespace(weight=weight, backend=Backend(torch.device("cpu"), weight.dtype))
+    a.out.copy_(experts.expert_linear(a.x.float(), module, a.ends))
+
+
 DELTA: dict[str, Any] = {}  # arguments of the launches of a layer's delta rule
 
 
@@ -615,6 +630,7 @@ REFERENCES: dict[str, Callable[[Any], Any]] = {
     ),
     "_decode_rule": decode_rule,
     "_gated_norm": chunk_rule,
+    "_expert_linear": expert_linear,
     "_int4_linear": int4_linear,
     "_int8_linear": int8_linear,
     "_attend": attend_chunks,
@@ -1124,6 +1140,8 @@ SCENARIOS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "int4": ("qwen3", partial(quantized, quantization="int4")),
     "ranks": ("qwen3", ranks),
     "hybrid": ("hybrid", serve),
+    "hybrid experts": ("hybrid experts", serve),
+    "int8 experts": ("experts", partial(quantized, quantization="int8")),
     "decode": ("wide", decode),
     "memory": ("wide", memory),
     "faults": ("qwen3", faults),

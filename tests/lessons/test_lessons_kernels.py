@@ -1,4 +1,4 @@
-"""Lessons 10 to 17: their functions compute what they show, which holds for other numbers too."""
+"""Lessons 10 to 18: their functions compute what they show, which holds for other numbers too."""
 
 import signal
 import subprocess
@@ -19,6 +19,7 @@ from nanovllm.lessons import lesson14_host_cache as host_cache
 from nanovllm.lessons import lesson15_tensor_parallel as tensor_parallel
 from nanovllm.lessons import lesson16_states as states
 from nanovllm.lessons import lesson17_state_cache as state_cache
+from nanovllm.lessons import lesson18_experts as experts
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.attention import PlainAttention
 
@@ -357,3 +358,37 @@ def test_few_slots_lose_what_is_computed() -> None:
     assert computed == sorted(computed, reverse=True)
     assert computed[-1] == computed[-2] < total / 3
     assert (runs[0][2], runs[-1][3]) == (0, 0)
+
+
+def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(experts, "HIDDEN", 32)
+    questions = experts.run()
+    printed = capsys.readouterr().out
+    counted = table(printed, "experts")
+    assert [row[:3] for row in counted] == [
+        ["8 of 64", "56.4", "7.1"],
+        ["8 of 128", "82.4", "10.3"],
+        ["8 of 256", "102.0", "12.7"],
+    ]
+    assert all(8 < float(measured) < float(formula) for _, formula, _, measured, _ in counted)
+    one, *_, many = table(printed, "requests")
+    assert one == ["1", "8.0", "3.4", "6.7", "6.71"]
+    assert float(many[2]) == pytest.approx(30.5, rel=0.02)
+    used = [float(row[1]) for row in table(printed, "tokens")]
+    assert used[0] == 8
+    assert used == sorted(used)
+    assert [question.answer for question in questions] == ["15.5", "4"]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_the_formula_is_the_mean_of_random_choices() -> None:
+    """Of tokens that choose independently, each expert with the same probability."""
+    torch.manual_seed(0)
+    choices = torch.rand(500, experts.BATCH, 64).topk(experts.USED).indices
+    found = sum(len(step.unique()) for step in choices) / len(choices)
+    assert found == pytest.approx(experts.expected(64, experts.BATCH), rel=0.01)
+
+
+def test_experts_token_by_token() -> None:
+    layer, x = experts.make_layer(9, 16, size=5, used=3), torch.randn(7, 16)
+    torch.testing.assert_close(layer(x), experts.by_token(layer, x))

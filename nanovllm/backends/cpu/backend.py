@@ -21,7 +21,7 @@ from nanovllm.backends.cpu import (
 from nanovllm.backends.cpu.attention import NumbaAttention
 from nanovllm.backends.cpu.compile import is_ready
 from nanovllm.backends.int4 import HEAD
-from nanovllm.models.backend import Backend
+from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.layers import Linear
 
 __all__ = ["is_ready", "make_backend"]
@@ -52,7 +52,7 @@ class CpuBackend(Backend):
         return backends[weights](self.device, self.dtype)
 
     def after_load(self, module: Linear) -> None:
-        (experts if experts.num_experts(module.projections) else linear).pack(module)
+        (experts if num_experts(module.projections) else linear).pack(module)
 
     def experts(self, module: Linear) -> Any:
         return experts if experts.is_packed(module) else None

@@ -8,7 +8,6 @@ of other products compute a block: units/ for bfloat16, int8.py and int4.py for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,15 +22,11 @@ from nanovllm.backends.cpu.parallel import address_for, address_of, call_at, cod
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.units.unit import units
 from nanovllm.backends.int4 import GROUP
+from nanovllm.models.backend import num_experts
 from nanovllm.models.layers import Linear
 
 # Rows of an expert that are computed together, while a block of weights stays in the caches.
 ROWS = 64
-
-
-def num_experts(names: Iterable[str]) -> int:
-    """Return of how many experts the projections of a Linear are; 0 if they are not of experts."""
-    return len({name.split(".")[1] for name in names if name.startswith("experts.")})
 
 
 def check_sizes(outputs: int, names: list[str], block: int) -> None:

@@ -10,6 +10,7 @@ kernels/attention.py   Paged attention: prefill in tiles of queries, decode in s
 attention.py           TritonAttention: what a step and each layer launch. Needs the three above.
 kernels/sampling.py    Filters and draws tokens without a sort and without a synchronization.
 kernels/int8.py        Products with weights in int8. Needs backends/int8.py.
+kernels/experts.py     Products of rows that are sorted by expert, for mixtures of experts.
 graphs.py              DecodeGraphs: a decode step is captured once and replayed. Needs no kernel.
 backend.py             Joins all of it into a Backend, or says why the device cannot run it.
 

@@ -15,10 +15,18 @@ from nanovllm.backends.gpu.attention import TritonAttention, check_capability
 from nanovllm.backends.gpu.chunk_graphs import ChunkGraphs
 from nanovllm.backends.gpu.few_rows import FusedLayers, fuse_layers
 from nanovllm.backends.gpu.graphs import CudaCapture, DecodeGraphs
-from nanovllm.backends.gpu.kernels import delta_rule, int4, int8, pointwise, rows, sampling
+from nanovllm.backends.gpu.kernels import (
+    delta_rule,
+    experts,
+    int4,
+    int8,
+    pointwise,
+    rows,
+    sampling,
+)
 from nanovllm.backends.int4 import HEAD, Int4Weight
 from nanovllm.backends.int8 import Int8Weight
-from nanovllm.models.backend import Backend
+from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.layers import Linear
 from nanovllm.models.qwen3 import Qwen3
 
@@ -57,6 +65,18 @@ class GpuBackend(Backend):
             return SimpleNamespace(decode=delta_rule.decode)
         return delta_rule
 
+    def after_load(self, module: Linear) -> None:
+        if num := num_experts(module.projections):
+            experts.compile_for(module, num)
+        else:
+            self.compile_for(module)
+
+    def compile_for(self, module: Linear) -> None:
+        """Compile the kernels of a Linear that is not of experts: in torch there are none."""
+
+    def experts(self, module: Linear) -> Any:
+        return experts
+
     def quantized(self, weights: str) -> Backend:
         backends = {"int8": GpuInt8Backend, "int4": GpuInt4Backend}
         return backends[weights](self.device, self.dtype)
@@ -81,23 +101,19 @@ class GpuInt8Backend(GpuBackend):
     """The same with the weights of linear layers in int8."""
 
     linear = staticmethod(int8.linear)
+    compile_for = staticmethod(int8.compile_for)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         return Int8Weight.empty(self.empty, outputs, inputs)
-
-    def after_load(self, module: Linear) -> None:
-        int8.compile_for(module)
 
 
 class GpuInt4Backend(GpuInt8Backend):
     """The same with the weights of linear layers in int4, except the head."""
 
     linear = staticmethod(int4.linear)
+    compile_for = staticmethod(int4.compile_for)
 
     def make_weight(self, outputs: int, inputs: int, names: list[str]) -> Any:
         if HEAD in names:
             return super().make_weight(outputs, inputs, names)
         return Int4Weight.empty(self.empty, outputs, inputs)
-
-    def after_load(self, module: Linear) -> None:
-        int4.compile_for(module)

@@ -8,7 +8,6 @@ from nanovllm.models.qwen3 import MLP
 
 class Qwen3_5Moe(Qwen3_5):
     config: HybridMoeConfig
-    can_capture = False  # `expert_linear` in plain torch waits for the numbers of rows
 
     def make_mlp(self, layer: int) -> MLP:
         return make_mlp(self.config, layer, self.backend)

@@ -90,7 +90,6 @@ def make_mlp(config: Any, layer: int, backend: Backend) -> MLP:
 
 class Qwen3Moe(Qwen3):
     config: MoeConfig
-    can_capture = False  # `expert_linear` in plain torch waits for the numbers of rows
 
     def make_mlp(self, layer: int) -> MLP:
         return make_mlp(self.config, layer, self.backend)

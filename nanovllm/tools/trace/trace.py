@@ -5,6 +5,8 @@
     print(trace)
     trace.save("trace.html")  # or "trace.json"
 
+With Trace(llm, experts=True) it also says how many experts of a mixture each step used.
+
 A trace is the engine's observer. It stores the events of events.py, which are dicts with the
 changes since the previous event. show.py shows them as a table, as a page and for Perfetto.
 """
@@ -29,6 +31,7 @@ from nanovllm.plan import ResultKind, StepOutput
 from nanovllm.tools.trace import show
 from nanovllm.tools.trace.events import Event as Event
 from nanovllm.tools.trace.events import State as State
+from nanovllm.tools.trace.experts import ExpertCounter
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -55,7 +58,8 @@ class Trace(Observer):
     has one `with` block. It can be printed and saved at any time, also after an error.
     """
 
-    def __init__(self, llm: LLM | Observable) -> None:
+    def __init__(self, llm: LLM | Observable, experts: bool = False) -> None:
+        """Raise ValueError if `experts` cannot be counted: without experts, or in CUDA graphs."""
         engine: Observable = getattr(llm, "engine", llm)  # type: ignore[arg-type]
         if not hasattr(engine, "scheduler"):
             raise TypeError(f"a Trace records an LLM or its LLMEngine, not {llm!r:.80}")
@@ -70,6 +74,7 @@ class Trace(Observer):
             "policy": str(getattr(scheduler.policy_key, "__name__", "")).replace("_", " "),
             "async_scheduling": engine.async_scheduling,
         }
+        self._experts = ExpertCounter(getattr(engine, "runner", None)) if experts else None
         self.events: list[Event] = []
         self.num_steps = 0
         self._state = State()  # after all events
@@ -88,6 +93,8 @@ class Trace(Observer):
                     "the engine has a Trace already; leave its `with` block before the next one"
                 )
             self._engine.observer = self
+            if self._experts:
+                self._experts.start()
             self._start = time.perf_counter()
             self._in_flight.extend(0 for _ in self._scheduler.in_flight)
             self._add(self._changes())
@@ -96,6 +103,8 @@ class Trace(Observer):
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         with self._engine.lock:
             self._engine.observer = NO_OBSERVER
+            if self._experts:
+                self._experts.stop()
             self._add(self._changes() | Event(ended=describe(error)))
 
     # ---- the engine's observer ----
@@ -147,6 +156,8 @@ class Trace(Observer):
         times = [self._micros(self._begun), self._micros(time.perf_counter())]
         event = self._changes()
         event |= Event(commit=self._in_flight.popleft(), time=times)
+        if self._experts and event["commit"]:
+            event["experts"] = self._experts.num_experts, self._experts.steps.popleft()
         # A beam gets its token when the other beams have results, and some beams get none.
         known = self._state.seqs
         got = [
@@ -181,6 +192,8 @@ class Trace(Observer):
 
     def reverted(self, error: BaseException) -> None:
         self._in_flight.clear()
+        if self._experts:
+            self._experts.steps.clear()
         self._add(self._changes() | Event(failed=describe(error)))
 
     def _micros(self, seconds: float) -> int:

@@ -9,15 +9,19 @@ import torch
 from checkpoints import make_checkpoint
 from fresh import dry_run
 from hybrid_checkpoints import make_hybrid_checkpoint
+from moe_checkpoints import make_moe_checkpoint
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.slow
 
 # The scenarios of dry_run.py, in two processes that take about as long.
 PROCESSES = (
-    ("qwen3", "int8", "host cache", "faults", "ranks", "memory"),
-    ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int4", "hybrid", "decode"),
+    ("qwen3", "int8", "host cache", "faults", "ranks", "memory", "int8 experts"),
+    ("qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int4", "hybrid", "decode", "hybrid experts"),
 )
+EXPERTS = ["hybrid experts", "int8 experts"]
+# Of 32, as in all models.
+MULTIPLES = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
 SCENARIOS = [name for names in PROCESSES for name in names]
 
 
@@ -35,13 +39,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # As many heads as Qwen3-0.6B, on which the number of splits depends; several chunks of logits.
     make_checkpoint(path / "wide", kv_heads=8, vocab_size=5000)
     make_hybrid_checkpoint(path / "hybrid")
+    make_moe_checkpoint(path / "experts", num_hidden_layers=2, moe_intermediate_size=64)
+    make_moe_checkpoint(path / "hybrid experts", hybrid=True, layer_types="LF", **MULTIPLES)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(partial(dry_run, path), PROCESSES)
     return first | second
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen2", "fp8", "int8", "int4", "ranks", "hybrid", "host cache"]
+    "family",
+    ["qwen3", "qwen2", "fp8", "int8", "int4", "ranks", "hybrid", "host cache", *EXPERTS],
 )
 def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -> None:
     found = runs[family]["found"]
@@ -51,7 +58,7 @@ def test_tokens_are_those_of_the_cpu_engine(runs: dict[str, Any], family: str) -
         assert (run["preemptions"] > 0) == (run["options"]["num_kvcache_blocks"] < 99)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "ranks", "hybrid", "host cache"])
+@pytest.mark.parametrize("name", ["qwen3", "ranks", "hybrid", "host cache", *EXPERTS])
 def test_the_host_waits_for_tokens_only(runs: dict[str, Any], name: str) -> None:
     """Without rules; with overlap only when no step is left to launch."""
     for run in runs[name]["found"]:
@@ -111,7 +118,10 @@ def test_the_profile_reserves_what_later_steps_need(runs: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks", "hybrid"],
+    [
+        *("qwen3", "qwen2", "fp8", "bfloat16", "bfloat16 with fp8", "int8", "int4", "ranks"),
+        *("hybrid", *EXPERTS),
+    ],
 )
 def test_nothing_is_compiled_while_serving(runs: dict[str, Any], name: str) -> None:
     for run in runs[name]["found"]:

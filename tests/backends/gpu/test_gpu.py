@@ -14,13 +14,17 @@ import pytest
 import references
 import torch
 from checkpoints import make_checkpoint
+from moe_checkpoints import make_moe_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.int4 import Int4Weight
 from nanovllm.backends.int8 import Int8Weight, weight_only
 from nanovllm.features.host_cache import pool as host_pool
+from nanovllm.features.moe.experts import expert_linear
 from nanovllm.models import sampler
+from nanovllm.models.backend import Backend
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.fp8 import FP8
 from nanovllm.models.layers import add_rms_norm, silu_and_mul
@@ -232,6 +236,48 @@ def test_int8_linear(shape: tuple[int, int], dtype: torch.dtype) -> None:
         for rows in (1, 2, 15, 16, 17, 32, 33, 64, 65, 128, 129, 256, 300):
             x = torch.randn(rows, shape[1], device=DEVICE).to(dtype)
             assert error(int8.linear(x, layer), weight_only(x.float(), wide)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("weights", [None, Int8Weight, Int4Weight])
+def test_expert_linear(weights: type | None, dtype: torch.dtype) -> None:
+    """Experts of Qwen3-30B-A3B's size with random numbers of rows, and one expert with all rows."""
+    from nanovllm.backends.gpu.kernels import experts
+
+    torch.manual_seed(0)
+    outputs, inputs, num = 768, 2048, 16
+    weight = torch.randn(num * outputs, inputs, device=DEVICE).to(dtype) / inputs**0.5
+    stored, wide = weight, weight.float()
+    if weights is not None:
+        stored = weights.empty(partial(torch.empty, dtype=dtype, device=DEVICE), *weight.shape)
+        stored.copy_(weight)
+        wide = replace(stored, dtype=torch.float32).dequantized()
+    module = SimpleNamespace(weight=stored)
+    plain = SimpleNamespace(weight=wide, backend=Backend(torch.device(DEVICE), torch.float32))
+    for rows in (1, 8, 100, 1000):
+        for choices in (torch.randint(num, (rows,)), torch.full((rows,), num - 1)):
+            ends = choices.bincount(minlength=num).cumsum(0).to(DEVICE)
+            x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+            found = experts.expert_linear(x, module, ends)
+            assert error(found, expert_linear(x.float(), plain, ends)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_experts_have_the_tokens_of_transformers_captured_and_eager(
+    hybrid: bool, tmp_path: Path
+) -> None:
+    sizes = dict(moe_intermediate_size=64, shared_expert_intermediate_size=64)
+    model = make_moe_checkpoint(tmp_path, hybrid=hybrid, **sizes)
+    prompts = [[i + 1] * (3 * i + 1) for i in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    options = dict(dtype="float32", device=DEVICE, skip_tokenizer_init=True, max_num_seqs=16)
+    for eager in (False, True):
+        llm = LLM(str(tmp_path), num_kvcache_blocks=400, enforce_eager=eager, **options)
+        for output in llm.generate(prompts, params, use_tqdm=False):
+            prompt, ids = output.prompt_token_ids, output.outputs[0].token_ids
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0]
+            assert [*ids] == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("eager", [False, True])

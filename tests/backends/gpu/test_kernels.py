@@ -37,6 +37,7 @@ from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends import int4 as plain_int4  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
+    experts,
     int4,
     int8,
     launch,
@@ -48,7 +49,9 @@ from nanovllm.backends.gpu.kernels import (  # noqa: E402
 from nanovllm.backends.gpu.kernels.configs import Tile  # noqa: E402
 from nanovllm.backends.int4 import Int4Weight  # noqa: E402
 from nanovllm.backends.int8 import Int8Weight, weight_only  # noqa: E402
+from nanovllm.features.moe.experts import expert_linear  # noqa: E402
 from nanovllm.models import batch, sampler  # noqa: E402
+from nanovllm.models.backend import Backend  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, silu_and_mul  # noqa: E402
@@ -338,6 +341,38 @@ def test_int4_linear(
     close(int4.linear(x, module), plain_int4.weight_only(x, module))
 
 
+COUNTS = [[1], [0, 3, 0, 0, 1], [2, 1, 65, 0, 3], [1] * 4, [0, 0, 0, 17], [33, 0, 0]]
+
+
+@pytest.mark.parametrize("weights", [None, Int8Weight, Int4Weight])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_expert_linear(counts: list[int], weights: Any) -> None:
+    """Experts without rows, with several tiles of rows, and one that has all rows."""
+    torch.manual_seed(0)
+    outputs, dtype = 40, torch.float16 if len(counts) == 5 else torch.float32
+    for inputs in (64, 70) if len(counts) == 5 else (64,):
+        stored = dense = torch.randn(len(counts) * outputs, inputs).to(dtype) / inputs**0.5
+        if weights is not None:
+            stored = weights.empty(partial(torch.empty, dtype=dtype), *dense.shape)
+            stored.copy_(dense)
+            dense = stored.dequantized()
+        x, ends = torch.randn(sum(counts), inputs).to(dtype), torch.tensor(counts).cumsum(0)
+        plain: Any = SimpleNamespace(weight=dense, backend=Backend(x.device, dtype))
+        found = experts.expert_linear(x, SimpleNamespace(weight=stored), ends)
+        close(found, expert_linear(x, plain, ends))
+
+
+@given(counts=st.lists(st.integers(0, 40), min_size=1, max_size=9), rows=st.sampled_from([1, 16]))
+def test_the_grid_has_a_tile_for_all_rows_of_experts(counts: list[int], rows: int) -> None:
+    """However the router chooses. It has no more than the worst choice needs."""
+    total = sum(counts)
+    most = experts.max_tiles(total, len(counts), rows)
+    assert sum(-(-count // rows) for count in counts) <= most
+    worst = [1] * min(total, len(counts))
+    worst[:1] = [1 + total - len(worst)] if total else []
+    assert sum(-(-count // rows) for count in worst) == most
+
+
 def sampling_batch(rows: int, generator: torch.Generator) -> SamplingBatch:
     def pick(*values: float) -> Tensor:
         return torch.tensor(values)[torch.randint(len(values), (rows,), generator=generator)]
@@ -581,7 +616,9 @@ def test_launches_set_fp_fusion(launches: Callable[..., dict[str, tuple]]) -> No
     launches(attention, "attend", q, cache, cache, tables, ids, ids, tables, tile, q)
     launches(attention, "attend_decode", q, cache, cache, ids, ids, tables, tile, 2, q)
     found = launches(sampling, "sample", x, SamplingBatch(x[0, :2], ids, ids, {}))
-    assert len(found) == 10
+    module: Any = SimpleNamespace(weight=torch.zeros(64, 64))
+    found = launches(experts, "expert_linear", x, module, torch.tensor([1, 2]))
+    assert len(found) == 11
     assert {options["enable_fp_fusion"] for _, options in found.values()} == {True}
 
 

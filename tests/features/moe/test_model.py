@@ -227,12 +227,26 @@ def test_the_sizes_of_a3b(shape: str, total: float, active: float, tmp_path: Pat
     assert f"a token uses 8 of {config.experts.num_experts} experts" in config.weights_note
 
 
+@pytest.mark.parametrize(("quantization", "gib"), [(None, "56.87"), ("int8", "28.82")])
+def test_a_message_says_what_a3b_needs(
+    quantization: str | None, gib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda *_: 24 << 30)
+    path = write_shape("qwen3-30b-a3b", tmp_path)
+    options = dict(dtype="bfloat16", quantization=quantization, attention_backend="sdpa")
+    used = r"\(a token uses 8 of 128 experts in a layer\)"
+    message = f"take {gib} GiB in {quantization or 'bfloat16'} {used}, and 24.00 GiB of memory"
+    with pytest.raises(ValueError, match=message):
+        LLM(str(path), device="cpu", load_format="dummy", skip_tokenizer_init=True, **options)
+
+
 WRONG = [
     ({"num_experts_per_tok": 9}, "a token cannot use 9 of 8 experts"),
     ({"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
     ({"num_experts": 0}, "num_experts"),
     ({"num_experts": 6}, "unexpected: model.layers.0.mlp.experts.6"),
     ({"num_experts": 12}, "missing: model.layers.0.mlp.experts.8"),
+    ({"moe_intermediate_size": 40}, "experts.0.gate_proj.weight"),
 ]
 
 
