@@ -100,6 +100,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--answers", nargs="*", metavar="YOURS", help="show the answers, or compare yours with them"
     )
+    parser.add_argument("--check", metavar="FILE", help="check your solution of a task of `build`")
     parser.add_argument(
         "-h", "--help", action="store_true", help="show this text, or the text of a lesson"
     )
@@ -111,14 +112,17 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.help:
             say(str(load(args.what).__doc__))
-        elif args.what in NUMBERS and args.which is None:
+        elif args.what in NUMBERS and args.which is None and args.check is None:
             run_lesson(args.what, args.answers)
         elif args.what == "puzzle":
             load(args.what).run_puzzle(args.which, args.answers)
         elif args.what == "break":
             load(args.what).run(args.which, args.answers)
+        elif args.check is not None and args.what != "build":
+            raise ValueError("only build takes --check")
         elif args.what == "build" and args.answers is None:
-            load(args.what).write(args.which)
+            build = load(args.what)
+            build.write(args.which) if args.check is None else build.check(args.which, args.check)
         elif args.what == "ladder" and args.which is None and args.answers is None:
             load(args.what).run()
         elif args.what is None and args.answers is None:
