@@ -227,8 +227,8 @@ def show_kernel(kernels: Any) -> None:
         name = line.split()[0]
         rows.append((line.strip(), *(values.get(name, "") for values in programs[1:])))
     say("""A whole kernel, which doubles the numbers 0, 10, ..., 90 of x in the three programs of
-        the picture above: x and out are pointers to the first number, n is 10 and SIZE is 4. Each line,
-        and its tile in programs 1 and 2:""")
+        the picture above: x and out are pointers to the first number, n is 10 and SIZE is 4. Each
+        line, and its tile in programs 1 and 2:""")
     head = ("line", "in program 1", "in program 2")
     show_table(head if programs else head[:1], rows)
     say("""x + i is a tile of pointers, one for each number. A masked load reads nothing and gives

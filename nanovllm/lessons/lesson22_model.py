@@ -6,14 +6,16 @@ torch, with the weights of the embedded model. x [T, E] has a vector for each of
     token ids --> rows of the embedding matrix: x
     each layer    x = x + o_proj(attention(RMSNorm(x)))        tokens read other tokens
                   x = x + SwiGLU(RMSNorm(x))                   each token alone
-    RMSNorm(x) --> products with all rows of the embedding matrix: logits [T, V]
+    RMSNorm(x) --> products with the rows of the embedding: logits [T, V]
 
-    RMSNorm(x) = x / sqrt(mean(x^2)) * weight                  Zhang and Sennrich 2019
-    rope       = pairs of numbers of q and k, rotated by position * frequency   Su et al. 2021
-    attention  = softmax(q k / sqrt(D)) v, causal; a group of query heads reads one KV head
-    SwiGLU(x)  = down(silu(gate(x)) * up(x))                   Shazeer 2020
+    RMSNorm(x) = x / sqrt(mean(x^2)) * weight
+    rope       = pairs of numbers of q and k, rotated by position * frequency
+    attention  = softmax(q k / sqrt(D)) v, causal; query heads share KV heads
+    SwiGLU(x)  = down(silu(gate(x)) * up(x))
 
-Qwen3 also normalizes each head of q and k. The last task of `nanovllm lessons build` uses `Model`.
+RMSNorm is by Zhang and Sennrich (2019), rope by Su et al. (2021) and SwiGLU by Shazeer (2020). q, k
+and v are products of RMSNorm(x); Qwen3 normalizes each head of q and k too. The last task of
+`nanovllm lessons build` uses `Model`.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +48,7 @@ class Model:
 
     def logits(self, ids: Sequence[int], positions: Sequence[int], attend: Attend) -> Tensor:
         """Return the logits [T, V] after each of T tokens. `attend` may store k and v."""
-        heads, weights = (-1, self.config.head_dim), self.weights
+        heads, weights = (len(ids), -1, self.config.head_dim), self.weights
         x = weights["model.embed_tokens.weight"][list(ids)]
         for layer in range(self.config.num_layers):
             w = {
@@ -54,7 +56,7 @@ class Model:
                 for name, tensor in weights.items()
             }
             y = self.rms_norm(x, w["input_layernorm"])
-            q, k, v = (F.linear(y, w[f"self_attn.{i}_proj"]).unflatten(1, heads) for i in "qkv")
+            q, k, v = (F.linear(y, w[f"self_attn.{i}_proj"]).view(heads) for i in "qkv")
             q, k = self.rms_norm(q, w["self_attn.q_norm"]), self.rms_norm(k, w["self_attn.k_norm"])
             q, k = self.rope(q, positions), self.rope(k, positions)
             x = x + F.linear(attend(layer, q, k, v).flatten(1), w["self_attn.o_proj"])
@@ -77,7 +79,7 @@ class Model:
         half = self.config.head_dim // 2
         frequencies = self.config.rope.rope_theta ** (-torch.arange(half) / half)
         angles = (torch.tensor(positions)[:, None] * frequencies)[:, None]  # [T, 1, D / 2]
-        a, b = x.split(half, dim=-1)
+        a, b = x[..., :half], x[..., half:]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
@@ -119,15 +121,6 @@ def run() -> list[Question]:
         {c.num_heads * c.head_dim} numbers a token, k and v have {c.num_kv_heads * c.head_dim} each,
         and only these are in the KV cache (lesson 2).""")
 
-    say("""RMSNorm: whatever the scale of x is, the numbers that a layer reads have a mean square of
-        about 1, times the weight. Sums over layers may therefore grow:""")
-    x, ones = torch.randn(1, c.hidden_size), torch.ones(c.hidden_size)
-    norms = [model.rms_norm(scale * x, ones) for scale in (0.1, 1, 100)]
-    cells = [
-        (f"{s:g} * x", *(f"{n:.3f}" for n in y[0, :3].tolist()))
-        for s, y in zip((0.1, 1, 100), norms, strict=True)
-    ]
-    show_table(("input", "norm[0]", "norm[1]", "norm[2]"), cells)
     say("""Rope: the score of a query and a key depends on their distance, and not on where they
         are. The same q and k at different positions:""")
     q, k = torch.randn(2, 1, 1, c.head_dim, generator=torch.Generator().manual_seed(0))
