@@ -28,6 +28,7 @@ SEVERAL = {
     "engine/test_threads.py": "several callers of one engine",
     "features/test_beam_histories.py": "beams with the scheduler and the host cache",
     "lessons/test_lessons.py": "the command, and what lessons share",
+    "lessons/test_lessons_course.py": "the lessons from 19",
     "lessons/test_lessons_kernels.py": "the lessons from 10",
     "lessons/test_lessons_ladder.py": "the lessons 1 and 2, and the ladder",
     "lessons/test_lessons_schedule.py": "the lessons from 4 to 9",

@@ -191,6 +191,8 @@ def show_failure(mutant: Mutant) -> InvariantError:
     if history.size == 1:
         say("Blocks have one slot each: the slot of position p is block_table[p].")
     print(trace, end="\n\n")
+    if error.name == "no error":
+        say(f"After that, the plan of step {history.steps + 1} raises {error.detail}.")
     show_blocks(history)
     if make is not History:
         show_states(history)
@@ -216,7 +218,7 @@ def run(which: str | None, answers: list[str] | None) -> None:
     with contextlib.redirect_stdout(io.StringIO() if answers is not None else sys.stdout):
         print(f"A line of {file} is changed, in memory only.\n")
         error = show_failure(mutant)
-        print("This must hold after every step:\n")
+        print("This must hold, after every step or when requests have ended:\n")
         for i, invariant in enumerate(theme.invariants, 1):
             print(fill(INVARIANTS[invariant], f"{i:2}. ", "    "))
         print()

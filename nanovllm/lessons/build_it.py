@@ -1,14 +1,20 @@
-"""Build it: small parts of an engine, with checks. `build NAME` copies a stub with its task."""
+"""Build it: small parts of an engine, and an engine of them, with checks.
+
+`nanovllm lessons build NAME` copies a stub with its task, and `--check FILE` checks a solution. The
+checks are tests of the repository, so they need a clone and pytest.
+"""
 
 import ast
+import os
 from pathlib import Path
 
 from nanovllm.lessons.show import fill
 
 STUBS = Path(__file__).with_name("tasks")
-# The first three tasks come with lessons 2, 3 and 6; the last three change the engine.
-TASKS = ("cache", "slots", "prefix", "step", "softmax", "policy", "eviction", "filter")
-CHECK = "SOLUTION={} python -m pytest -x --tb=short tests/lessons/exercises/build_{}.py"
+CHECKS = Path(__file__).parents[2] / "tests" / "lessons" / "exercises"
+# The last is an engine of the others.
+TASKS = ("cache", "slots", "prefix", "step", "softmax", "policy", "eviction", "filter", "engine")
+CHECK = "nanovllm lessons build {} --check {}"
 
 
 def write(which: str | None) -> None:
@@ -22,12 +28,11 @@ def write(which: str | None) -> None:
             print(fill(text.splitlines()[0], name.ljust(10), " " * 10))
         print("\n`nanovllm lessons build NAME` writes NAME.py into this directory.")
         return
-    if which not in TASKS:
-        raise ValueError(f"unknown task {which!r}; the tasks are {', '.join(TASKS)}")
+    require_task(which)
     target = Path(f"{which}.py").resolve()
     stub = (STUBS / target.name).read_text()
     # The end of the docstring.
-    check = f"In a clone of the repository:\n  {CHECK.format(target.name, which)}"
+    check = f"To check it: {CHECK.format(which, target.name)}"
     stub = stub.replace('\n"""\n', f'\n\n{check}\n"""\n', 1)
     try:
         with target.open("x") as file:
@@ -37,5 +42,41 @@ def write(which: str | None) -> None:
             f"{target} exists and is not overwritten; rename it, or work in another directory"
         ) from None
     print(f"{target} is written. The text at its top is the task. To check your solution, run")
-    print(f"  {CHECK.format(target, which)}")
-    print("in a clone of the repository. It stops at the first check that fails, and says why.")
+    print(f"  {CHECK.format(which, target)}")
+    print("It stops at the first check that fails, and says why.")
+
+
+def check(which: str | None, file: str) -> None:
+    """Run the checks of a task on the solution in `file`, and exit with pytest's status.
+
+    Raises ValueError without pytest or outside a clone.
+    """
+    require_task(which)
+    test = CHECKS / f"build_{which}.py"
+    if not test.exists():
+        raise ValueError(f"the checks are in a clone of the repository, and there is no {test}")
+    try:
+        import pytest
+    except ImportError:
+        raise ValueError("the checks need pytest: pip install -e '.[test]'") from None
+    os.environ["SOLUTION"] = str(Path(file).resolve())
+    options = [
+        "-x",
+        "-rN",
+        "--tb=short",
+        "--no-header",
+        "--noconftest",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+    ]
+    status = pytest.main([*options, f"--rootdir={CHECKS.parents[2]}", str(test)])
+    if status == 0:
+        print(f"All checks of {which} pass.")
+    raise SystemExit(status)
+
+
+def require_task(which: str | None) -> None:
+    if which not in TASKS:
+        raise ValueError(f"unknown task {which!r}; the tasks are {', '.join(TASKS)}")

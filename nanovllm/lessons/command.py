@@ -21,27 +21,8 @@ from types import ModuleType
 
 from nanovllm.lessons.show import fill, say, show_answers, show_questions
 
-LESSONS = (
-    "lesson01_no_cache",
-    "lesson02_kv_cache",
-    "lesson03_blocks",
-    "lesson04_batching",
-    "lesson05_roofline",
-    "lesson06_prefix_sharing",
-    "lesson07_scheduling",
-    "lesson08_sampling",
-    "lesson09_beams",
-    "lesson10_puzzles",
-    "lesson11_paged_attention",
-    "lesson12_overlap",
-    "lesson13_int8",
-    "lesson14_host_cache",
-    "lesson15_tensor_parallel",
-    "lesson16_states",
-    "lesson17_state_cache",
-    "lesson18_experts",
-)
-NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
+LESSONS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py")))
+NUMBERS = tuple(str(int(name[6:8])) for name in LESSONS)
 MODULES = {
     "ladder": "ladder",
     "puzzle": "lesson10_puzzles",
@@ -55,7 +36,7 @@ def load(what: str) -> ModuleType:
 
     Raises ValueError if it needs a part of nanovllm that is deleted.
     """
-    name = MODULES.get(what) or LESSONS[int(what) - 1]
+    name = MODULES.get(what) or LESSONS[NUMBERS.index(what)]
     try:
         return importlib.import_module(f"nanovllm.lessons.{name}")
     except ModuleNotFoundError as error:
@@ -69,7 +50,7 @@ def load(what: str) -> ModuleType:
 
 def title(number: str) -> str:
     """Return the first line of the lesson's docstring."""
-    source = Path(__file__).with_name(f"{LESSONS[int(number) - 1]}.py").read_text()
+    source = Path(__file__).with_name(f"{LESSONS[NUMBERS.index(number)]}.py").read_text()
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
@@ -101,6 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--answers", nargs="*", metavar="YOURS", help="show the answers, or compare yours with them"
     )
+    parser.add_argument("--check", metavar="FILE", help="check your solution of a task of `build`")
     parser.add_argument(
         "-h", "--help", action="store_true", help="show this text, or the text of a lesson"
     )
@@ -112,14 +94,17 @@ def main(argv: list[str] | None = None) -> None:
     try:
         if args.help:
             say(str(load(args.what).__doc__))
-        elif args.what in NUMBERS and args.which is None:
+        elif args.what in NUMBERS and args.which is None and args.check is None:
             run_lesson(args.what, args.answers)
         elif args.what == "puzzle":
             load(args.what).run_puzzle(args.which, args.answers)
         elif args.what == "break":
             load(args.what).run(args.which, args.answers)
+        elif args.check is not None and args.what != "build":
+            raise ValueError("only build takes --check")
         elif args.what == "build" and args.answers is None:
-            load(args.what).write(args.which)
+            build = load(args.what)
+            build.write(args.which) if args.check is None else build.check(args.which, args.check)
         elif args.what == "ladder" and args.which is None and args.answers is None:
             load(args.what).run()
         elif args.what is None and args.answers is None:

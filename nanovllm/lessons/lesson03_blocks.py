@@ -94,12 +94,15 @@ def run() -> list[Question]:
     for size in (256, 16):
         options = dict(num_kvcache_blocks=1024 // size, max_model_len=256)
         small = make_llm(kvcache_block_size=size, enable_prefix_caching=False, **options)
+        if size == 256:  # contiguous memory is never extended, so it needs no reserve
+            small.engine.scheduler.reserve = lambda: 0  # type: ignore[method-assign]
         running, steps = count_running(small, 24)
         rows.append((f"{1024 // size} blocks of {size}", running, steps))
         max_running.append(running)
     show_table(("cache", "requests at once", "steps"), rows)
-    say(f"""With 4 large blocks {max_running[0]} requests run at once. Admission leaves one block
-        available for each running sequence, so that it can continue (Scheduler.reserve).""")
+    say(f"""With 4 large blocks {max_running[0]} requests run at once, each in its own. With small
+        ones {max_running[1]} do, although admission leaves one block available for each running
+        sequence, so that it can continue (Scheduler.reserve).""")
     show_source(
         link(BlockManager.append_block),
         link(Rows.slots),

@@ -15,17 +15,22 @@ environment variable TRITON_INTERPRET is 1 when Triton is imported. The lessons 
 import faulthandler
 import inspect
 import multiprocessing
+import resource
+import signal
+import sys
 import tempfile
+import textwrap
 import warnings
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
+from types import FrameType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.lessons.lesson import optional
 from nanovllm.lessons.show import Question, link, say, show_source, show_table
 
+MAX_SECONDS = 10  # of the processor, for a line
 COMMAND = "nanovllm lessons puzzle"
 
 
@@ -33,6 +38,7 @@ class Puzzle(NamedTuple):
     kernel: str  # a function of puzzles.py; its check is `check_` and this name
     title: str
     task: str
+    picture: str  # of its tiles
     hint: str
 
 
@@ -42,19 +48,36 @@ PUZZLES = (
         "vector add: out = x + y",
         "The line stores the sums. 19 numbers are added by 3 programs of 8, and the memory after "
         "the 19 numbers must not change.",
+        """
+        program      0                 1                      2
+        numbers   [  0  1 ...  7  |  8  9 ... 15  | 16 17 18  .  .  .  .  . ]
+        mask         1  1 ...  1     1  1 ...  1     1  1  1  0  0  0  0  0""",
         "tl.store(pointers, values, mask=...): the pointers are as in the loads, but from `out`.",
     ),
     Puzzle(
         "softmax",
         "softmax of each row of a matrix",
-        "The line computes `weights`, which the next line divides by their sum. The numbers are "
-        "near 100, and exp(100) is infinite in float32.",
+        "The line computes `weights`, which the next line divides by their sum. The numbers of one "
+        "row are near 1,000, of another near -1,000: exp of them is infinite, or 0, in float32.",
+        """
+        program 0   row 0   [ x x x x x . . . ]   a tile of 8 for a row of 5 numbers
+        program 1   row 1   [ x x x x x . . . ]   .: masked, the score is -inf
+        program 2   row 2   [ x x x x x . . . ]""",
         "exp(score - c) has the same softmax for every c. With which c is the largest exp 1?",
     ),
     Puzzle(
         "product",
         "product of two matrices, tile by tile",
         "The line loads `b`, the tile of y with the rows k and the columns j.",
+        """
+                    x  k ->                y     j
+               +----+----+----+            +----+----+----+----+
+               |    |    |    |          k |    | b0 |    |    |
+               +----+----+----+            +----+----+----+----+
+             i | a0 | a1 | a2 |            |    | b1 |    |    |
+               +----+----+----+            +----+----+----+----+
+        tile (i, j) of out                 |    | b2 |    |    |
+          = a0 b0 + a1 b1 + a2 b2          +----+----+----+----+""",
         "The number in row r and column c of a matrix is at r * (numbers in a row) + c. The line "
         "before loads the rows i and the columns k of x, which has `inner` numbers in a row.",
     ),
@@ -62,6 +85,10 @@ PUZZLES = (
         "online_softmax",
         "online softmax: the scores arrive a tile at a time",
         "The line computes `factor`, by which the sums so far are multiplied when m becomes new_m.",
+        """
+        scores    [ 0 ... 7 | 8 ... 15 | 16 ... 19 . . . . ]   one program, three tiles
+        m           2.4     ->  4.0    ->  4.0                 the largest so far
+        total       sum     ->  sum * factor + sum of the tile""",
         "The sums contain exp(score - m), and should contain exp(score - new_m). Divide the "
         "second by the first.",
     ),
@@ -70,6 +97,10 @@ PUZZLES = (
         "attention of one query over a block table",
         "The line computes `slot`, the slots of the positions, through the block table. Slots of "
         "other sequences contain NaN.",
+        """
+        position   [  0  1  2  3 |  4  5  6  7 |  8  9  .  . ]   tiles of one block
+        table           5             2             7            physical blocks
+        slot         20 21 22 23    8  9 10 11   28 29""",
         "tl.load(table + ...) loads physical blocks. Which logical block has a position? Lesson "
         "3 has the formula of a slot.",
     ),
@@ -84,7 +115,11 @@ def hidden_line(kernels: ModuleType, puzzle: Puzzle) -> tuple[list[str], int, st
 
 
 def check(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
-    """Run `compare` in a separate process, which a wrong pointer can end in the interpreter."""
+    """Run `compare` in a separate process, which a wrong pointer can end in the interpreter.
+
+    A line that does not end is ended by the limit of the process's own time, which does not depend
+    on other programs.
+    """
     if (
         torch.cuda.is_available()
     ):  # a wrong pointer raises an error, and a forked process has no GPU
@@ -94,6 +129,7 @@ def check(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
 
     def run() -> None:
         faulthandler.disable()  # the answer says what happened
+        resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
         torch.set_num_threads(1)  # a forked process has no threads of its parent
         send.send(compare(kernels, puzzle, line))
 
@@ -104,6 +140,8 @@ def check(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
         said: str = receive.recv()
     except EOFError:
         child.join()
+        if child.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+            return f"It does not end within {MAX_SECONDS} seconds."
         return f"It reads or writes where no memory is (signal {-(child.exitcode or 0)})."
     child.join()
     return said
@@ -153,6 +191,7 @@ def run_puzzle(which: str | None, answers: list[str] | None) -> None:
     lines, index, indent = hidden_line(kernels, puzzle)
     if answers is None:
         say(f"Puzzle {which}: {puzzle.title}. {puzzle.task}")
+        print(textwrap.indent(inspect.cleandoc(puzzle.picture), "    "), end="\n\n")
         lines[index] = f"{indent}...  # the missing line"
         print("\n".join(lines), end="\n\n")
         print(f"Check a line, in quotes:\n  {COMMAND} {which} --answers '...'")
@@ -162,6 +201,40 @@ def run_puzzle(which: str | None, answers: list[str] | None) -> None:
         say(f"That is not right. {wrong} Hint: {puzzle.hint}")
     else:
         say("That is right: the kernel computes what torch does.")
+
+
+def show_kernel(kernels: Any) -> None:
+    """Print the lines of a kernel, and what each gives in its programs if that can be read.
+
+    Triton's interpreter runs a program as a Python function, whose variables are its tiles.
+    """
+    programs: list[dict[str, str]] = []
+
+    def at_return(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_name == kernels.double.fn.__name__:
+            tiles = {k: v.handle.data for k, v in frame.f_locals.items() if hasattr(v, "handle")}
+            programs.append({k: " ".join(f"{x:g}" for x in v) for k, v in tiles.items()})
+
+    x, out = (kernels.place(torch.arange(10.0) * 10 * n) for n in (1, 0))
+    sys.setprofile(at_return)
+    try:
+        kernels.double[(3,)](x, out, 10, 4)
+    finally:
+        sys.setprofile(None)
+    assert torch.equal(out, 2 * x)
+    rows = []
+    for line in inspect.getsource(kernels.double.fn).splitlines()[2:]:
+        name = line.split()[0]
+        rows.append((line.strip(), *(values.get(name, "") for values in programs[1:])))
+    say("""A whole kernel, which doubles the numbers 0, 10, ..., 90 of x in the three programs of
+        the picture above: x and out are pointers to the first number, n is 10 and SIZE is 4. Each
+        line, and its tile in programs 1 and 2:""")
+    head = ("line", "in program 1", "in program 2")
+    show_table(head if programs else head[:1], rows)
+    say("""x + i is a tile of pointers, one for each number. A masked load reads nothing and gives
+        `other`, and a masked store writes nothing, so the memory after the 10 numbers stays as it
+        is. No line says how often it runs: the launch double[(3,)](x, out, 10, 4) starts three
+        programs, and each knows its number.""")
 
 
 def show_tile() -> None:
@@ -182,10 +255,11 @@ def show_tile() -> None:
 
 def run() -> list[Question]:
     kernels = optional("nanovllm.lessons.puzzles")
-    show_tile()
     if kernels is None:
         say("Triton is not installed (it exists for Linux only), so no kernel runs here.")
         return []
+    show_kernel(kernels)
+    show_tile()
     rows = []
     for puzzle in PUZZLES:
         got, want = getattr(kernels, f"check_{puzzle.kernel}")(kernels)

@@ -15,6 +15,16 @@ SIZE = 8  # numbers that a program of the first puzzle computes
 
 
 @triton.jit
+def double(x, out, n, SIZE: tl.constexpr):
+    program = tl.program_id(0)
+    i = program * SIZE + tl.arange(0, SIZE)
+    mask = i < n
+    a = tl.load(x + i, mask=mask, other=0.0)
+    b = a * 2
+    tl.store(out + i, b, mask=mask)
+
+
+@triton.jit
 def add(x, y, out, n, SIZE: tl.constexpr):
     # x, y and out point to n numbers. Each program adds SIZE of them; the last one may have fewer.
     program = tl.program_id(0)
@@ -108,14 +118,18 @@ def random(*shape: int) -> Tensor:
 
 
 def check_add(kernels: Any) -> tuple[Tensor, Tensor]:
-    x, y, n = random(21), random(22), 19  # what follows the 19 numbers must not be changed
-    out = place(torch.full((21,), -1.0))
-    kernels.add[(triton.cdiv(n, SIZE),)](x, y, out, n, SIZE)
-    return out, torch.cat(((x + y[:21])[:n], out.new_full((2,), -1.0)))
+    got, want = [], []
+    for n in (19, 6):  # what follows the n numbers must not be changed
+        x, y, out = random(21), random(22), place(torch.full((21,), -1.0))
+        kernels.add[(triton.cdiv(n, SIZE),)](x, y, out, n, SIZE)
+        got.append(out)
+        want += [(random(21) + random(22)[:21])[:n], out.new_full((21 - n,), -1.0)]
+    return torch.cat(got), torch.cat(want)
 
 
 def check_softmax(kernels: Any) -> tuple[Tensor, Tensor]:
-    x, out = random(3, 6) + 100, place(torch.zeros(3, 6))  # exp(100) is infinite in float32
+    shift = torch.tensor([[1000.0], [-1000.0], [0.0]])  # exp(1000) is infinite, exp(-1000) is 0
+    x, out = place(random(3, 6) + shift.to(random(1).device)), place(torch.zeros(3, 6))
     kernels.softmax[(3,)](x, out, 6, 5, 8)
     return out[:, :5], x[:, :5].softmax(1)
 
@@ -127,17 +141,18 @@ def check_product(kernels: Any) -> tuple[Tensor, Tensor]:
 
 
 def check_online_softmax(kernels: Any) -> tuple[Tensor, Tensor]:
-    scores, values = place(10 * random(20).sort().values), random(20, 4)  # m rises
+    # m rises in the second tile and not in the third. All tiles have weights that matter.
+    scores, values = place(torch.linspace(0, 4, 20).roll(-4)), random(20, 4)
     out = place(torch.zeros(4))
     kernels.online_softmax[(1,)](scores, values, out, 20, 8, 4)
     return out, scores.softmax(0) @ values
 
 
 def check_paged(kernels: Any) -> tuple[Tensor, Tensor]:
-    q, cache, n, out = random(4), random(2, 32, 4), 10, place(torch.zeros(4))
+    q, cache, n, out = random(8), random(2, 32, 8), 10, place(torch.zeros(8))
     table = torch.tensor([0] * 99 + [5, 2, 7] + [0] * 99, device=q.device)[99:-99]
     used = table.repeat_interleave(4)[:n] * 4 + torch.arange(n, device=q.device) % 4
     keys, values = (place(torch.full_like(x, torch.nan)) for x in cache)  # slots of other sequences
     keys[used], values[used] = cache[0, used], cache[1, used]
-    kernels.paged[(1,)](q, keys, values, table, out, n, 4, 4)
+    kernels.paged[(1,)](q, keys, values, table, out, n, 4, 8)
     return out, (keys[used] @ q).softmax(0) @ values[used]

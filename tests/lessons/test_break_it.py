@@ -53,6 +53,22 @@ def test_exercise_answers(
     assert said.count("is not right. Hint: ") == said.count(f"{mutant.function} is right") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a block is appended one token late", "raises IndexError('list index out of range')."),
+        ("a resumed chunk starts one token late", "prompt: nothing"),
+    ],
+)
+def test_what_answers_the_question_is_shown(
+    name: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(break_it, "FAILURES", 1)
+    error = break_it.show_failure(break_it.FAULTS[name])
+    assert shown in " ".join(capsys.readouterr().out.split())
+    assert error.name in ("no error", "budget")
+
+
 def test_each_exercise_has_a_theme_and_a_level(capsys: pytest.CaptureFixture[str]) -> None:
     assert sorted(i for theme in break_it.THEMES for i in theme.exercises) == list(EXERCISES)
     assert set(break_it.EASY) | set(break_it.HARD) <= set(EXERCISES)
@@ -88,7 +104,7 @@ def test_shorter_histories_fail_too() -> None:
         (["break", "99"], f"a number from 1 to {len(break_it.FAULTS)}, not '99'"),
         (["break", "one"], "not 'one'"),
         (["break", "1", "--answers", "1"], "2 answers are needed"),
-        (["18"], "invalid choice: '18'"),
+        (["99"], "invalid choice: '99'"),
         (["3", "4"], "takes no '4'"),
         (["--answers"], "takes no --answers"),
         (["ladder", "3"], "ladder takes no '3'"),

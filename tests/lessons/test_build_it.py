@@ -2,155 +2,35 @@
 
 import ast
 import re
-import shlex
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import fresh
 import pytest
+from wrong_solutions import WRONG
 
-from nanovllm.lessons import build_it
+from nanovllm.lessons import build_it, command
 
 pytest_plugins = ["pytester"]
 
 EXERCISES = Path(__file__).parent / "exercises"
-# (task, a piece of the solution, what replaces it, the check that fails first, part of its message)
-WRONG = [
-    ("cache", "before + torch.arange", "torch.arange", "test_one_by_one", "differs from torch's"),
-    (
-        "cache",
-        "seen = torch.arange(len(keys)) <=",
-        "seen = torch.arange(len(keys)) * 0 <=",
-        "test_one_piece",
-        "tokens [0, 1, 2, 3]",
-    ),
-    (
-        "cache",
-        "repeat_interleave(group, dim=1)",
-        "repeat(1, group, 1)",
-        "test_groups",
-        "6 query heads, 2 KV heads",
-    ),
-    (
-        "slots",
-        "* block_size + position % block_size",
-        "+ position % block_size",
-        "test_slots",
-        "the slots [30, 31, 8, 9], but yours have",
-    ),
-    (
-        "slots",
-        "-(-(start + count) // block_size)",
-        "(start + count) // block_size",
-        "test_blocks",
-        "1 blocks should be appended, but yours says 0",
-    ),
-    (
-        "prefix",
-        "(len(seq.token_ids) - 1) //",
-        "len(seq.token_ids) //",
-        "test_matches",
-        "should match the blocks [[5, 6]], but",
-    ),
-    (
-        "prefix",
-        "parent = block.serial",
-        "parent = 0",
-        "test_matches",
-        "should match the blocks [[5, 6], [7, 8]], but",
-    ),
-    (
-        "prefix",
-        "break",
-        "continue",
-        "test_matches",
-        "should match the blocks [[5, 6]], but",
-    ),
-    ("step", "if tokens > 0:", "if True:", "test_the_plan", "but it is [1, 0, 1, 1]"),
-    (
-        "step",
-        "len(running) < max_num_seqs",
-        "True",
-        "test_the_plan",
-        "The expected plan is [1, 1, 4]",
-    ),
-    (
-        "softmax",
-        "first, second = torch.exp(one[0] - base), torch",
-        "first, second = torch.ones(()), torch",
-        "test_the_example",
-        "should be [3.0, 1.5, 38.71]",
-    ),
-    (
-        "softmax",
-        "base = torch.where(m == -torch.inf, 0.0, m)",
-        "base = m",
-        "test_hidden",
-        "tile 0 of 3 are -inf",
-    ),
-    (
-        "policy",
-        "AGING * seq.arrival - (",
-        "-(",
-        "test_order_of_admission",
-        "order of admission is [1, 0, 2], but it is [1, 2, 0]",
-    ),
-    (
-        "policy",
-        "seq.max_length - seq.num_prompt",
-        "seq.max_length",
-        "test_a_long_prompt",
-        "admitted first, but the order is [0, 1]",
-    ),
-    (
-        "eviction",
-        "self.hits[block.block_id] = 0",
-        "pass",
-        "test_hits_belong",
-        "New content should start with 0 hits",
-    ),
-    (
-        "eviction",
-        "min(self.evictable,",
-        "min(reversed(self.evictable),",
-        "test_fewest_hits",
-        "[3, 2, 1], but it is [2, 3, 1]",
-    ),
-    (
-        "eviction",
-        "min(self.evictable, key=self.hits.__getitem__)",
-        "super().choose_victim()",
-        "test_fewest_hits",
-        "[3, 2, 1], but it is [1, 3, 2]",
-    ),
-    (
-        "filter",
-        "nansum",
-        "sum",
-        "test_what_is_hidden",
-        "An earlier filter has hidden tokens 20 to 59",
-    ),
-    (
-        "filter",
-        "before < typical_p[:, None]",
-        "before < typical_p.max()",
-        "test_each_row",
-        "as it does alone",
-    ),
-    (
-        "filter",
-        "(distance > last) & (typical_p < 1)[:, None]",
-        "distance > last",
-        "test_one_turns_it_off",
-        "typical_p=1 should not change",
-    ),
-]
-
-
-TIMES = max(Counter(task for task, *_ in WRONG).values())
+TIMES = max(map(len, WRONG.values()))
 Check = Callable[..., tuple[int, str]]
+
+
+class FirstFailures:
+    """Leaves out what follows the first failure of a file, as -x does with one file."""
+
+    def __init__(self) -> None:
+        self.failed: set[str] = set()  # files
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        return True if item.location[0] in self.failed else None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.location[0])
 
 
 @pytest.fixture(scope="session")
@@ -172,7 +52,7 @@ def check(imported: None, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv("SOLUTION", str(solution))
         options = ["-n0", "--tb=short", "--noconftest", "-p", "no:cacheprovider"]
         files = [str(EXERCISES / f"build_{task}.py") for task in tasks or build_it.TASKS]
-        result = pytester.runpytest_inprocess(*options, *files)
+        result = pytester.runpytest_inprocess(*options, *files, plugins=[FirstFailures()])
         return int(result.ret), result.stdout.str() + result.stderr.str()
 
     return run
@@ -200,10 +80,10 @@ def test_the_stubs_fail(
     monkeypatch.chdir(tmp_path)
     for task in build_it.TASKS:
         build_it.write(task)
-        command = "SOLUTION={} python -m pytest -x --tb=short tests/lessons/exercises/build_{}.py"
-        assert command.format(tmp_path / f"{task}.py", task) in capsys.readouterr().out
+        line = f"nanovllm lessons build {task} --check "
+        assert f"  {line}{tmp_path / f'{task}.py'}\n" in capsys.readouterr().out
         text = ast.get_docstring(ast.parse((tmp_path / f"{task}.py").read_text())) or ""
-        assert text.endswith(command.format(f"{task}.py", task))
+        assert text.endswith(f"{line}{task}.py")
     status, output = check(tmp_path)
     assert status == 1, output
     assert failed(output) == set(build_it.TASKS)
@@ -213,39 +93,55 @@ def test_the_stubs_fail(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(TIMES))
-def test_wrong_solutions_fail(check: Check, number: int, tmp_path: Path) -> None:
-    """The first fault of each task, then the second of those that have two, and so on."""
-    wrong = {}
-    for task in build_it.TASKS:
-        faults = [fault for fault in WRONG if fault[0] == task][number : number + 1]
-        text = (EXERCISES / "solutions" / f"{task}.py").read_text()
-        for fault in faults:
-            assert text.count(fault[1]) == 1
-            (tmp_path / f"{task}.py").write_text(text.replace(fault[1], fault[2]))
-            wrong[task] = fault
+def test_wrong_solutions_are_refused(check: Check, number: int, tmp_path: Path) -> None:
+    """The first wrong solution of each task, then the second, and so on, for the right reason."""
+    wrong = {task: faults[number] for task, faults in WRONG.items() if number < len(faults)}
+    for path in (EXERCISES / "solutions").glob("*.py"):
+        text = path.read_text()
+        if path.stem in wrong:
+            piece, replacement, *_ = wrong[path.stem]
+            assert piece in text
+            text = text.replace(piece, replacement)
+        (tmp_path / path.name).write_text(text)
     status, output = check(tmp_path, *wrong)
     assert status == 1, output
     assert failed(output) == set(wrong)
-    for task, _, _, name, message in wrong.values():
-        assert message in output
+    for task, (_, _, name, message) in wrong.items():
+        assert message in output, (task, message)
         assert f"FAILED tests/lessons/exercises/build_{task}.py::{name}" in output
     assert not re.search(r"build_\w+\.py:\d", output)  # the messages alone, without tracebacks
 
 
+def test_each_task_has_wrong_solutions() -> None:
+    assert set(WRONG) == set(build_it.TASKS)
+    assert min(map(len, WRONG.values())) >= 8
+
+
 @pytest.mark.slow
-def test_the_printed_command_checks_it(
+def test_a_solution_is_checked_from_any_directory(tmp_path: Path) -> None:
+    solution = EXERCISES / "solutions" / "slots.py"
+    text = solution.read_text()
+    (tmp_path / "mine.py").write_text(text.replace("start + count)", "start + count - 1)"))
+    arguments = ["lessons", "build", "slots", "--check"]
+    right = fresh.run(fresh.module("nanovllm", *arguments, str(solution)))
+    wrong = fresh.run(fresh.module("nanovllm", *arguments, str(tmp_path / "mine.py")))
+    assert (right.returncode, wrong.returncode) == (0, 1)
+    assert right.stdout.endswith("All checks of slots pass.\n")
+    assert "the slots [30, 31, 8, 9], but yours have [30, 31, 8]." in wrong.stdout
+
+
+def test_a_check_outside_a_clone_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a process of its own, with conftest.py, as a learner runs it."""
-    monkeypatch.chdir(tmp_path)
-    build_it.write("policy")
-    [line] = [x.strip() for x in capsys.readouterr().out.splitlines() if "SOLUTION=" in x]
-    command = line.replace(" python ", f" {shlex.quote(sys.executable)} ")
-    done = subprocess.run(
-        command, shell=True, cwd=EXERCISES.parents[2], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "is to be written; see the top of this file" in done.stdout
+    monkeypatch.setattr(build_it, "CHECKS", tmp_path)
+    for arguments, message in (
+        (["build", "slots", "--check", "slots.py"], "the checks are in a clone of the repository"),
+        (["build", "none", "--check", "slots.py"], "unknown task 'none'"),
+        (["3", "--check", "slots.py"], "only build takes --check"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            command.main(arguments)
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

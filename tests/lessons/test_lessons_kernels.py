@@ -38,12 +38,65 @@ RIGHT = (
     "factor = 1 / tl.exp(new_m - m)",
     "slot = position % BLOCK + BLOCK * tl.load(table + start // BLOCK)",
 )
+# Of each puzzle, the first with its message.
 WRONG = (
-    ("tl.store(out + i, a + b)", "2 of 21 numbers are wrong. The first is at [19]: "),
-    ("weights = tl.exp(scores)", "The first is at [0, 0]: nan came out"),
-    ("b = tl.load(y + k[:, None] * columns * inner + j[None, :])", "nan came out"),
-    ("factor = 1.0", "numbers are wrong"),
-    ("slot = tl.load(table + position) * BLOCK", "nan came out"),  # reads behind the table
+    (
+        ("tl.store(out + i, a + b)", "4 of 42 numbers are wrong. The first is at [19]: "),
+        "tl.store(out, a + b, mask=i < n)",
+        "tl.store(out + i, a * b, mask=i < n)",
+        "tl.store(x + i, a + b, mask=i < n)",
+        "tl.store(out + tl.arange(0, SIZE), a + b, mask=i < n)",
+        "tl.store(out + i, a + b, mask=i <= n)",
+        "tl.store(out + i, a + b, mask=i < 19)",
+        "tl.store(out + i, a + b, mask=tl.arange(0, SIZE) < n)",
+        "tl.store(out + program + tl.arange(0, SIZE), a + b, mask=i < n)",
+        "out = a + b",
+    ),
+    (
+        ("weights = tl.exp(scores)", "The first is at [0, 0]: nan came out"),
+        "weights = tl.exp(scores - 100)",
+        "weights = tl.exp(scores - 1000)",
+        "weights = tl.exp(scores - tl.min(scores, 0))",
+        "weights = tl.exp(scores - tl.sum(scores, 0))",
+        "weights = tl.exp(scores / tl.max(scores, 0))",
+        "weights = tl.exp(tl.max(scores, 0) - scores)",
+        "weights = tl.exp2(scores - tl.max(scores, 0))",
+        "weights = scores - tl.max(scores, 0)",
+        "weights = tl.exp(scores - tl.max(scores, 0)) / n + 1",
+    ),
+    (
+        ("b = tl.load(y + k[:, None] * columns * inner + j[None, :])", "nan came out"),
+        "b = tl.load(y + k[:, None] * inner + j[None, :])",
+        "b = tl.load(y + k[None, :] * columns + j[:, None])",
+        "b = tl.load(y + j[:, None] * columns + k[None, :])",
+        "b = tl.load(x + k[:, None] * columns + j[None, :])",
+        "b = tl.load(y + i[:, None] * columns + j[None, :])",
+        "b = tl.load(y + k[:, None] + j[None, :] * inner)",
+        "b = tl.load(y + k * columns + j)",
+        "b = tl.load(y + tl.arange(0, SIZE)[:, None] * columns + j[None, :])",
+    ),
+    (
+        ("factor = 1.0", "numbers are wrong"),
+        "factor = 0.0",
+        "factor = tl.exp(new_m - m)",
+        "factor = tl.exp(m - tl.max(s, 0))",
+        "factor = m - new_m",
+        "factor = tl.exp(-new_m)",
+        "factor = tl.exp2(m - new_m)",
+        "factor = tl.where(new_m > m, 0.0, 1.0)",
+        "factor = m / new_m",
+    ),
+    (
+        ("slot = tl.load(table + position) * BLOCK", "nan came out"),  # reads behind the table
+        "slot = position",
+        "slot = tl.load(table + position // BLOCK) + position % BLOCK",
+        "slot = tl.load(table + position // BLOCK) * BLOCK",
+        "slot = tl.load(table + start) * BLOCK + position % BLOCK",
+        "slot = tl.load(table + position % BLOCK) * BLOCK + position // BLOCK",
+        "slot = position // BLOCK * BLOCK + position % BLOCK",
+        "slot = tl.load(table + position // D) * D + position % D",
+        "slot = tl.load(table) * BLOCK + position",
+    ),
 )
 
 
@@ -66,7 +119,7 @@ def test_puzzles(
     assert max(map(len, shown.splitlines())) <= 100
     for right in (line, RIGHT[number - 1]):
         assert answer(right) == "That is right: the kernel computes what torch does."
-    wrong, message = WRONG[number - 1]
+    (wrong, message), *_ = WRONG[number - 1]
     said = answer(wrong)
     assert message in said
     assert f"Hint: {puzzles.PUZZLES[number - 1].hint}" in said
@@ -74,11 +127,35 @@ def test_puzzles(
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]  # NumPy's, of NaN
 
 
+@pytest.mark.parametrize("number", range(1, 6))
+def test_wrong_lines_are_refused(number: int) -> None:
+    kernels, puzzle = pytest.importorskip("nanovllm.lessons.puzzles"), puzzles.PUZZLES[number - 1]
+    _, *lines = WRONG[number - 1]
+    assert len(lines) >= 8
+    assert [line for line in lines if not puzzles.compare(kernels, puzzle, line)] == []
+
+
+def test_a_line_that_does_not_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU the line runs in this process")
+    monkeypatch.setattr(puzzles, "MAX_SECONDS", 1)
+    puzzles.run_puzzle("1", ["while True: pass"])
+    assert "It does not end within 1 seconds." in " ".join(capsys.readouterr().out.split())
+
+
 def test_lesson_10(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     questions = puzzles.run()
     printed = capsys.readouterr().out
     assert "   16  17  18  19 [20][21][22][23]\n" in printed
+    if not torch.cuda.is_available():  # the tiles of a kernel can be read in the interpreter
+        tiles = {row[0].split(" = ")[0]: row[1:] for row in table(printed, "line")}
+        assert tiles["i"] == ["4 5 6 7", "8 9 10 11"]
+        assert tiles["mask"] == ["1 1 1 1", "1 1 0 0"]
+        assert tiles["b"] == ["80 100 120 140", "160 180 0 0"]
     assert [float(row[1]) < 1e-3 for row in table(printed, "puzzle")] == [True] * 5
     assert [question.answer for question in questions] == ["8", "24"]
     assert max(map(len, printed.splitlines())) <= 100

@@ -35,8 +35,8 @@ INVARIANTS = {
     "index": "The prefix index names the cached blocks and no others.",
     "cached": "A cached block holds the tokens in the prefix index.",
     "fresh": "A cached block depends on nothing that was computed before the last reset.",
-    "budget": "A step has at most as many tokens as the budget, of at most max_num_seqs sequences, "
-    "each once.",
+    "budget": "A plan states the number of its tokens. They are at most as many as the budget, of "
+    "at most max_num_seqs sequences, each once.",
     "oldest": "The oldest sequence is never preempted, and a step that preempts admits nothing.",
     "progress": "All requests end after a bounded number of steps, whatever happened before.",
     "returned": "When all requests have ended, all blocks are available and all rows are free.",
@@ -145,7 +145,8 @@ class OracleRunner:
         work += [(row, self.positions[row], [self.last[row]], True) for row in plan.decode_rows]
         require(len({row for row, *_ in work}) == len(work), "budget", "a row is twice in a step")
         num_tokens = sum(len(ids) for _, _, ids, _ in work)
-        require(num_tokens == plan.num_tokens, "budget", "the plan counts its tokens wrongly")
+        detail = f"the plan has {num_tokens} tokens and states {plan.num_tokens}"
+        require(num_tokens == plan.num_tokens, "budget", detail)
         written: set[int] = set()
         for row, start, ids, _ in work:
             for position, token in enumerate(ids, start):

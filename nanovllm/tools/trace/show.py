@@ -233,6 +233,7 @@ def describe_work(state: State, chunk: list[int], size: int) -> list[str]:
     end = start + count
     kind = seq.kind(start)
     what = f"{kind} {start}" + f"-{end - 1}" * (kind != "decode")
+    what = f"{kind}: nothing" if start == end else what
     # A faulty scheduler may plan positions without a block; see lessons/break_it.py.
     ranges: list[list[int]] = []
     for position in range(start, min(end, len(seq.table) * size)):

@@ -1,7 +1,4 @@
-"""Checks `KVCache`: SOLUTION=cache.py python -m pytest -x tests/lessons/exercises/build_cache.py
-
-The task: nanovllm lessons build cache
-"""
+"""Checks `KVCache`: nanovllm lessons build cache --check FILE"""
 
 import pytest
 import torch

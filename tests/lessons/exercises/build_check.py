@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,21 @@ def load(file: str, name: str) -> Any:
         # pytest shows the text of a CollectError without a traceback.
         raise pytest.Collector.CollectError(
             f"There is no file {path}. `nanovllm lessons build {task}` writes {file}, and "
-            f"`SOLUTION=FILE python -m pytest -x tests/lessons/exercises/build_{task}.py` checks "
-            "it."
+            f"`nanovllm lessons build {task} --check FILE` checks it."
         )
     spec = importlib.util.spec_from_file_location("solution", path)
     assert spec is not None, f"{path} is not a Python file"
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))  # a solution may import others
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        raise pytest.Collector.CollectError(
+            f"{path.name} imports {error.name}, and there is no {path.parent / str(error.name)}.py."
+        ) from None
+    finally:
+        sys.path.remove(str(path.parent))
     if not hasattr(module, name):
         raise pytest.Collector.CollectError(f"{path} does not define {name}.")
     return getattr(module, name)

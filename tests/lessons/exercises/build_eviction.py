@@ -1,9 +1,4 @@
-"""Checks `FewestHits`.
-
-    SOLUTION=eviction.py python -m pytest -x tests/lessons/exercises/build_eviction.py
-
-The task: nanovllm lessons build eviction
-"""
+"""Checks `FewestHits`: nanovllm lessons build eviction --check FILE"""
 
 from types import SimpleNamespace
 
@@ -12,12 +7,29 @@ from build_check import OracleRunner, answer, check_history, expect, load, make_
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
 
 FewestHits = load("eviction.py", "FewestHits")
 
 
+class Checked(FewestHits):
+    """The solution, with a check of every choice."""
+
+    def choose_victim(self) -> int:
+        before = list(self.evictable)
+        victim = super().choose_victim()
+        expect(victim in before, f"The victim must be one of {before}, but it is {victim!r}.")
+        expect(list(self.evictable) == before, "choose_victim must not change self.evictable.")
+        return victim
+
+
 def use(blocks: BlockManager, *heads: int) -> None:
     """Run a sequence with one full block [head, head] for each head, and release its blocks."""
+    blocks.release(start(blocks, *heads))
+
+
+def start(blocks: BlockManager, *heads: int) -> Sequence:
+    """Run a sequence as in `use`, which keeps its blocks."""
     tokens = [token for head in heads for token in (head, head)] + [0]
     seq = make_samples(tokens, len(tokens) + 1)[0]
     blocks.attach_cached(seq, blocks.match(seq))
@@ -25,7 +37,7 @@ def use(blocks: BlockManager, *heads: int) -> None:
         blocks.append_block(seq)
     seq.num_computed = len(tokens)
     blocks.cache_full_blocks(seq)
-    blocks.release(seq)
+    return seq
 
 
 def evict_all(blocks: BlockManager) -> list[int]:
@@ -41,7 +53,7 @@ def evict_all(blocks: BlockManager) -> list[int]:
 
 
 def test_fewest_hits_first() -> None:
-    blocks = FewestHits(8, 2)
+    blocks = Checked(8, 2)
     for _ in range(4):
         use(blocks, 1)
     use(blocks, 2, 3)
@@ -54,7 +66,7 @@ def test_fewest_hits_first() -> None:
 
 
 def test_the_least_recently_used_of_equal_ones() -> None:
-    blocks = FewestHits(8, 2)
+    blocks = Checked(8, 2)
     for head in (1, 2, 3, 2, 3, 1):
         use(blocks, head)
     got = evict_all(blocks)
@@ -65,9 +77,64 @@ def test_the_least_recently_used_of_equal_ones() -> None:
     )
 
 
+def test_every_hit_counts() -> None:
+    blocks = Checked(8, 2)
+    for head, times in ((1, 5), (2, 4), (3, 3), (4, 2), (5, 1)):
+        for _ in range(times):
+            use(blocks, head)
+    got = evict_all(blocks)
+    expect(
+        got == [5, 4, 3, 2, 1],
+        "Blocks 1 to 5 have 4, 3, 2, 1 and 0 hits, and were used in this order. The expected order "
+        f"of eviction is [5, 4, 3, 2, 1], but it is {got}.",
+    )
+
+
+def test_hits_of_a_block_in_use_count() -> None:
+    blocks = Checked(8, 2)
+    seq = start(blocks, 1)
+    for head in (1, 1, 1, 2, 2, 2):
+        use(blocks, head)
+    blocks.release(seq)
+    use(blocks, 2)
+    got = evict_all(blocks)
+    expect(
+        got == [1, 2],
+        "Block 1 gets 3 hits while the request that computed it still runs, and then block 2 gets "
+        f"3 hits. They should be evicted in the order [1, 2], but the order is {got}.",
+    )
+    seq = start(blocks, 3)
+    for head in (3, 3, 4, 4):
+        use(blocks, head)
+    blocks.release(seq)
+    use(blocks, 3)
+    use(blocks, 5)
+    use(blocks, 4)
+    got = evict_all(blocks)
+    expect(
+        got == [5, 4, 3],
+        "Block 3 gets 2 hits while the request that computed it still runs, and 1 later. Block 4 "
+        f"has 2 hits and block 5 none. The expected order of eviction is [5, 4, 3], but it is "
+        f"{got}.",
+    )
+
+
+def test_each_block_of_a_prefix_has_hits() -> None:
+    blocks = Checked(8, 2)
+    for heads in ((1, 2, 3), (1, 2, 3), (4,)):
+        use(blocks, *heads)
+    got = evict_all(blocks)
+    expect(
+        got == [4, 3, 2, 1],
+        "Blocks 1, 2 and 3 of one prompt have one hit each, and block 4 has none. The expected "
+        f"order of eviction is [4, 3, 2, 1], because the last block of a sequence is released "
+        f"first, but it is {got}.",
+    )
+
+
 @pytest.mark.parametrize("popular", [4, 5])
 def test_hits_belong_to_the_content(popular: int) -> None:
-    blocks = FewestHits(3, 2)
+    blocks = Checked(3, 2)
     for head, times in ((1, 10), (2, 5)):
         for _ in range(times):
             use(blocks, head)
@@ -114,17 +181,6 @@ def test_more_prefix_hits_than_least_recently_used() -> None:
         f"takes {lru} tokens from the prefix cache. Of yours 19 * 16 = {want} are expected, all "
         f"but the first chat's, but it takes {got}.",
     )
-
-
-class Checked(FewestHits):
-    """The solution, with a check of every choice."""
-
-    def choose_victim(self) -> int:
-        before = list(self.evictable)
-        victim = super().choose_victim()
-        expect(victim in before, f"The victim must be one of {before}, but it is {victim!r}.")
-        expect(list(self.evictable) == before, "choose_victim must not change self.evictable.")
-        return victim
 
 
 def test_random_histories() -> None:

@@ -1,9 +1,4 @@
-"""Checks `longest_output_first`.
-
-    SOLUTION=policy.py python -m pytest -x tests/lessons/exercises/build_policy.py
-
-The task: nanovllm lessons build policy
-"""
+"""Checks `longest_output_first`: nanovllm lessons build policy --check FILE"""
 
 import dataclasses
 

@@ -1,16 +1,12 @@
-"""Checks `Matching.match`.
-
-    SOLUTION=prefix.py python -m pytest -x tests/lessons/exercises/build_prefix.py
-
-The task: nanovllm lessons build prefix
-"""
+"""Checks `Matching.match`: nanovllm lessons build prefix --check FILE"""
 
 from types import SimpleNamespace
 
 import pytest
 from build_check import check_history, expect, load, make_samples
 
-from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.sequence import Sequence
 
 Matching = load("prefix.py", "Matching")
 
@@ -26,9 +22,19 @@ def cache(blocks: BlockManager, tokens: list[int]) -> None:
     blocks.release(seq)
 
 
+def state(blocks: BlockManager) -> tuple[object, ...]:
+    """A copy of all that a match may not change."""
+    each = [(block.ref_count, block.serial, block.key) for block in blocks.blocks]
+    return each, list(blocks.free), list(blocks.evictable), dict(blocks.prefix_index)
+
+
 def matched(blocks: BlockManager, tokens: list[int]) -> list[list[int]]:
     """The tokens of the blocks that match."""
+    before = state(blocks)
     found = blocks.match(make_samples(tokens, len(tokens) + 1)[0])
+    is_right = isinstance(found, list) and all(isinstance(block, Block) for block in found)
+    expect(is_right, f"match should return a list of Blocks, but it returns {found!r}.")
+    expect(state(blocks) == before, "match should change nothing, but it changes the manager.")
     return [memoryview(block.key[1]).cast("I").tolist() for block in found]
 
 
@@ -47,6 +53,8 @@ def matched(blocks: BlockManager, tokens: list[int]) -> list[list[int]]:
 )
 def test_matches(tokens: list[int], want: list[list[int]]) -> None:
     blocks = Matching(8, 2)
+    cache(blocks, [1, 1])
+    blocks.reset_prefix_cache()  # the serial number of a block is not its index any more
     cache(blocks, [5, 6, 7, 8])
     got = matched(blocks, tokens)
     expect(
@@ -54,6 +62,13 @@ def test_matches(tokens: list[int], want: list[list[int]]) -> None:
         f"[5, 6] and, after it, [7, 8] are cached. {tokens} should match the blocks {want}, but "
         f"matches {got}.",
     )
+
+
+def test_many_blocks() -> None:
+    blocks, tokens = Matching(8, 2), list(range(12))
+    cache(blocks, tokens)
+    got = matched(blocks, [*tokens, 0])
+    expect(len(got) == 6, f"All 6 blocks of a prompt are cached. They should match, but {got} do.")
 
 
 def test_without_prefix_caching() -> None:
@@ -75,9 +90,24 @@ def test_equal_tokens_after_different_tokens() -> None:
     )
 
 
+class Compared(Matching):
+    """The solution, compared with the engine's match. Sequences may have output already."""
+
+    def match(self, seq: Sequence) -> list[Block]:
+        got, want = super().match(seq), BlockManager.match(self, seq)
+        numbers = [[block.block_id for block in blocks] for blocks in (want, got)]
+        expect(
+            got == want,
+            f"Block size {self.block_size}. A sequence with a prompt of {seq.num_prompt} tokens "
+            f"and {seq.num_output} tokens of output should match the blocks {numbers[0]}, but "
+            f"matches {numbers[1]}.",
+        )
+        return got
+
+
 def test_random_requests() -> None:
     found = 0
     for seed in range(40):
-        history = check_history(seed, managers=SimpleNamespace(BlockManager=Matching))
+        history = check_history(seed, managers=SimpleNamespace(BlockManager=Compared))
         found += history.scheduler.cached_tokens
     expect(found > 0, "Random requests found nothing in the prefix cache.")

@@ -1,9 +1,4 @@
-"""Checks `slots` and `blocks_to_append`.
-
-    SOLUTION=slots.py python -m pytest -x tests/lessons/exercises/build_slots.py
-
-The task: nanovllm lessons build slots
-"""
+"""Checks `slots` and `blocks_to_append`: nanovllm lessons build slots --check FILE"""
 
 from types import SimpleNamespace
 

@@ -1,9 +1,4 @@
-"""Checks `update` and `merge`.
-
-    SOLUTION=softmax.py python -m pytest -x tests/lessons/exercises/build_softmax.py
-
-The task: nanovllm lessons build softmax
-"""
+"""Checks `update` and `merge`: nanovllm lessons build softmax --check FILE"""
 
 import pytest
 import torch

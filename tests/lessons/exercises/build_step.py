@@ -1,7 +1,4 @@
-"""Checks `plan_step`: SOLUTION=step.py python -m pytest -x tests/lessons/exercises/build_step.py
-
-The task: nanovllm lessons build step
-"""
+"""Checks `plan_step`: nanovllm lessons build step --check FILE"""
 
 import random
 

@@ -1,0 +1,104 @@
+"""Lesson 19: structured outputs: a grammar masks tokens while the device computes.
+
+A program that reads an answer needs it in a format, such as JSON. A grammar says which texts are
+valid. After each output token it gives a mask with one bit for each token of the vocabulary: 1 if
+some valid text continues with it (Willard and Louf 2023, arXiv:2307.09702). The sampler gives
+masked tokens the logit -inf. The output is then always valid, also of a weak model.
+
+    output    {"answer":            so far
+    mask      digits and - : 1      letters, { and } : 0
+    logits    -inf where the mask is 0; then the draw of lesson 8
+
+A mask depends on the token before it, which the device has just sampled, but the logits of the next
+token do not depend on the mask. So the host computes the mask while the device computes the layers:
+
+    host     launch step 2 | read token 1, compute mask 2 | launch mask, draw
+    device   ... token 1   | layers of step 2 ............| mask, draw: token 2
+"""
+
+import json
+
+from nanovllm import LLM
+from nanovllm.api.structured_outputs import StructuredOutputsParams
+from nanovllm.features.logit_rules.rows import RulesBatch
+from nanovllm.features.structured import GrammarCompiler, Matcher
+from nanovllm.lessons.lesson import ask, make_llm, optional, timed
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.runner.model_runner import ModelRunner
+
+PROMPT = "What is 12 + 30?\n"
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "integer"}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+
+
+def make_matcher(llm: LLM, params: StructuredOutputsParams) -> Matcher:
+    inputs = llm.engine.input_processor
+    compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
+    return compiler.compile(params, sorted(inputs.eos_token_ids)).matcher()
+
+
+def show_masks(llm: LLM, params: StructuredOutputsParams) -> str:
+    """Print the output, token by token, with the size of each mask. Returns the text."""
+    options = dict(max_tokens=40, logprobs=1, structured_outputs=params)
+    output = ask(llm, [PROMPT], **options)[0].outputs[0]
+    matcher, decode, rows = make_matcher(llm, params), llm.get_tokenizer().decode, []
+    for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
+        mask = matcher.mask(output.token_ids[:i]) or b""
+        assert mask[token >> 3] >> (token & 7) & 1
+        best = min(entry, key=lambda candidate: entry[candidate].rank)
+        allowed = int.from_bytes(mask, "little").bit_count()
+        texts = [repr(decode([t])) for t in (best, token)]
+        rows.append((i, allowed, *texts, entry[token].rank))
+    show_table(("position", "allowed", "most likely", "drawn", "its rank"), rows)
+    return output.text
+
+
+def run() -> list[Question]:
+    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    if optional("llguidance") is None:
+        say("llguidance is not installed: pip install -e '.[structured]'")
+        return []
+    vocab_size = llm.engine.input_processor.vocab_size
+    say(f"""The embedded model was not trained to write JSON. It is asked {PROMPT!r} with a schema
+        of an integer `answer`. At each position some of the {vocab_size:,} tokens are
+        allowed; "most likely" is the model's own choice, before the mask:""")
+    text = show_masks(llm, StructuredOutputsParams(json=SCHEMA))
+    assert list(json.loads(text)) == SCHEMA["required"]
+    say(f"""The output is {text!r}: valid, which does not mean right. Where one token is allowed the
+        model has no choice, and its rank does not matter. A mask cannot make a model better; it can
+        make it worse, if the format keeps it from what it has learned to write.""")
+    matcher = make_matcher(llm, StructuredOutputsParams(json=SCHEMA))
+    prompt = [llm.get_tokenizer().encode(PROMPT)]
+    _, mask = timed(lambda: matcher.mask([]), repeats=21)
+    _, step = timed(lambda: ask(llm, prompt, max_tokens=1), repeats=9)
+    say(f"""A mask takes the host {mask * 1e6:,.0f} us here, and a request of one step of the small
+        model {step * 1e3:.1f} ms. On a GPU the layers of a step run meanwhile, so that the mask
+        costs nothing while it takes less time than they do. On a CPU both take turns.""")
+    show_source(
+        link(Matcher.mask, "compute_bitmask"),
+        link(ModelRunner._sample, "rules.apply"),
+        link(RulesBatch._apply_on_host, "row.matcher.mask"),
+    )
+    return [
+        Question(
+            "Why can the host not compute the masks of the next three steps at once? (a) Masks are "
+            "too large. (b) A mask depends on the tokens that are sampled before it. (c) The GPU "
+            "is busy.",
+            "b",
+            "After an opening quote other tokens are valid than after a digit. The layers of the "
+            "next step, however, need only the token, which the device has already.",
+            "What does Matcher.mask take as its argument?",
+        ),
+        Question(
+            "At a position only one token is allowed. Does the temperature change what is drawn "
+            "there: yes or no?",
+            "no",
+            "All other logits are -inf at any temperature. An engine could even skip the model "
+            "there, which is called jump-forward decoding; this engine does not.",
+            "What is -inf divided by a temperature?",
+        ),
+    ]

@@ -1,0 +1,97 @@
+"""Lesson 20: a KV cache in 8 bits.
+
+With many long contexts a decode reads more keys and values than weights (lesson 5), and the cache
+decides how many sequences can run. kv_cache_dtype="fp8" stores each number in 8 bits, in the format
+e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), which is half of bfloat16:
+
+    bit        7      6 5 4 3     2 1 0
+             sign   exponent e  mantissa m      value = (1 + m / 8) * 2^(e - 7)
+
+Between a power of two and the next one there are 8 numbers, so rounding changes a number by at most
+1/16 of it. Int8 (lesson 13) has equal steps instead, and needs a scale near its largest number.
+Keys and values have outliers, for which relative steps are better. The largest number is 448;
+beyond it a checkpoint's scale for each layer (k_scale, v_scale) is needed, else 1.
+"""
+
+import torch
+
+from nanovllm import LLM
+from nanovllm.lessons.lesson import ask, make_llm, shape_of
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.models.attention import PlainAttention
+from nanovllm.models.fp8 import FP8_MAX, to_fp8
+from nanovllm.tools.training.data import OPEN_TASKS, graded_samples
+
+# Questions that were not in the training of the embedded model.
+SAMPLES = [sample for task in OPEN_TASKS for sample in graded_samples(task, 3)]
+
+
+def show_rounding() -> float:
+    """Print numbers and what is stored of them. Returns the largest relative error of many."""
+    rows = []
+    for value in (0.1, 1.06, 1.07, 3.3, 100.0, 440.0, 1000.0):
+        x = torch.tensor(value)
+        stored, scaled = float(to_fp8(x, 1.0).float()), float(to_fp8(x, 4.0).float() * 4)
+        rows.append((f"{value:g}", f"{stored:g}", f"{abs(stored / value - 1):.1%}", f"{scaled:g}"))
+    show_table(("number", "stored", "error", "with a scale of 4"), rows)
+    many = torch.linspace(2**-6, FP8_MAX, 100_001)
+    return float((to_fp8(many, 1.0).float() / many - 1).abs().max())
+
+
+def score(llm: LLM, outputs: list[list[int]]) -> float:
+    """Return the mean log-probability of `outputs`, tokens after the questions."""
+    prompts = [llm.get_tokenizer().encode(sample.question) for sample in SAMPLES]
+    scores = llm.loglikelihood(prompts, outputs, use_tqdm=False)
+    return sum(s.logprob for s in scores) / sum(len(s.token_ids) for s in scores)
+
+
+def run() -> list[Question]:
+    say("Some numbers, as the cache stores them. A scale moves the range:")
+    worst = show_rounding()
+    say(f"The largest error between 2^-6 and 448 is {worst:.1%}. Above 448 numbers are cut off.")
+    say("""What it loses: the embedded model continues questions in float32, and its tokens are
+        scored with both caches. 0 is certainty. Sums over many keys average the errors out:""")
+    prompts = [sample.question for sample in SAMPLES]
+    said, rows = list[list[int]](), []
+    for dtype in ("auto", "fp8"):
+        llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=128, kv_cache_dtype=dtype)
+        tokens = [output["token_ids"] for output in ask(llm, prompts, max_tokens=12)]
+        said = said or tokens
+        same = sum(a == b for a, b in zip(tokens, said, strict=True))
+        rows.append((dtype, f"{same} of {len(said)}", f"{score(llm, said):.6f}"))
+    show_table(("kv_cache_dtype", "same answers", "log-probability"), rows)
+    say("""What it gains, calculated: the tokens that fit into 10 GB, and what a decode of 64
+        sequences of 4,000 tokens reads of the cache:""")
+    table = []
+    for name in ("qwen3-0.6b", "qwen3-14b"):
+        for dtype, size in (("bfloat16", 2), ("fp8", 1)):
+            token = shape_of(name).block_bytes(1, size)
+            read = f"{64 * 4000 * token / 1e9:.1f}"
+            table.append((name, dtype, f"{token:,}", f"{10e9 / token:,.0f}", read))
+    show_table(("model", "cache", "bytes a token", "tokens in 10 GB", "GB a decode"), table)
+    say("""The gain in time is smaller than in bytes, because numbers must be converted before they
+        are multiplied. docs/performance.md says what was measured: on an H100 fp8 was no longer
+        limited by memory, and on a CPU it can be slower.""")
+    show_source(
+        link(to_fp8, "clamp"),
+        link(PlainAttention.store, "to_fp8"),
+        link(PlainAttention.attend, "k_scale"),
+    )
+    return [
+        Question(
+            "All keys of a layer have one scale, s. Why does attention need no multiplication of "
+            "each cached key by s? (a) The scale is always 1. (b) Softmax removes it. (c) It can "
+            "multiply the query once, because q (s k) = (s q) k.",
+            "c",
+            "For the same reason the scale of values multiplies the output, once for each token.",
+            "How many multiplications by s does each way take, for 4,000 keys?",
+        ),
+        Question(
+            "Which of two caches stores 0.01 with a smaller relative error, if the largest number "
+            "of its row is 100: int8 with a scale for the row, or fp8?",
+            "fp8",
+            "Int8 has steps of 100 / 127, so 0.01 becomes 0. fp8 has relative steps down to 2^-6, "
+            "and absolute ones of 2^-9 below it, so 0.01 becomes 0.0098.",
+            "How large is a step of int8, if 127 stands for 100?",
+        ),
+    ]

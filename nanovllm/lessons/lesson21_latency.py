@@ -1,0 +1,125 @@
+"""Lesson 21: what a user waits for: latency under load.
+
+Tokens per second of an engine say nothing about one user, who waits for the first token and then
+reads along. Each request has the times of its events (RequestMetrics):
+
+    arrival      first scheduled     first token              finished
+       |--- queue ---|---- prompt -------|- t -|- t -|- t -|- t -|
+       |------ time to first token ------|  t: time between tokens
+
+A service promises limits, such as 1 s to the first token and 100 ms between tokens. Goodput is the
+number of requests per second that keep both (DistServe, Zhong et al. 2024, arXiv:2401.09670). It
+grows with the load as long as the engine keeps up. Then requests queue, each step has more rows,
+and goodput falls, while tokens per second stay at their maximum.
+"""
+
+import random
+import time
+from statistics import median, quantiles
+from typing import NamedTuple
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.api.outputs import RequestMetrics
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.lessons.lesson import make_llm
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.tools.benchmarks.machine import cpu_seconds, other_load
+
+REQUESTS, TOKENS = 24, 16
+LOADS = (0.3, 0.6, 0.9, 1.5, 3.0)  # arrivals, as parts of what the engine can serve
+
+
+class Latency(NamedTuple):
+    first: float  # seconds from the arrival to the first token
+    between: float  # mean seconds between tokens
+
+
+def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Latency], float]:
+    """Run a request at each of `arrivals`, seconds after the start -> latencies, seconds."""
+    engine, latencies, due = llm.engine, list[Latency](), dict[str, float]()
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    start, waiting = time.monotonic(), list(enumerate(arrivals))
+    while waiting or engine.has_unfinished_requests():
+        while waiting and start + waiting[0][1] <= time.monotonic():
+            i, arrival = waiting.pop(0)
+            # It may have arrived during a step, before the engine could take it.
+            due[engine.add_request(f"Count from {i} to {i + 40}\n", params)] = start + arrival
+        if not engine.has_unfinished_requests():
+            time.sleep(max(0.0, start + waiting[0][1] - time.monotonic()))
+            continue
+        for output in engine.step():
+            latencies.append(latency(output.metrics, due[output.request_id], TOKENS))
+    return latencies, time.monotonic() - start
+
+
+def latency(metrics: RequestMetrics, arrival: float, tokens: int) -> Latency:
+    first, end = metrics.first_token_time, metrics.finished_time
+    assert first is not None
+    assert end is not None
+    return Latency(first - arrival, (end - first) / (tokens - 1))
+
+
+def goodput(latencies: list[Latency], limits: Latency, seconds: float) -> float:
+    """Return the requests per second that keep both limits."""
+    good = [x for x in latencies if x.first <= limits.first and x.between <= limits.between]
+    return len(good) / seconds
+
+
+def run() -> list[Question]:
+    options = dict(enable_prefix_caching=False, num_kvcache_blocks=256, max_num_seqs=8)
+    llm = make_llm(attention_backend="sdpa", **options)
+    serve(llm, [0.0] * 4)  # prepares buffers
+    alone = [serve(llm, [0.0])[0][0] for _ in range(5)]
+    one = Latency(median(x.first for x in alone), median(x.between for x in alone))
+    capacity = REQUESTS / serve(llm, [0.0] * REQUESTS)[1]
+    limits = Latency(5 * one.first, 3 * one.between)
+    say(f"""A request that is alone has its first token after {one.first * 1e3:.0f} ms and another
+        every {one.between * 1e3:.1f} ms. If all {REQUESTS} requests arrive at once, the engine
+        serves {capacity:.1f} requests per second, 8 at a time. Let the limits be five times as long
+        for the first token and three times as long between tokens: {limits.first * 1e3:.0f} and
+        {limits.between * 1e3:.1f} ms. The same requests arrive at random (a Poisson process), at
+        several loads. Load is arrivals divided by what the engine can serve, and p95 is the latency
+        that one in twenty requests exceeds:""")
+    rows, since = [], cpu_seconds()
+    for load in LOADS:
+        rng, now, arrivals = random.Random(0), 0.0, list[float]()
+        for _ in range(REQUESTS):
+            now += rng.expovariate(load * capacity)
+            arrivals.append(now)
+        latencies, seconds = serve(llm, arrivals)
+        first, between = ([1e3 * x[i] for x in latencies] for i in (0, 1))
+        times = (median(first), quantiles(first, n=20)[-1], median(between))
+        served = (REQUESTS / seconds, goodput(latencies, limits, seconds))
+        rows.append((f"{load:.1f}", *(f"{x:.0f}" for x in times), *(f"{x:.1f}" for x in served)))
+    head = ("load", "first ms", "p95", "between ms", "requests/s", "goodput")
+    show_table(head, rows)
+    if busy := other_load(since):
+        say(f"Other programs used {busy:.0%} of the machine's processors, and change the table.")
+    say("""Up to a load of about 1 the engine serves what arrives. Above, the queue grows with each
+        request, so its wait has no limit, and more requests in a test make the table worse. An
+        engine can trade: a smaller token budget shortens the time between tokens, since long
+        prompts do not hold up decodes (lesson 7), fewer rows make a step shorter, and a priority
+        gives some users a better latency at the cost of others.""")
+    show_source(
+        link(RequestMetrics, "first_token_time"),
+        link(Scheduler._admit, "self.max_num_seqs"),
+    )
+    example = latency(RequestMetrics(10.0, 10.5, 12.0, 16.5), 10.0, 10)
+    return [
+        Question(
+            "A request arrives at second 10, has its first token at 12.0, and its tenth and last "
+            "at 16.5. What is its time between tokens in seconds?",
+            f"{example.between:g}",
+            "4.5 seconds have 9 intervals. The time to the first token, 2 seconds, is not in it: "
+            "it is queue and prompt, and grows for other reasons.",
+            "How many intervals do ten tokens have?",
+        ),
+        Question(
+            "An engine has twice as many rows. Its tokens per second grow by a third. What happens "
+            "to the time between tokens at full load? (a) It falls. (b) It stays. (c) It grows.",
+            "c",
+            "Twice as many requests share 4/3 of the tokens per second: each gets 2/3 of what it "
+            "had. Batching buys throughput with latency.",
+            "How many tokens per second does one request get, before and after?",
+        ),
+    ]

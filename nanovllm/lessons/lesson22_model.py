@@ -1,0 +1,158 @@
+"""Lesson 22: the model in one page.
+
+A transformer maps tokens to the logits of the next token. `Model` below is all of Qwen3 in plain
+torch, with the weights of the embedded model. x [T, E] has a vector for each of T tokens:
+
+    token ids --> rows of the embedding matrix: x
+    each layer    x = x + o_proj(attention(RMSNorm(x)))        tokens read other tokens
+                  x = x + SwiGLU(RMSNorm(x))                   each token alone
+    RMSNorm(x) --> products with the rows of the embedding: logits [T, V]
+
+    RMSNorm(x) = x / sqrt(mean(x^2)) * weight
+    rope       = pairs of numbers of q and k, rotated by position * frequency
+    attention  = softmax(q k / sqrt(D)) v, causal; query heads share KV heads
+    SwiGLU(x)  = down(silu(gate(x)) * up(x))
+
+RMSNorm is by Zhang and Sennrich (2019), rope by Su et al. (2021) and SwiGLU by Shazeer (2020). q, k
+and v are products of RMSNorm(x); Qwen3 normalizes each head of q and k too. The last task of
+`nanovllm lessons build` uses `Model`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.api.config import EMBEDDED
+from nanovllm.lessons.lesson import ask, embedded_config, make_llm
+from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.loading.checkpoint import find_checkpoint
+from nanovllm.models import layers
+from nanovllm.models.qwen3 import DecoderLayer, SelfAttention
+
+# (layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]
+Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+PROMPT = "What is 12 + 30?\n"
+
+
+class Model:
+    """The embedded model in float32. It owns its weights, under their names in the checkpoint."""
+
+    def __init__(self) -> None:
+        self.config = embedded_config()
+        tensors = load_file(find_checkpoint(EMBEDDED) / "model.safetensors")
+        self.weights = {name: tensor.float() for name, tensor in tensors.items()}
+
+    def logits(self, ids: Sequence[int], positions: Sequence[int], attend: Attend) -> Tensor:
+        """Return the logits [T, V] after each of T tokens. `attend` may store k and v."""
+        heads, weights = (len(ids), -1, self.config.head_dim), self.weights
+        x = weights["model.embed_tokens.weight"][list(ids)]
+        for layer in range(self.config.num_layers):
+            w = {
+                name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight"): tensor
+                for name, tensor in weights.items()
+            }
+            y = self.rms_norm(x, w["input_layernorm"])
+            q, k, v = (F.linear(y, w[f"self_attn.{i}_proj"]).view(heads) for i in "qkv")
+            q, k = self.rms_norm(q, w["self_attn.q_norm"]), self.rms_norm(k, w["self_attn.k_norm"])
+            q, k = self.rope(q, positions), self.rope(k, positions)
+            x = x + F.linear(attend(layer, q, k, v).flatten(1), w["self_attn.o_proj"])
+            y = self.rms_norm(x, w["post_attention_layernorm"])
+            gate, up = F.linear(y, w["mlp.gate_proj"]), F.linear(y, w["mlp.up_proj"])
+            x = x + F.linear(F.silu(gate) * up, w["mlp.down_proj"])
+        return F.linear(self.rms_norm(x, weights["model.norm.weight"]), self.head)
+
+    @property
+    def head(self) -> Tensor:
+        """The matrix [V, E] of the logits, which is often the embedding matrix."""
+        return self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        mean = x.square().mean(dim=-1, keepdim=True)
+        return x * torch.rsqrt(mean + self.config.rms_norm_eps) * weight
+
+    def rope(self, x: Tensor, positions: Sequence[int]) -> Tensor:
+        """Rotate the pairs (x[i], x[i + D / 2]) of x [T, heads, D] by their position."""
+        half = self.config.head_dim // 2
+        frequencies = self.config.rope.rope_theta ** (-torch.arange(half) / half)
+        angles = (torch.tensor(positions)[:, None] * frequencies)[:, None]  # [T, 1, D / 2]
+        a, b = x[..., :half], x[..., half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend to a whole text, without a cache: an `Attend`."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
+    future = torch.ones(scores.shape[1:]).triu(1).bool()
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v)
+
+
+def run() -> list[Question]:
+    model, llm = Model(), make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    tokenizer, c = llm.get_tokenizer(), model.config
+    ids: list[int] = tokenizer.encode(PROMPT)
+    logits = model.logits(ids, range(len(ids)), attention)
+    output = ask(llm, [PROMPT], max_tokens=1, logprobs=-1)[0].outputs[0]
+    assert output.logprobs is not None
+    ours, engine = logits[-1].log_softmax(0), output.logprobs[0]
+    difference = max(abs(float(ours[i]) - entry.logprob) for i, entry in engine.items())
+    assert difference < 1e-3
+    answer = list(ids)
+    while answer[-1] not in llm.engine.input_processor.eos_token_ids and len(answer) < 40:
+        answer.append(int(model.logits(answer, range(len(answer)), attention)[-1].argmax()))
+    say(f"""The page computes {tuple(logits.shape)} logits for the {len(ids)} tokens of {PROMPT!r}.
+        The log-probabilities of the last row differ from the engine's by {difference:.0e} at most.
+        Taking the largest logit again and again gives {tokenizer.decode(answer[len(ids) : -1])!r}.
+        Its weights:""")
+    parts = {"embedding and head": "embed", "q, k, v, o": "_attn", "gate, up, down": "mlp"}
+    sizes = {
+        part: sum(w.numel() for name, w in model.weights.items() if text in name)
+        for part, text in parts.items()
+    }
+    total = sum(w.numel() for w in model.weights.values())
+    rows = [(name, f"{n:,}", f"{n / total:.0%}") for name, n in sizes.items()]
+    show_table(("part", "weights", "share"), rows)
+    say(f"""{c.num_heads} query heads share {c.num_kv_heads} KV heads of {c.head_dim} numbers: q has
+        {c.num_heads * c.head_dim} numbers a token, k and v have {c.num_kv_heads * c.head_dim} each,
+        and only these are in the KV cache (lesson 2).""")
+
+    say("""Rope: the score of a query and a key depends on their distance, and not on where they
+        are. The same q and k at different positions:""")
+    q, k = torch.randn(2, 1, 1, c.head_dim, generator=torch.Generator().manual_seed(0))
+
+    def score(query: int, key: int) -> float:
+        return float((model.rope(q, [query]) * model.rope(k, [key])).sum())
+
+    pairs = ((3, 0), (10, 7), (100, 97), (100, 0))
+    show_table(("position of q", "of k", "score"), [(i, j, f"{score(i, j):.3f}") for i, j in pairs])
+    assert abs(score(3, 0) - score(100, 97)) < 1e-2
+    show_source(
+        link(DecoderLayer.__call__),
+        link(SelfAttention.__call__),
+        link(layers.rms_norm),
+        link(layers.rotate),
+        link(layers.silu_and_mul),
+    )
+    return [
+        Question(
+            "Which of these reads other tokens than its own: embedding, RMSNorm, attention, SwiGLU "
+            "or the head?",
+            "attention",
+            "All others work on each row of x alone. That is why a KV cache only needs the keys "
+            "and values of earlier tokens, and why tokens of different requests can share a step.",
+            "Look at the formulas: which of them has more than one row of x?",
+        ),
+        Question(
+            "A query at position 1,000 and a key at position 940 have a score. The same query is "
+            "at position 70. At which position must the same key be for the same score?",
+            "10",
+            "The distance is 60 in both cases. Cached keys are rotated by their own position, so a "
+            "block can only be shared at the same position: the prefix cache needs the beginning.",
+            "Rotations by a and b differ by a rotation by a - b.",
+        ),
+    ]

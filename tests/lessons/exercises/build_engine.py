@@ -1,0 +1,200 @@
+"""Checks `Engine`: nanovllm lessons build engine --check FILE"""
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from build_check import expect, load
+from torch import Tensor
+from transformers import AutoModelForCausalLM, TypicalLogitsWarper
+from transformers.utils.logging import disable_progress_bar
+
+from nanovllm.api.config import EMBEDDED
+from nanovllm.lessons.lesson import ask, make_llm
+from nanovllm.lessons.lesson22_model import Attend, Model
+from nanovllm.lessons.show import show_table
+from nanovllm.loading.checkpoint import find_checkpoint
+
+torch.set_num_threads(1)  # tiny products gain nothing from threads
+disable_progress_bar()
+Engine = load("engine.py", "Engine")
+QUESTIONS = [
+    "What is 12 + 30?\n",
+    "Spell garden\n",
+    "Sort 42, 7, 99\n",
+    "Count from 1 to 9\n",
+    "Reverse the word planet.\n",
+]
+SYSTEM = "You are a helpful assistant.\n" * 8  # more than 32 tokens
+
+
+class Recorded(Model):
+    """The model of lesson 22, which records what its steps compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []  # tokens of each
+
+    def logits(self, ids: Sequence[int], positions: Sequence[int], attend: Attend) -> Tensor:
+        self.steps.append(len(ids))
+        return super().logits(ids, positions, attend)
+
+
+@functools.cache
+def shared() -> tuple[Any, Recorded, Any, set[int]]:
+    """The tokenizer, the model, transformers' model and the end tokens."""
+    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    model = AutoModelForCausalLM.from_pretrained(find_checkpoint(EMBEDDED), dtype=torch.float32)
+    return llm.get_tokenizer(), Recorded(), model, set(llm.engine.input_processor.eos_token_ids)
+
+
+def start(num_blocks: int = 64, rows: int = 4, budget: int = 64) -> Any:
+    shared()[1].steps.clear()
+    return Engine(shared()[1], num_blocks, 16, rows, budget)
+
+
+@functools.cache
+def by_transformers(text: str, number: int, typical_p: float = 0) -> list[int]:
+    tokenizer, _, model, ends = shared()
+    ids: list[int] = tokenizer.encode(text)
+    output: list[int] = []
+    while len(output) < number and not (output and output[-1] in ends):
+        logits = model(torch.tensor([ids + output])).logits[:, -1]
+        warped = TypicalLogitsWarper(typical_p)(None, logits) if typical_p else logits
+        output.append(int(warped.argmax()))
+    return output
+
+
+def compare(got: list[int], want: list[int], question: str, detail: str = "") -> None:
+    decode = shared()[0].decode
+    expect(
+        got == want,
+        f"{question!r}{detail}: transformers answers {decode(want)!r}, and your engine "
+        f"{decode(got)!r}.",
+    )
+
+
+@torch.inference_mode()
+def test_answers_one_question() -> None:
+    prompt = shared()[0].encode(QUESTIONS[0])
+    [got] = start().generate([prompt], [12], shared()[3])
+    compare(got, by_transformers(QUESTIONS[0], 12), QUESTIONS[0])
+
+
+@torch.inference_mode()
+def test_answers_several_at_once() -> None:
+    """With fewer rows than questions, and a budget that cuts prompts into chunks."""
+    prompts = [shared()[0].encode(question) for question in QUESTIONS]
+    for rows, budget in ((4, 64), (3, 7)):
+        engine = start(rows=rows, budget=budget)
+        outputs = engine.generate(prompts, [12] * len(prompts), shared()[3])
+        for question, got in zip(QUESTIONS, outputs, strict=True):
+            want = by_transformers(question, 12)
+            compare(got, want, question, f" with {rows} rows and a budget of {budget}")
+        most, steps = max(shared()[1].steps), len(shared()[1].steps)
+        expect(most <= budget, f"A step computes {most} tokens, and the budget is {budget}.")
+        expect(
+            steps < sum(map(len, outputs)),
+            f"{len(prompts)} questions with {rows} rows take {steps} steps, as many as one after "
+            "the other. A step should compute tokens of several requests.",
+        )
+        free = engine.blocks.num_available
+        expect(free == 64, f"All requests have ended, and {64 - free} blocks are still in use.")
+
+
+@torch.inference_mode()
+def test_the_longest_output_runs_first() -> None:
+    new = [2, 2, 37, 2, 2]
+    prompts = [[300 + i, 5] for i in range(5)]
+    start(rows=2).generate(prompts, new, set())
+    steps = len(shared()[1].steps)
+    expect(
+        steps == max(new),
+        f"Two rows, and requests for {new} tokens: if the longest runs first, all take {max(new)} "
+        f"steps, but yours take {steps}.",
+    )
+
+
+@torch.inference_mode()
+def test_a_prefix_is_computed_once() -> None:
+    tokenizer, model, _, ends = shared()
+    prompts = [tokenizer.encode(SYSTEM + question) for question in QUESTIONS[:2]]
+    same = next(i for i, (a, b) in enumerate(zip(*prompts, strict=False)) if a != b) // 16 * 16
+    engine = start()
+    for prompt, question in zip(prompts, QUESTIONS, strict=False):
+        model.steps.clear()
+        [got] = engine.generate([prompt], [12], ends)
+        compare(got, by_transformers(SYSTEM + question, 12), question, " after a prefix")
+    computed, want = sum(model.steps), len(prompts[1]) + len(got) - 1 - same
+    expect(
+        computed == want,
+        f"Two prompts begin with the same {same} tokens, in full blocks, and run one after the "
+        f"other. The second should compute {want} tokens, but computes {computed}.",
+    )
+
+
+@torch.inference_mode()
+def test_a_prefix_with_hits_survives_documents() -> None:
+    model, prefix = shared()[1], [7] * 32
+    engine = start(num_blocks=6, rows=1)
+    for i in range(3):
+        engine.generate([[*prefix, 10 + i]], [1], set())
+    engine.generate([[20 + i] * 40 for i in range(3)], [1] * 3, set())
+    model.steps.clear()
+    engine.generate([[*prefix, 30]], [1], set())
+    computed = sum(model.steps)
+    expect(
+        computed == 1,
+        "A prefix of 32 tokens has 2 hits, and then 3 documents need its blocks, if blocks without "
+        f"hits are not evicted first. The next chat should compute 1 token, but computes {computed}.",
+    )
+
+
+@torch.inference_mode()
+def test_the_filter_is_used() -> None:
+    text = "What is "
+    for p in (0.05, 0.2):
+        [got] = start().generate([shared()[0].encode(text)], [6], shared()[3], p)
+        compare(got, by_transformers(text, 6, p), text, f" with typical_p={p}")
+
+
+@torch.inference_mode()
+def test_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is expected: the table compares tokens per second."""
+    tokenizer, model, reference, ends = shared()
+    prompts = [tokenizer.encode(f"Count from {i} to {i + 4}\n") for i in range(4)]
+    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=128, enable_prefix_caching=False)
+    ask(llm, prompts, max_tokens=2)
+
+    def yours() -> int:
+        outputs = Engine(model, 64, 16, 4, 512).generate(prompts, [24] * 4, ends)
+        return sum(map(len, outputs))
+
+    def transformers() -> int:
+        options = dict(max_new_tokens=24, do_sample=False, eos_token_id=sorted(ends))
+        inputs = [torch.tensor([ids]) for ids in prompts]
+        masks = [torch.ones_like(ids) for ids in inputs]
+        outputs = [
+            reference.generate(ids, attention_mask=mask, pad_token_id=0, **options)
+            for ids, mask in zip(inputs, masks, strict=True)
+        ]
+        return sum(out.shape[1] - ids.shape[1] for out, ids in zip(outputs, inputs, strict=True))
+
+    def nanovllm() -> int:
+        return sum(len(output["token_ids"]) for output in ask(llm, prompts, max_tokens=24))
+
+    rows = []
+    for name, run in (
+        ("transformers, one after the other", transformers),
+        ("your engine", yours),
+        ("nanovllm in plain torch", nanovllm),
+    ):
+        begin = time.perf_counter()
+        tokens = run()
+        rows.append((name, tokens, f"{tokens / (time.perf_counter() - begin):,.0f}"))
+    with capsys.disabled():
+        print("\n\n4 questions:\n")
+        show_table(("engine", "tokens", "tokens/s"), rows)

@@ -1,0 +1,97 @@
+"""The lessons from 19: what they print is what they are meant to show."""
+
+import re
+
+import pytest
+import torch
+
+from nanovllm.api.outputs import RequestMetrics
+from nanovllm.lessons import lesson19_structured_outputs as structured
+from nanovllm.lessons import lesson20_fp8_cache as fp8_cache
+from nanovllm.lessons import lesson21_latency as latency
+from nanovllm.lessons import lesson22_model as page
+from nanovllm.lessons.lesson import make_llm
+
+
+def row(printed: str, name: str) -> list[str]:
+    [line] = [line for line in printed.splitlines() if line.startswith(name + "  ")]
+    return line.removeprefix(name).split()
+
+
+def test_structured_outputs(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance")
+    answers = [question.answer for question in structured.run()]
+    printed = capsys.readouterr().out
+    assert answers == ["b", "no"]
+    *_, allowed, _, drawn, rank = next(
+        line.rsplit(None, 4) for line in printed.splitlines() if line.startswith("0  ")
+    )
+    assert drawn == "'{'"
+    assert int(allowed) < 10 < int(rank)  # the model would have written something else
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.slow
+def test_fp8_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_cache, "SAMPLES", fp8_cache.SAMPLES[:4])
+    answers = [question.answer for question in fp8_cache.run()]
+    printed = capsys.readouterr().out
+    assert answers == ["c", "fp8"]
+    assert row(printed, "1000") == ["448", "55.2%", "1024"]
+    assert row(printed, "1.07") == ["1.125", "5.1%", "1.125"]
+    scores = [float(row(printed, name)[-1]) for name in ("auto", "fp8")]
+    assert scores[0] != scores[1]  # the cache is rounded
+    assert scores[0] == pytest.approx(scores[1], abs=0.1)
+    assert fp8_cache.show_rounding() <= 1 / 16
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_latency_is_counted_from_the_arrival() -> None:
+    metrics = RequestMetrics(10.5, 10.7, 12.0, 16.5)  # arrived at 10, and was added at 10.5
+    assert latency.latency(metrics, 10.0, 10) == (2.0, 0.5)
+    limits, users = latency.Latency(1, 0.1), [(0.5, 0.05), (1.0, 0.1), (2, 0.05), (0.5, 0.2)]
+    assert latency.goodput([latency.Latency(*x) for x in users], limits, 4) == 0.5
+
+
+@pytest.mark.slow
+def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(REQUESTS=6, TOKENS=4, LOADS=(2.0,)).items():
+        monkeypatch.setattr(latency, name, value)
+    answers = [question.answer for question in latency.run()]
+    printed = capsys.readouterr().out
+    assert answers == ["0.5", "c"]
+    first, p95, between, served, good = map(float, row(printed, "2.0"))
+    assert p95 >= first > 0
+    assert between > 0
+    assert 0 <= good <= served
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_the_page_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    """`run` compares its logits with the engine's. A part that is left out would show."""
+    answers = [question.answer for question in page.run()]
+    printed = capsys.readouterr().out
+    assert answers == ["attention", "10"]
+    assert "gives '12 + 30 = 42'." in " ".join(printed.split())
+    scores = re.findall(r"^(?:3|10|100) +(?:0|7|97) +(-?[\d.]+)$", printed, re.MULTILINE)
+    assert len(scores) == 4
+    assert scores[0] == scores[1] == scores[2] != scores[3]
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+@torch.inference_mode()
+def test_the_page_continues_from_a_prefix() -> None:
+    """`attend` may give keys of earlier tokens, which are rotated by their own positions."""
+    model, tokenizer = page.Model(), make_llm(num_kvcache_blocks=8).get_tokenizer()
+    ids, kv = tokenizer.encode(page.PROMPT), dict[int, tuple[torch.Tensor, ...]]()
+
+    def attend(layer: int, *qkv: torch.Tensor) -> torch.Tensor:
+        q, *new = qkv
+        old = kv.get(layer, (new[0][:0], new[1][:0]))
+        kv[layer] = k, v = tuple(map(torch.cat, zip(old, new, strict=True)))
+        padded = torch.cat((q.new_zeros(len(k) - len(q), *q.shape[1:]), q))
+        return page.attention(layer, padded, k, v)[-len(q) :]
+
+    whole = model.logits(ids, range(len(ids)), page.attention)
+    parts = [model.logits(ids[a:b], range(a, b), attend) for a, b in ((0, 6), (6, len(ids)))]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-3, rtol=1e-3)
