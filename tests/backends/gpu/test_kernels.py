@@ -594,8 +594,12 @@ def test_slices_do_not_compile_kernels_again(launches: Callable[..., dict[str, t
         tiles = torch.zeros((9, 2), dtype=torch.int32)
         launches(attention, "attend", q, cache, cache, tiles, starts, lens, tables, tile, q)
         batch = SamplingBatch(row, ids, ids, {"top_k": ids, "top_p": row, "min_p": row})
+        module: Any = SimpleNamespace(weight=torch.zeros(64, 64))
+        launches(
+            experts, "expert_linear", torch.zeros(9, 64), module, starts[:4].long()[start:][:2]
+        )
         found.append(launches(sampling, "sample", torch.zeros(9, 300), batch))
-    assert len(found[0]) == 5
+    assert len(found[0]) == 6
     assert found[0] == found[1]
 
 

@@ -33,9 +33,9 @@ class ExpertTile(NamedTuple):
     num_stages: int
 
 
-# For few and for many rows of an expert. FEW is the smallest tile of int8.py with half of the
-# inputs, because weights may have two bytes. Three programs of MANY or more fit a multiprocessor,
-# by their registers, and one with the largest tile of int8.py. No sizes were timed.
+# For few and for many rows of an expert. The sizes follow from shared memory and registers: on
+# sm_80 three programs of MANY fit a multiprocessor, and with 128 rows and 8 warps one. No sizes
+# were timed.
 FEW, MANY = ExpertTile(16, 16, 128, 4, 4), ExpertTile(64, 64, 32, 4, 3)
 FLOAT32 = ExpertTile(32, 32, 32, 4, 3)  # it uses no matrix units
 
@@ -56,7 +56,10 @@ def max_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
     return hits + (num_rows - hits) // tile_rows
 
 
-@triton.jit(do_not_specialize=["num_experts", "num_outputs", "num_inputs"])
+@triton.jit(
+    do_not_specialize=["num_experts", "num_outputs", "num_inputs"],
+    do_not_specialize_on_alignment=["ends"],
+)
 def _expert_linear(
     x, weight, scale, ends, out, num_experts, num_outputs, num_inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, EXPERTS: tl.constexpr,
