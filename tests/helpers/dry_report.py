@@ -138,6 +138,20 @@ def gemv(a: Any) -> None:
     a.out.copy_(a.weight.float() @ a.x[: a.INPUTS].float())
 
 
+LLMS: dict[str, LLM] = {}
+FEW: dict[str, Any] = dict(max_num_seqs=3, num_kvcache_blocks=32, max_model_len=64)
+
+
+def shared_llm(path: str, **options: Any) -> LLM:
+    """All shapes are the same, so that an engine serves all runs with its options."""
+    options |= FEW
+    key = str(sorted(options.items()))
+    if key not in LLMS:
+        LLMS[key] = LLM(path, **options)
+    LLMS[key].engine.abort_all()
+    return LLMS[key]
+
+
 def make_small() -> None:
     for module, values in SIZES.items():
         for name, value in values.items():
@@ -148,8 +162,7 @@ def make_small() -> None:
         workloads.WORKLOADS[name] = replace(spec, **small)
     roofline.measure_peak = lambda *_: PEAK
     baselines.load_hf_model = lambda *_: Model()
-    few: dict[str, Any] = dict(max_num_seqs=3, num_kvcache_blocks=32, max_model_len=64)
-    turn.LLM = step.LLM = lambda path, **options: LLM(path, **options | few)
+    turn.LLM = step.LLM = shared_llm
     step.profile = Profile
     graphs.batch_sizes = lambda num: [num]
 

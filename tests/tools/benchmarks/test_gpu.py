@@ -72,6 +72,10 @@ def test_the_tests_of_kernels_have_the_names_that_the_report_selects() -> None:
     tree = ast.parse((ROOT / "tests/backends/gpu/test_gpu.py").read_text())
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     logic = r"and|or|not|bfloat16|(True|False)-\d+"
+    marked = [
+        path for path in (ROOT / "tests").rglob("*.py") if "mark." + "gpu" in path.read_text()
+    ]
+    assert {path.parent for path in marked} == {ROOT / pytests.TESTS[0]}
     for selection in (report.KERNEL_TESTS, *report.HALF):
         words = re.findall(r"[\w-]+", selection)
         for word in (word for word in words if not re.fullmatch(logic, word)):

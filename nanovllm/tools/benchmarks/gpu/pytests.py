@@ -11,15 +11,9 @@ from nanovllm.api.child import python
 from nanovllm.tools.benchmarks.gpu.rows import Row, headline
 
 ROOT = Path(__file__).parents[4]
+TESTS = ["tests/backends/gpu", "-m", "gpu"]
 # One -v undoes the -q of pyproject.toml.
-COMMAND = [
-    *python("import pytest; raise SystemExit(pytest.main())"),
-    "-m",
-    "gpu",
-    "-vv",
-    "-rs",
-    "--tb=short",
-]
+COMMAND = [*python("import pytest; raise SystemExit(pytest.main())"), *TESTS, "-vv", "-rs"]
 
 
 def rows(selections: list[str], limit: float) -> Iterator[Row]:
