@@ -266,8 +266,8 @@ def test_a_beam_names_the_beam_that_it_continues(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture(scope="session")
 def beam_run() -> tuple[Trace, list]:
-    """Two beam searches in a small pool, and their outputs."""
-    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=24, dtype="float32")
+    """Two beam searches, and their outputs."""
+    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=64, dtype="float32")
     with CheckedTrace(llm) as trace:
         params = BeamSearchParams(4, 10)
         outputs = llm.beam_search(["How does ", "What is 12 + 30?\n"], params, use_tqdm=False)
@@ -907,7 +907,8 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
             if event.get("tokens"):
                 assert f"Commit of step {event['commit']}: " in seen["words"]
             for n, reason, _ in event.get("finished", ()):
-                assert f"request {state.seqs[n].name} finishes ({reason}" in seen["words"]
+                said = f"request {state.seqs[n].name} finishes ({reason}"
+                assert state.seqs[n].score is not None or said in seen["words"]
             if "failed" in event:
                 assert "reverted. ZeroDivisionError" in seen["words"]
     if which == "hostile":
@@ -938,9 +939,9 @@ def test_the_browser_draws_the_beams(beam_run: tuple[Trace, list], tmp_path: Pat
             state.apply(event)
             if "commit" in event:
                 for i, score in event.get("scores", ()):
-                    nodes[state.seqs[i].name, f"{score:.2f}"] += 1
+                    nodes[state.seqs[i].name, f"{score:z.2f}"] += 1
                 for _, _, score, _ in event.get("results", ()):
-                    nodes["result", f"{score:.2f}"] += 1
+                    nodes["result", f"{score:z.2f}"] += 1
             dropped |= {
                 state.seqs[i].name for i, r, _ in event.get("finished", ()) if r == "dropped"
             }
