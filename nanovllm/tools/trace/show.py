@@ -339,9 +339,9 @@ def describe_beams(event: Event, state: State) -> Iterator[str]:
     """Yield sentences about beam searches. A beam is named by its request and a number."""
 
     def by_request(beams: list[int]) -> Iterator[tuple[str, list[int]]]:
-        requests = dict.fromkeys(state.seqs[i].name.rpartition(".")[0] for i in beams)
-        for request in requests:
-            yield request, [i for i in beams if state.seqs[i].name.startswith(f"{request}.")]
+        requests = {i: state.seqs[i].name.rpartition(".")[0] for i in beams}
+        for request in dict.fromkeys(requests.values()):
+            yield request, [i for i in beams if requests[i] == request]
 
     def beams_that_finish(reason: str) -> list[int]:
         finished = event.get("finished", ())
