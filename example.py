@@ -1,9 +1,11 @@
 """Asks a model six questions: `python example.py`, or with `--model Qwen/Qwen3-0.6B`.
 
-`python example.py --trace` instead prints each step of two prompts that share a prefix.
+`python example.py --trace` instead prints each step of two prompts that share a prefix, and writes
+the page trace.html, which shows the same.
 """
 
 import argparse
+from pathlib import Path
 
 from nanovllm import LLM, SamplingParams, Trace
 
@@ -25,7 +27,9 @@ def main() -> None:
         help="a directory, a hub id, or the embedded model (%(default)s)",
     )
     parser.add_argument(
-        "--trace", action="store_true", help="print every step of two prompts that share a prefix"
+        "--trace",
+        action="store_true",
+        help="print every step of two prompts that share a prefix, and write the page trace.html",
     )
     args = parser.parse_args()
 
@@ -43,12 +47,15 @@ def main() -> None:
 
 
 def print_trace(model: str) -> None:
-    """Print a trace of a small cache and token budget, whose numbers can be checked by hand."""
+    """Show a trace of a small cache and token budget, whose numbers can be checked by hand."""
     llm = LLM(model, kvcache_block_size=4, num_kvcache_blocks=12, max_num_batched_tokens=12)
     prompts = ["What is 12 + 30?\n", "What is 12 + 7?\n"]
     with Trace(llm) as trace:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
     print(trace)
+    page = Path("trace.html").resolve()
+    trace.save(page)
+    print(f"\nThe same as a page for a browser: {page.as_uri()}")
 
 
 if __name__ == "__main__":

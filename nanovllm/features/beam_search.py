@@ -194,7 +194,7 @@ class BeamSearch(Task):
         kept = {beam for _, beam, _ in chosen}
         for beam in beams.scores:  # not a set, whose order differs between processes
             if beam not in kept:
-                self.scheduler.finish(beam, "abort")  # frees a row and blocks for the forks
+                self.scheduler.finish(beam, "dropped")  # frees a row and blocks for the forks
         new = []
         for index, (_, parent, token) in enumerate(chosen):
             beam = parent

@@ -480,7 +480,8 @@ def test_the_trace_shows_the_moves(path: Path) -> None:
     assert " is saved to host block " in text
     assert " is loaded from host block " in text
     stats = llm.stats()
-    assert f"holds {stats['host_blocks']} blocks, has lost {stats['host_evictions']}" in text
+    assert f"It holds {stats['host_blocks']} blocks. " in text
+    assert f"it has lost {stats['host_evictions']} block" in text
 
 
 def test_the_log_says_how_many_blocks(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -276,7 +276,7 @@ def test_host_cache(capsys: pytest.CaptureFixture[str]) -> None:
     questions = host_cache.run()
     printed = capsys.readouterr().out
     text = " ".join(printed.split())
-    assert "Eviction: no block was free, so the prefix cache lost blocks 2, 1." in text
+    assert "so the prefix cache evicted blocks 2, 1 (saved to host memory)." in text
     assert "block 1 is loaded from host block 1" in text
     assert "Prefix hit: positions 0-7 of request 2 are cached (blocks 1, 2)." in text
     large, small, tiered = (

@@ -54,6 +54,8 @@ class CheckedTrace(Trace):
             count = sum(len(e.get(key, ())) for e in self.events)  # type: ignore[arg-type]
             assert count == stats[counter] - self.before[counter], counter
         assert state.cached == set(blocks.prefix_index.values())
+        host_index = getattr(blocks, "host_index", {})
+        assert state.host_cached == {block.block_id for block in host_index.values()}
         shared = sum(block.ref_count > 1 for block in blocks.blocks)
         assert state.pool(blocks.num_blocks) == (len(blocks.free), len(blocks.evictable), shared)
         for seq, number in numbers.items():
@@ -74,7 +76,7 @@ def replay(trace: Trace) -> State:
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def llm(make, request, monkeypatch) -> LLM:
     monkeypatch.setattr(FakeRunner, "num_blocks", 12)
-    monkeypatch.setattr(FakeRunner, "host_pool", SimpleNamespace(num_blocks=9))
+    monkeypatch.setattr(FakeRunner, "host_pool", SimpleNamespace(num_blocks=4))
     return make(request.param, swap_space=1, max_num_batched_tokens=9, max_num_seqs=5)
 
 
@@ -100,32 +102,39 @@ def drive(engine: LLMEngine, rng: random.Random) -> None:
 
 def test_events_equal_the_engine(llm: LLM) -> None:
     """The traces begin in the middle of a run, perhaps with a step in flight."""
-    engine, kinds, evicted = llm.engine, set[str](), list[int]()
+    engine, kinds, evicted = llm.engine, set[str](), list[tuple[int, tuple[int, bytes]]]()
     blocks = engine.scheduler.block_manager
-    take = blocks._take_block
+    evict = blocks._evict
 
-    def noted() -> int:
-        before, index = blocks.evictions, take()
-        evicted.extend([index] * (blocks.evictions > before))
-        return index
+    def noted(block_id: int) -> None:
+        evicted.append((block_id, blocks.blocks[block_id].key))
+        evict(block_id)
 
-    blocks._take_block = noted
+    class EvictionTrace(CheckedTrace):
+        def _add(self, event: Event) -> None:
+            super()._add(event)
+            if "plan" in event:
+                assert event.get("evicted", []) == [block for block, _ in evicted]
+                lost = [block for block, key in evicted if key not in blocks.host_index]
+                assert event.get("lost", []) == lost
+                evicted.clear()
+
+    blocks._evict = noted
     for seed in range(8):
         for prompt in PROMPTS[:3]:
             engine.add_request(prompt, greedy(max_tokens=5))
         engine.step()
         evicted.clear()
-        with CheckedTrace(engine) as trace:
+        with EvictionTrace(engine) as trace:
             drive(engine, random.Random(seed))
-        said = [block for event in trace.events for block in event.get("evicted", ())]
-        assert sorted(said) == sorted(evicted)
+        assert not evicted
         kinds |= {key for event in trace.events for key in event}
         plans = [event["plan"] for event in trace.events if "plan" in event]
         assert plans == list(range(1, trace.num_steps + 1))
         assert replay(trace) == trace._state
         assert len(str(trace).splitlines()) > trace.num_steps
         json.dumps(trace.chrome())
-    others = {"failed", "dropped", "likely", "states_read", "states_saved"}
+    others = {"failed", "dropped", "likely", "states_read", "states_saved", "scores", "results"}
     assert kinds | others == set(Event.__annotations__)
 
 
@@ -257,6 +266,51 @@ def test_a_beam_names_the_beam_that_it_continues(monkeypatch: pytest.MonkeyPatch
         assert "Prefix hit: positions 0-2 " not in str(trace)  # what a fork shares is no hit
 
 
+@pytest.fixture(scope="session")
+def beam_run() -> tuple[Trace, list]:
+    """Two beam searches, and their outputs."""
+    llm = LLM(kvcache_block_size=4, num_kvcache_blocks=64, dtype="float32")
+    with CheckedTrace(llm) as trace:
+        params = BeamSearchParams(4, 10)
+        outputs = llm.beam_search(["How does ", "What is 12 + 30?\n"], params, use_tqdm=False)
+    return trace, [sequence for output in outputs for sequence in output.sequences]
+
+
+def test_the_results_of_a_beam_search_are_in_the_trace(beam_run: tuple[Trace, list]) -> None:
+    trace, sequences = beam_run
+    state, found = State(), []
+    for event in trace.events:
+        for i, token, score, reason in event.get("results", ()):  # after the beams before the event
+            tokens = [*state.seqs[i].tokens, token]
+            length = len(tokens) - state.seqs[i].num_prompt
+            found.append((tokens[: None if reason == "length" else -1], round(score * length, 2)))
+        state.apply(event)
+        for i, _ in event.get(
+            "scores", ()
+        ):  # the best first, and a fork is no better than its parent
+            seq = state.seqs[i]
+            assert seq.parent < 0 or (seq.score or 0) <= 0
+        listed = [state.seqs[i].score for i, _ in event.get("scores", ())]
+        assert all(score is not None for score in listed)
+    for sequence in sequences:
+        assert (sequence.tokens, round(sequence.cum_logprob, 2)) in found
+    assert {sequence.finish_reason for sequence in sequences} == {"stop", "length"}
+
+
+def test_a_beam_without_a_candidate_is_dropped(beam_run: tuple[Trace, list]) -> None:
+    trace, _ = beam_run
+    ended = {i: reason for event in trace.events for i, reason, _ in event.get("finished", ())}
+    names = [seq.name for seq in trace._state.seqs]
+    dropped = {names[i] for i, reason in ended.items() if reason == "dropped"}
+    text = " ".join(str(trace).split())
+    said = re.findall(r"Dropped: no candidate of (.*?) is among the best of request", text)
+    assert {name for part in said for name in re.findall(r"\d\.\d+", part)} == dropped != set()
+    assert "abort" not in text
+    last_lines = re.findall(r"End: the search of request (\d) ends, and (.*?) release", text)
+    left = {name for _, part in last_lines for name in re.findall(r"\d\.\d+", part)}
+    assert left == set(names) - dropped
+
+
 def printed_kinds(trace: Trace) -> list[dict[int, str]]:
     names = {seq.name: n for n, seq in enumerate(trace._state.seqs)}
     steps: list[dict[int, str]] = [{} for _ in range(trace.num_steps)]
@@ -318,12 +372,16 @@ def embedded_run() -> Trace:
 
 
 @pytest.mark.slow
-def test_the_example_prints_a_trace(monkeypatch, capsys) -> None:
+def test_the_example_prints_a_trace(monkeypatch, capsys, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.argv", ["example.py", "--trace"])
+    monkeypatch.chdir(tmp_path)
     runpy.run_path(str(Path(__file__).parents[2] / "example.py"), run_name="__main__")
     text = capsys.readouterr().out
     assert "Prefix hit: positions 0-3 of request 1 are cached (block 1)." in text
-    assert max(map(len, text.splitlines())) <= 100
+    *table, last_line = text.splitlines()
+    assert max(map(len, table)) <= 100
+    assert last_line == f"The same as a page for a browser: {(tmp_path / 'trace.html').as_uri()}"
+    assert page_data((tmp_path / "trace.html").read_text())["events"]
 
 
 def test_sentences_say_what_happened() -> None:
@@ -340,6 +398,15 @@ def test_sentences_say_what_happened() -> None:
             f"Preemption: request {preempted} returns to the head of the queue, because no block "
             f"was available {reason}."
         )
+    # Host memory took block 5, had the content of blocks 6 and 7, and has no room for that of 8.
+    event = {"plan": 1, "chunks": [], "evicted": [5, 6, 7, 8], "saved": [(5, 2)], "lost": [8]}
+    state.apply(event | {"host_cached": [2]})
+    (said,) = describe_changes(event, state, "", 4)
+    assert said == (
+        "Eviction: no block was free, so the prefix cache evicted block 5 (saved to host memory), "
+        "blocks 6, 7 (host memory has a copy) and block 8 (lost, because this step copies from or "
+        "to all host blocks)."
+    )
     event = {"plan": 1, "chunks": [], "why": "blocks", "waiting": list(range(3, 14))}
     state.apply(event)
     (said,) = describe_changes(event, state, "", 4)
@@ -635,8 +702,20 @@ for (let k = 1; k <= last; k++) {
     blocks: [...document.querySelectorAll("#pool .block")].map(node => [
       text(node.querySelector("b")), node.className,
       [...node.querySelectorAll(".slots span")].map(slot)]),
+    hosts: [...document.querySelectorAll("#host-pool .block")].map(node => [
+      ...[...node.querySelectorAll(".head > *")].map(text),
+      [...node.querySelectorAll(".slots span")].map(text)]),
+    moves: text($("moves")),
+    nodes: [...document.querySelectorAll("#trees .node:not(.root)")].map(node => [
+      node.className.trim(), ...[...node.querySelectorAll("b, span")].map(text)]),
   });
 }
+const jumps = [...$("kind").options].map(({ value }) => {
+  $("kind").value = value;
+  const found = [];
+  for (go(1); cursor !== found[found.length - 1]; $("next-event").click()) found.push(cursor);
+  return [value, found];
+});
 const press = key => document.body.dispatchEvent(
   new KeyboardEvent("keydown", { key, bubbles: true }));
 const moves = [];
@@ -653,15 +732,17 @@ go(1); press(" ");
 setTimeout(() => press(" "), 1600);
 setTimeout(() => {
   moves.push($("play").textContent, cursor, location.hash);
-  document.body.append(el("pre", { id: "probe" }, JSON.stringify({ seen, moves })));
+  document.body.append(el("pre", { id: "probe" }, JSON.stringify({ seen, moves, jumps })));
 }, 2000);
 </script>"""
 
 
-def browse(path: Path, fragment: str = "", action: str = "--dump-dom") -> str:
+def browse(
+    path: Path, fragment: str = "", action: str = "--dump-dom", size: str = "1280,900"
+) -> str:
     """Load a page in headless Chromium and return its DOM. Fails if the console has an error."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", action]
-    command += ["--enable-logging=stderr", "--window-size=1280,900", "--virtual-time-budget=3000"]
+    command += ["--enable-logging=stderr", f"--window-size={size}", "--virtual-time-budget=3000"]
     # A second browser with the same profile would hand its page to the first.
     command += [f"--user-data-dir={path.parent / 'profile'}", f"file://{path}{fragment}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -733,6 +814,7 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
     page = trace.page()
     (tmp_path / "trace.html").write_text(page.replace("</body>", PROBE + "</body>"))
     dom = browse(tmp_path / "trace.html")
+    (tmp_path / "dom.html").write_text(dom)
     probe = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
     assert probe is not None
     found, last = json.loads(html.unescape(probe[1])), trace.num_steps
@@ -746,18 +828,43 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
     assert moves[13] > 1
     assert moves[14] == f"#step={moves[13]}", "the address is that of the step, also after Play"
 
+    for kind, visited in found["jumps"]:
+        wanted = [k for k, seen in enumerate(found["seen"], 1) if f"{kind}: " in seen["words"]]
+        assert visited == [1] * (1 not in wanted) + wanted, kind
+
     state, size, texts = State(), trace.options["block_size"], trace.texts()
+    contents: dict[int, tuple[int, int]] = {}  # block -> the sequence and the index of its content
+    host: dict[int, tuple[int, int] | None] = {}
+
+    def follow(event: Event) -> None:
+        state.apply(event)
+        for block in event.get("host_cached", ()):
+            if block in host:
+                del host[block]
+            else:
+                host[block] = None
+        host.update({target: contents.get(block) for block, target in event.get("saved", ())})
+        for n, keep, *blocks in event.get("tables", ()):
+            contents.update({block: (n, keep + k) for k, block in enumerate(blocks)})
 
     def show(token: int) -> str:
         return texts[token].replace("\n", "⏎") if texts else f" {token}"
 
     groups = steps(trace.events)
     for event in next(groups):
-        state.apply(event)
+        follow(event)
     expected = kinds(trace) if which != "failed" else [{}] * last
     for number, (group, seen) in enumerate(zip(groups, found["seen"], strict=True), 1):
         plan = group[0]
-        state.apply(plan)
+        follow(plan)
+        for block, owner, tokens in seen["hosts"]:
+            held = host.get(int(block))
+            assert owner == (state.seqs[held[0]].name if held else "?" * (int(block) in host))
+            if held and which != "hostile":
+                known = state.seqs[held[0]].tokens[held[1] * size :][:size]
+                assert tokens == [show(token).strip() or "␣" for token in known]
+        for block, target in plan.get("saved", ()):
+            assert f"block {block}↓ host{target}" in seen["moves"]
         free, cached, shared = state.pool(trace.options["num_blocks"])
         assert seen["position"] == f"Step {number} of {last}"
         numbers = [int(n) for n in re.findall(r"\d+", seen["counts"])][:4]
@@ -798,11 +905,12 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
                 elif not owned:
                     assert ("empty" in style) == ("cached" not in classes)
         for event in group[1:]:
-            state.apply(event)
+            follow(event)
             if event.get("tokens"):
                 assert f"Commit of step {event['commit']}: " in seen["words"]
             for n, reason, _ in event.get("finished", ()):
-                assert f"request {state.seqs[n].name} finishes ({reason}" in seen["words"]
+                said = f"request {state.seqs[n].name} finishes ({reason}"
+                assert state.seqs[n].score is not None or said in seen["words"]
             if "failed" in event:
                 assert "reverted. ZeroDivisionError" in seen["words"]
     if which == "hostile":
@@ -815,7 +923,36 @@ def agree(trace: Trace, which: str, tmp_path: Path) -> None:
         assert any("the most likely others are" in text for text in found["seen"][-4]["odds"])
 
 
-def run_many(number: int, rows: int, num_blocks: int) -> Trace:
+@browser
+@pytest.mark.slow
+def test_the_browser_draws_the_beams(beam_run: tuple[Trace, list], tmp_path: Path) -> None:
+    """Each kept beam and each result has a node, from the step that chose it on."""
+    trace, _ = beam_run
+    agree(trace, "beams", tmp_path)
+    dom = (tmp_path / "dom.html").read_text()
+    probe = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
+    assert probe is not None
+    state, nodes, dropped = State(), Counter[tuple[str, str]](), set[str]()
+    groups = steps(trace.events)
+    for event in next(groups):
+        state.apply(event)
+    for group, seen in zip(groups, json.loads(html.unescape(probe[1]))["seen"], strict=True):
+        for event in group:
+            state.apply(event)
+            if "commit" in event:
+                for i, score in event.get("scores", ()):
+                    nodes[state.seqs[i].name, f"{score:z.2f}"] += 1
+                for _, _, score, _ in event.get("results", ()):
+                    nodes["result", f"{score:z.2f}"] += 1
+            dropped |= {
+                state.seqs[i].name for i, r, _ in event.get("finished", ()) if r == "dropped"
+            }
+        assert Counter((name, score) for _, _, name, score in seen["nodes"]) == nodes
+        struck = {name for style, _, name, _ in seen["nodes"] if "B" in style.split()}
+        assert struck == dropped
+
+
+def run_many(number: int, rows: int, num_blocks: int, max_tokens: int = 190) -> Trace:
     config = engine_config(
         {"max_num_seqs": rows, "max_num_batched_tokens": 16 * rows, "kvcache_block_size": 16}
     )
@@ -825,7 +962,7 @@ def run_many(number: int, rows: int, num_blocks: int) -> Trace:
     engine = LLMEngine(config, runner, inputs)
     for _ in range(number):
         prompt = [rng.randrange(1000) for _ in range(rng.randint(8, 120))]
-        engine.add_request(prompt, greedy(max_tokens=rng.randint(60, 190)))
+        engine.add_request(prompt, greedy(max_tokens=rng.randint(max_tokens // 3, max_tokens)))
     with Trace(engine) as trace:
         while engine.has_unfinished_requests():
             engine.step()
@@ -849,7 +986,7 @@ def wide_trace() -> Trace:
 @browser
 @pytest.mark.slow
 def test_a_large_trace_fits_on_a_screen(large_trace: Trace, tmp_path: Path) -> None:
-    """Rows that only wait are one row, and the words stand beside the timeline."""
+    """Rows that only wait are one row, and the words are in view."""
     probe = """<script>
     const box = id => document.querySelector(id).getBoundingClientRect();
     go(200);
@@ -858,7 +995,7 @@ def test_a_large_trace_fits_on_a_screen(large_trace: Trace, tmp_path: Path) -> N
       idle: document.querySelector("#timeline tbody tr:last-child").textContent,
       requests: document.querySelectorAll("#requests tr[data-seq]").length,
       wide: document.documentElement.scrollWidth <= innerWidth,
-      words: box("#section-words").top - box("#timeline").top, bottom: box("main").bottom })));
+      words: box("#section-words").top, bottom: box("main").bottom })));
     </script>"""
     page = large_trace.page().replace("</body>", probe + "</body>")
     (tmp_path / "trace.html").write_text(page)
@@ -869,16 +1006,41 @@ def test_a_large_trace_fits_on_a_screen(large_trace: Trace, tmp_path: Path) -> N
     assert re.match(r"\d+ waiting", shown["idle"])
     assert shown["requests"] <= 18
     assert shown["wide"]
-    assert abs(shown["words"]) < 100
+    assert shown["words"] < 800
 
 
 @browser
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["embedded_run", "large_trace", "wide_trace"])
+def test_sixty_steps_of_twelve_requests_are_visible(tmp_path: Path) -> None:
+    """At 1,400 x 1,000, and each request has a color."""
+    probe = """<script>
+    const cells = [...document.querySelectorAll("#timeline :is(th[data-step], td)")];
+    const edges = cells.map(cell => cell.getBoundingClientRect());
+    document.body.append(el("pre", { id: "probe" }, JSON.stringify({
+      steps: document.querySelectorAll("#timeline th[data-step]").length,
+      right: Math.max(...edges.map(edge => edge.right)) <= innerWidth,
+      bottom: Math.max(...edges.map(edge => edge.bottom)) <= innerHeight,
+      colors: new Set(names.map((_, i) => color(i))).size })));
+    </script>"""
+    trace = run_many(12, 12, 150, 60)
+    assert 55 < trace.num_steps < 70
+    page = trace.page().replace("</body>", probe + "</body>")
+    (tmp_path / "trace.html").write_text(page)
+    dom = browse(tmp_path / "trace.html", size="1400,1000")
+    found = re.search(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
+    assert found is not None
+    shown = json.loads(html.unescape(found[1]))
+    assert shown == {"steps": trace.num_steps, "right": True, "bottom": True, "colors": 12}
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["embedded_run", "beams", "large_trace", "wide_trace"])
 def test_a_step_is_printed_on_one_page(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    request.getfixturevalue(which).save(tmp_path / "trace.html")
+    trace = request.getfixturevalue("beam_run")[0] if which == "beams" else None
+    (trace or request.getfixturevalue(which)).save(tmp_path / "trace.html")
     browse(tmp_path / "trace.html", "#step=8", f"--print-to-pdf={tmp_path / 'trace.pdf'}")
     pages = re.findall(rb"/Type\s*/Page\b", (tmp_path / "trace.pdf").read_bytes())
     assert len(pages) == 1

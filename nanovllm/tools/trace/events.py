@@ -38,6 +38,10 @@ class Event(TypedDict, total=False):
     cached: list[int]  # blocks that entered or left the prefix cache
     preempted: list[int]
     finished: list[tuple[int, str, int | str | None]]  # sequence, finish_reason, stop_reason
+    host_cached: list[int]  # host blocks that entered or left the cache in host memory
+    # All beams of the searches that have chosen beams, with the sums of the log-probabilities of
+    # their outputs.
+    scores: list[tuple[int, float]]
 
     # For a plan only.
     chunks: list[list[int]]  # sequence, first position, number of tokens
@@ -51,6 +55,7 @@ class Event(TypedDict, total=False):
     loaded: list[tuple[int, int]]  # host block, block
     host: dict[str, int]  # counters of the host cache, if blocks were saved or loaded
     evicted: list[int]
+    lost: list[int]  # with a host cache: the evicted blocks of which host memory has no copy
     why: str  # Scheduler.why_waiting; a key of WHY_WAITING in show.py
 
     # For a commit only.
@@ -62,6 +67,9 @@ class Event(TypedDict, total=False):
     dropped: list[int]  # sequences that ended before their token was read
     # With `experts=True`: the experts of a layer, and how many of them the step used in each layer.
     experts: tuple[int, list[int]]
+    # Outputs that a beam search found: the beam before it ended, the last token, the score that is
+    # normalized by the length, and the reason.
+    results: list[tuple[int, int, float, str]]
 
 
 @dataclass(slots=True)
@@ -75,6 +83,7 @@ class SeqState:
     parent: int  # the sequence that it is forked from, or -1
     lost: int = 0  # the largest `computed` that a preemption discarded
     table: list[int] = field(default_factory=list)
+    score: float | None = None  # of a beam
 
     def kind(self, start: int) -> str:
         """Return what a plan computes from position `start` on: "prompt", "decode" or "again"."""
@@ -94,6 +103,7 @@ class State:
     ran_before: list[int] = field(default_factory=list)  # `running` before the last event
     waiting: list[int] = field(default_factory=list)
     cached: set[int] = field(default_factory=set)
+    host_cached: set[int] = field(default_factory=set)
     decodes: list[int] = field(default_factory=list)  # of the last plan
     receivers: list[int] = field(default_factory=list)  # of the last commit
 
@@ -107,6 +117,9 @@ class State:
         for number, keep, *blocks in event.get("tables", ()):
             self.seqs[number].table[keep:] = blocks
         self.cached ^= set(event.get("cached", ()))
+        self.host_cached ^= set(event.get("host_cached", ()))
+        for number, score in event.get("scores", ()):
+            self.seqs[number].score = score
         for number in event.get("preempted", ()):
             seq = self.seqs[number]
             seq.lost = max(seq.lost, seq.computed)

@@ -291,15 +291,16 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
     if copies := event.get("copies"):
         pairs = ", ".join(f"{source} to {target}" for source, target in copies)
         yield f"Copy-on-write: block {pairs}, because the block to write is shared or cached."
-    if evicted := event.get("evicted"):
-        yield f"Eviction: no block was free, so the prefix cache lost {block_list(evicted)}."
+    if event.get("evicted"):
+        yield describe_evictions(event, has_host=bool(state.host_cached))
     if host := event.get("host"):
         moves = [f"block {a} is saved to host block {b}" for a, b in event["saved"]]
         moves += [f"block {b} is loaded from host block {a}" for a, b in event["loaded"]]
         yield (
             f"Host memory: before the step computes, {', '.join(moves)}. It holds "
-            f"{plural(host['host_blocks'], 'block')}, has lost {host['host_evictions']}, and has "
-            f"spared {plural(host['host_spared_tokens'], 'token')}."
+            f"{plural(host['host_blocks'], 'block')}. So far it has lost "
+            f"{plural(host['host_evictions'], 'block')}, and "
+            f"{plural(host['host_spared_tokens'], 'token')} did not have to be computed again."
         )
     if "experts" in event:
         num, used = event["experts"]
@@ -314,10 +315,57 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
         yield f"Waiting: {join_names(waiting)}, because {why}."
     for i in event.get("dropped", ()):
         yield f"The token of {names[i]} is dropped, because the sequence had already ended."
+    yield from describe_beams(event, state)
     for i, reason, stop in event.get("finished", ()):
+        if reason == "dropped" or (reason == "stop" and state.seqs[i].score is not None):
+            continue  # a beam
         by = "" if stop is None else f" by {'token ' if isinstance(stop, int) else ''}{stop!r}"
         yield f"End: {names[i]} finishes ({reason}{by}) and releases its blocks."
     if "failed" in event:
         yield f"Failure: the steps in flight were reverted. {event['failed']}"
     if event.get("ended"):
         yield f"The trace ends with an error. {event['ended']}"
+
+
+def describe_evictions(event: Event, has_host: bool) -> str:
+    """Return the sentence about the evicted blocks, and whether host memory has their content."""
+    evicted, because = event["evicted"], "no block was free"
+    if not has_host:
+        return f"Eviction: {because}, so the prefix cache lost {block_list(evicted)}."
+    saved, lost = [block for block, _ in event.get("saved", ())], event.get("lost", [])
+    copied = [block for block in evicted if block not in saved and block not in lost]
+    groups = (
+        (saved, "saved to host memory"),
+        (copied, "host memory has a copy"),
+        (lost, "lost, because this step copies from or to all host blocks"),
+    )
+    parts = [f"{block_list(blocks)} ({what})" for blocks, what in groups if blocks]
+    return f"Eviction: {because}, so the prefix cache evicted {join_names(parts)}."
+
+
+def describe_beams(event: Event, state: State) -> Iterator[str]:
+    """Yield sentences about beam searches. A beam is named by its request and a number."""
+
+    def by_request(beams: list[int]) -> Iterator[tuple[str, list[int]]]:
+        requests = {i: state.seqs[i].name.rpartition(".")[0] for i in beams}
+        for request in dict.fromkeys(requests.values()):
+            yield request, [i for i in beams if requests[i] == request]
+
+    def beams_that_finish(reason: str) -> list[int]:
+        finished = event.get("finished", ())
+        return [i for i, r, _ in finished if r == reason and state.seqs[i].score is not None]
+
+    if "commit" in event:
+        for request, beams in by_request([i for i, _ in event.get("scores", ())]):
+            scores = {state.seqs[i].name: state.seqs[i].score or 0.0 for i in beams}
+            named = [f"{name} ({score:z.2f})" for name, score in scores.items()]
+            yield f"Beams: request {request} continues with {join_names(named)}."
+    for request, beams in by_request(beams_that_finish("dropped")):
+        names = join_names([state.seqs[i].name for i in beams])
+        yield f"Dropped: no candidate of {names} is among the best of request {request}."
+    for i, _, score, reason in event.get("results", ()):
+        name = state.seqs[i].name
+        yield f"Result: an output that begins like {name} ends ({reason}, score {score:z.3f})."
+    for request, beams in by_request(beams_that_finish("stop")):
+        names = join_names([state.seqs[i].name for i in beams])
+        yield f"End: the search of request {request} ends, and {names} release their blocks."

@@ -17,13 +17,15 @@ import json
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nanovllm.engine.block_manager import Block, Key
 from nanovllm.engine.observer import NO_OBSERVER, Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence, Status
@@ -34,6 +36,7 @@ from nanovllm.tools.trace.events import State as State
 from nanovllm.tools.trace.experts import ExpertCounter
 
 if TYPE_CHECKING:
+    from nanovllm.features.beam_search import Beams, BeamSearchSequence
     from nanovllm.llm import LLM
 
 MAX_LIKELY = 5  # tokens whose probabilities are recorded in addition to the sampled token
@@ -49,6 +52,16 @@ class Observable(Protocol):
 
     @property
     def lock(self) -> threading.RLock: ...
+
+
+@dataclass
+class Search:
+    """What a trace knows of a beam search. A request drops its state when it ends."""
+
+    beams: Beams
+    results: list[tuple[float, BeamSearchSequence]]  # `beams.finished` after the last event
+    scores: dict[Sequence, float]  # `beams.scores` after the last event
+    num_seqs: int = 0  # sequences that have appeared
 
 
 class Trace(Observer):
@@ -73,6 +86,7 @@ class Trace(Observer):
             "max_num_seqs": scheduler.max_num_seqs,
             "policy": str(getattr(scheduler.policy_key, "__name__", "")).replace("_", " "),
             "async_scheduling": engine.async_scheduling,
+            "num_host_blocks": getattr(self._blocks, "num_host_blocks", 0),
         }
         self._experts = ExpertCounter(getattr(engine, "runner", None)) if experts else None
         self.events: list[Event] = []
@@ -80,7 +94,8 @@ class Trace(Observer):
         self._state = State()  # after all events
         self._numbers: dict[Sequence, int] = {}
         self._preemptions: dict[Sequence, int] = {}  # of the unfinished sequences
-        self._beams = Counter[int]()  # arrival of a beam search -> number of its sequences
+        self._searches: dict[int, Search] = {}  # arrival -> beam search
+        self._cached_keys: dict[int, Key] = {}  # with a host cache: cached block -> its key
         self._in_flight: deque[int] = deque()  # steps; 0 for one that was planned before the trace
         self._start = self._begun = 0.0
 
@@ -143,6 +158,10 @@ class Trace(Observer):
                 event["host"] = self._blocks.stats()
             if step.evicted:
                 event["evicted"] = step.evicted
+                keys, host = self._cached_keys, self._host_index
+                lost = [block for block in step.evicted if keys.get(block) not in host]
+                if lost and self.options["num_host_blocks"]:
+                    event["lost"] = lost
             self._in_flight.append(number)
         if decodes != self._state.decodes:
             event["decodes"] = decodes
@@ -175,6 +194,8 @@ class Trace(Observer):
         sampled = [self._numbers[seq] for seq in step.sampling_seqs if seq in self._numbers]
         if dropped := [number for number in sampled if number not in receivers]:
             event["dropped"] = dropped
+        if results := list(self._results(updated)):
+            event["results"] = results
         self._add(event)
 
     def _likely(
@@ -189,6 +210,24 @@ class Trace(Observer):
                 others = [entry for entry in others if entry[0] != sampled[0]][:MAX_LIKELY]
                 likely = [(t, float(f"{math.exp(p):.4g}")) for t, p, _ in (sampled, *others)]
                 yield number, sampled[2], likely
+
+    def _results(self, updated: list[Sequence]) -> Iterator[tuple[int, int, float, str]]:
+        """Yield `Event.results`."""
+        for arrival in {seq.arrival: None for seq in updated if seq.arrival in self._searches}:
+            search = self._searches[arrival]
+            # The beams before this commit. Their outputs differ and are equally long.
+            beams = [self._numbers[seq] for seq in self._preemptions if seq.arrival == arrival]
+            for normalized, result in search.beams.finished:
+                if (normalized, result) in search.results:
+                    continue
+                for number in beams:
+                    tokens = self._state.seqs[number].tokens
+                    if result.tokens[: len(tokens)] == tokens:
+                        # An end-of-sequence token may be missing in `tokens`.
+                        token = result.stop_reason
+                        last = token if isinstance(token, int) else result.tokens[-1]
+                        yield number, last, round(normalized, 4), result.finish_reason or ""
+            search.results = list(search.beams.finished)
 
     def reverted(self, error: BaseException) -> None:
         self._in_flight.clear()
@@ -230,11 +269,29 @@ class Trace(Observer):
             event["tables"] = tables
         if cached := sorted(state.cached.symmetric_difference(self._blocks.prefix_index.values())):
             event["cached"] = cached
+        on_host = (block.block_id for block in self._host_index.values())
+        if changed := sorted(state.host_cached.symmetric_difference(on_host)):
+            event["host_cached"] = changed
+        if scores := list(self._scores()):
+            event["scores"] = scores
         if preempted := [numbers[s] for s, n in self._preemptions.items() if s.preemptions > n]:
             event["preempted"] = preempted
         if ended := [seq for seq in self._preemptions if seq.status is Status.FINISHED]:
             event["finished"] = [(numbers[s], s.finish_reason or "", s.stop_reason) for s in ended]
         return event
+
+    @property
+    def _host_index(self) -> dict[Key, Block]:
+        """Return the prefix index of the host cache, empty if there is none."""
+        return getattr(self._blocks, "host_index", {})
+
+    def _scores(self) -> Iterator[tuple[int, float]]:
+        """Yield `Event.scores`, of all beams of the searches that have chosen beams."""
+        for search in self._searches.values():
+            if search.scores is not search.beams.scores:
+                search.scores = search.beams.scores
+                for seq, score in search.scores.items():
+                    yield self._numbers[seq], round(score, 4)
 
     def _name(self, seq: Sequence) -> str:
         """Return the id of the request, with a number if it can have several sequences.
@@ -243,8 +300,12 @@ class Trace(Observer):
         the order in which they appear.
         """
         if seq.result_kind is ResultKind.CANDIDATES:
-            self._beams[seq.arrival] += 1
-            return f"{seq.request_id}.{self._beams[seq.arrival] - 1}"
+            if seq.arrival not in self._searches:
+                beams = seq.request.state
+                self._searches[seq.arrival] = Search(beams, list(beams.finished), {})
+            search = self._searches[seq.arrival]
+            search.num_seqs += 1
+            return f"{seq.request_id}.{search.num_seqs - 1}"
         return f"{seq.request_id}.{seq.index}" if seq.forks or seq.parent else seq.request_id
 
     def _parent(self, seq: Sequence) -> int:
@@ -257,6 +318,8 @@ class Trace(Observer):
         self.events.append(event)
         self._state.apply(event)
         self._preemptions = {s: s.preemptions for s in live if s.status is not Status.FINISHED}
+        if self.options["num_host_blocks"]:
+            self._cached_keys = {block: key for key, block in self._blocks.prefix_index.items()}
 
     # ---- the events as a table, a page and a Chrome trace ----
 
@@ -268,6 +331,7 @@ class Trace(Observer):
         known |= {token for event in self.events for token in event.get("tokens", ())} - {-1}
         likely = (entry for event in self.events for entry in event.get("likely", ()))
         known |= {token for *_, pairs in likely for token, _ in pairs}
+        known |= {token for event in self.events for _, token, *_ in event.get("results", ())}
         return {token: str(tokenizer.decode([token])) for token in sorted(known)}
 
     def save(self, path: str | Path) -> None:
