@@ -31,10 +31,11 @@ torch.set_num_threads(1)
 
 DTYPES = torch.bfloat16, torch.float32  # of the CPU's kernels
 
-# Tests that share an expensive result: two dry runs, answers of transformers, graded answers, a
+# Tests that share an expensive result: dry runs, answers of transformers, graded answers, a
 # process that forks ranks.
 GROUPS = {
     "dry runs": r"/test_dry_run\.py::",
+    "dry report": r"/benchmarks/test_gpu\.py::",
     "parity": r"/test_qwen3\.py::",
     "ranks": r"/test_tensor_parallel\.py::",
     "grades": r"::test_(grades|log_probabilities|accuracy_in_bf16)",

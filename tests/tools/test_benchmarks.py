@@ -262,10 +262,17 @@ def test_hf_baselines_generate_what_they_claim(path):
     # All tokens become equally likely.
     model.lm_head.weight.data.zero_()
     long = Workload("w", [[5, 6, 7], [8, 9]], [200, 150], [[0, 1]])
-    for name in ("hf", "hf-batch", "hf-compiled", "hf-continuous"):
+    for name in ("hf", "hf-batch", "hf-continuous"):
         part, _ = baselines.hf_part(name, long, None, 64)
         assert sum(part.outputs) == 350
         assert baselines.run_hf(name, model, part, 64)["seconds"] > 0
+    # A static cache, which is compiled on a GPU only, begins with its largest size.
+    short = Workload("w", [[5, 6, 7], [8, 9]], [3, 7], [[0, 1]])
+    part, _ = baselines.hf_part("hf-compiled", short, None, 64)
+    assert part.rounds == [[1], [0]]
+    assert baselines.run_hf("hf-compiled", model, part, 64)["seconds"] > 0
+    config = baselines.generation_config(short, 7, None, static=True)
+    assert config.cache_implementation == "static"
 
 
 FAKE = """

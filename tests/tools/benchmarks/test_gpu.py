@@ -101,7 +101,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(
     sampler.write_text("#!/bin/sh\necho 90, 1980, 650.5, 45\necho 0, 345, 70, 30\nexec sleep 60\n")
     sampler.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    raises, sleeps, row = Run("print('{no row'); raise SystemExit(3)"), Run(SLEEPS), Run(ROW)
+    raises, sleeps, row = Run("print('1 %\\r{no row'); raise SystemExit(3)"), Run(SLEEPS), Run(ROW)
     fake(
         monkeypatch,
         Part("fails", 60, [raises, row]),
@@ -131,7 +131,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_stop_the_others(
     file = tmp_path / "report.txt"
     assert bench.main(["--gpu-report", str(file)]) == 0
     text = file.read_text()
-    assert "{no row" in text
+    assert "\n{no row\n" in text
     assert text in capsys.readouterr().out
     found = [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
     ends = [row for row in found if "title" in row]
@@ -147,7 +147,7 @@ def test_only_some_parts_and_what_ctrl_c_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(line: str) -> Row | None:
-        if line == "Ctrl-C\n":
+        if line == "Ctrl-C":
             raise KeyboardInterrupt
         return rows.parse(line)
 
@@ -178,6 +178,8 @@ def test_parts_of_pytest_run_together_and_stop_at_their_limit(
     assert next(found)["result"] == "3 passed"
     now = 50
     assert next(found)["result"].startswith("stopped after 50 s at ")
+    with pytest.raises(SystemExit):
+        next(found)
     assert "== 3 passed ==" in capfd.readouterr().out
 
 

@@ -42,7 +42,7 @@ def rows(
     given: Row = {"count": count} if count else {}
     name = ", ".join([workload, shape, engine, *(f"{k}={v}" for k, v in (given | options).items())])
     if workload not in WORKLOADS:
-        yield headline({"workload": name, "note": "there is no such workload in workloads.py yet"})
+        yield headline({"workload": name, "note": "workloads.py has no such workload"})
         return
     spec = WORKLOADS[workload]
     spec = replace(spec, count=count or spec.count)

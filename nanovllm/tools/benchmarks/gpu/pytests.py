@@ -19,7 +19,8 @@ COMMAND = [*python("import pytest; raise SystemExit(pytest.main())"), *TESTS, "-
 def rows(selections: list[str], limit: float) -> Iterator[Row]:
     """Run pytest once for each selection (`-k`), all at the same time, and yield how each ended.
 
-    Also print what they print. After `limit` seconds those that still run are stopped.
+    Also print what they print. After `limit` seconds those that still run are stopped. Raises
+    SystemExit at the end if one failed.
     """
     end = monotonic() + limit
     with ExitStack() as stack:
@@ -44,3 +45,5 @@ def rows(selections: list[str], limit: float) -> Iterator[Row]:
             print(printed, flush=True)
             result += printed.rpartition("\n")[2].strip("= ")
             yield headline({"tests": selection, "result": result})
+        if any(process.returncode for _, process, _ in runs):
+            raise SystemExit(1)

@@ -145,11 +145,10 @@ class Report:
         print(json.dumps(row), file=self.rows, flush=True)
 
     def run_part(self, number: int, part: Part) -> None:
-        """Run a part until its limit. Ctrl-C ends it too, and is raised after what it has done is
-        written."""
+        """Run a part until its limit. Ctrl-C ends it too; the status is written first."""
         start = time.monotonic()
         self.write(f"\n== {number} {part.title}, at most {part.limit} s")
-        failures, status = [], "ok"
+        failures: list[str] = []
         try:
             for run in part.runs:
                 left = start + part.limit - time.monotonic()
@@ -159,8 +158,8 @@ class Report:
             failures.append("interrupted")
             raise
         finally:
-            status = "; ".join(failures) or "ok"
-            row = {"part": number, "title": part.title, "status": status}
+            row: Row = {"part": number, "title": part.title}
+            row["status"] = "; ".join(failures) or "ok"
             row |= {"seconds": round(time.monotonic() - start, 1)} | self.clocks.since_last_call()
             self.record(row)
             self.parts.append(text({k: str(v) if k == "part" else v for k, v in row.items()}))
@@ -176,8 +175,6 @@ class Report:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
             env=os.environ | {"PYTHONUNBUFFERED": "1", "TQDM_DISABLE": "1"},
             start_new_session=True,
         )
@@ -193,10 +190,12 @@ class Report:
         timer.start()
         try:
             assert process.stdout is not None
-            for line in process.stdout:
+            for printed in process.stdout:
+                # Of a progress bar, which is one line, the last state.
+                line = printed.decode(errors="replace").rstrip().rpartition("\r")[2]
                 row = parse(line)
                 if row is None:
-                    self.write(line.rstrip())
+                    self.write(line)
                     continue
                 self.write(text(row))
                 self.record({"part": number} | row)
@@ -206,9 +205,9 @@ class Report:
             timer.cancel()
             end()
             status = process.wait()
-        return (
-            "reached the limit" if expired.is_set() else f"exit status {status}" if status else ""
-        )
+        if expired.is_set():
+            return "reached the limit"
+        return f"exit status {status}" if status else ""
 
     def close(self) -> None:
         """Write the table."""
