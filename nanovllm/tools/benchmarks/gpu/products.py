@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.backends.gpu.kernels import int8
+from nanovllm.backends.gpu.kernels import few_rows, int8
 from nanovllm.backends.int8 import Int8Weight
 from nanovllm.tools.benchmarks import roofline
 from nanovllm.tools.benchmarks.gpu.rows import Row, headline
@@ -18,6 +18,7 @@ from nanovllm.tools.benchmarks.workloads import SHAPES
 
 SHAPE = "qwen3-0.6b"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+FEW, MOST_FEW = "few rows", 8  # the engine uses it for at most 4
 LIBRARIES = ("cublas", "cublaslt")  # of torch
 
 
@@ -38,6 +39,12 @@ def in_blas(library: str, function: Callable[[Tensor], Any], x: Tensor) -> None:
         torch.backends.cuda.preferred_blas_library(before)
 
 
+def few_rows_linear(weight: Any, x: Tensor) -> Tensor:
+    """Call the product of the path for few rows."""
+    out = x.new_empty((len(x), weight.shape[0]))
+    return few_rows.linear(x, weight, out, few_rows.Target.of(DEVICE))
+
+
 def implementations(
     outputs: int, inputs: int
 ) -> Iterator[tuple[str, int, list[Callable[[Tensor], Any]]]]:
@@ -52,6 +59,8 @@ def implementations(
         for values in weights.view(torch.int8).view(-1, outputs, inputs)
     ]
     yield "int8", 1, [partial(int8.linear, module=layer) for layer in layers]
+    yield FEW, 2, [partial(few_rows_linear, weight) for weight in weights]
+    yield f"{FEW}, int8", 1, [partial(few_rows_linear, layer.weight) for layer in layers]
 
 
 def rows() -> Iterator[Row]:
@@ -62,7 +71,7 @@ def rows() -> Iterator[Row]:
     for product, (outputs, inputs) in zip(names, [*layer_shapes(SHAPE), head], strict=True):
         best = dict.fromkeys(ROWS, 0.0)  # of LIBRARIES
         for by, itemsize, functions in implementations(outputs, inputs):
-            for num in ROWS:
+            for num in (num for num in ROWS if num <= MOST_FEW or not by.startswith(FEW)):
                 x, size = data(num, inputs), itemsize * outputs * inputs
                 flops = 2 * num * outputs * inputs
                 time = seconds([partial(function, x) for function in functions])
