@@ -72,7 +72,8 @@ def padding_batch(size: int, device: torch.device) -> ForwardBatch:
     starts = torch.arange(size + 1, dtype=torch.int32, device=device)
     tables = torch.zeros((size, 1), dtype=torch.int32, device=device)
     lens = np.ones(size, np.int64)
-    return ForwardBatch(zeros, zeros, zeros, starts, zeros + 1, tables, zeros, lens, num_decodes=size)
+    tokens = zeros, zeros, zeros
+    return ForwardBatch(*tokens, starts, zeros + 1, tables, zeros, lens, num_decodes=size)
 
 
 def fuse_layers(model: Qwen3, attention: TritonAttention) -> FusedLayers | None:
