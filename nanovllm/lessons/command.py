@@ -2,7 +2,7 @@
 
 nanovllm lessons                   lists the lessons
 nanovllm lessons 3                 runs lesson 3
-nanovllm lessons 3 --answers 8 1   compares your answers to its questions
+nanovllm lessons 3 --answers 29 b  compares your answers to its questions
 nanovllm lessons 3 --answers       shows the answers
 nanovllm lessons ladder            runs the same requests with one idea after another
 nanovllm lessons puzzle            lists Triton kernels with one line to fill in
@@ -16,30 +16,13 @@ import contextlib
 import importlib
 import io
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from nanovllm.lessons.show import fill, say, show_answers, show_questions
+from nanovllm.lessons.show import Question, fill, say, show_answers, show_question
 
-LESSONS = (
-    "lesson01_no_cache",
-    "lesson02_kv_cache",
-    "lesson03_blocks",
-    "lesson04_batching",
-    "lesson05_roofline",
-    "lesson06_prefix_sharing",
-    "lesson07_scheduling",
-    "lesson08_sampling",
-    "lesson09_beams",
-    "lesson10_puzzles",
-    "lesson11_paged_attention",
-    "lesson12_overlap",
-    "lesson13_int8",
-    "lesson14_host_cache",
-    "lesson15_tensor_parallel",
-    "lesson16_states",
-    "lesson17_state_cache",
-)
+LESSONS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py")))
 NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
 MODULES = {
     "ladder": "ladder",
@@ -72,16 +55,28 @@ def title(number: str) -> str:
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
+def run(lesson: ModuleType) -> Sequence[Question]:
+    """Run a lesson -> its questions. The questions that its `run` returns are shown at the end."""
+    returned: list[Question] | None = lesson.run()
+    for number, _ in enumerate(returned or (), 1):
+        show_question(returned or (), number)
+    return returned or lesson.QUESTIONS
+
+
 def run_lesson(number: str, answers: list[str] | None) -> None:
-    """Run a lesson. With `answers`, print only its questions, and compare or show answers."""
-    lesson, command = load(number), f"nanovllm lessons {number} --answers"
+    """Run a lesson. With `answers`, compare them to those of its questions, or show these."""
+    lesson = load(number)
     if answers is None:
         say(str(lesson.__doc__))
-        show_questions(lesson.run(), command)
-        return
-    with contextlib.redirect_stdout(io.StringIO()):
-        questions = lesson.run()
-    show_answers(questions, answers)
+        yours = " ".join("..." for _ in run(lesson))
+        print("Compare your answers, or see these:")
+        print(fill(f"nanovllm lessons {number} --answers {yours}", "  ", "    "))
+    elif hasattr(lesson, "QUESTIONS"):
+        show_answers(lesson.QUESTIONS, answers)
+    else:  # the lesson computes its answers
+        with contextlib.redirect_stdout(io.StringIO()):
+            questions = lesson.run()
+        show_answers(questions, answers)
 
 
 def main(argv: list[str] | None = None) -> None:

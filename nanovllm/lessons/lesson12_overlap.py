@@ -25,7 +25,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.plan import StepOutput, StepPlan
 
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
@@ -43,6 +44,12 @@ class Device:
         self.queue = ThreadPoolExecutor(1)  # one step at a time, in the order of the launches
         self.lengths: dict[int, int] = {}  # row -> computed tokens
         self.sampled = 0
+        self.spans = list[tuple[float, float]]()  # when each step began and ended
+
+    def compute(self) -> None:
+        start = time.perf_counter()
+        time.sleep(DEVICE_SECONDS)
+        self.spans.append((start, time.perf_counter()))
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         for chunk in plan.chunks:
@@ -52,7 +59,7 @@ class Device:
         rows = [chunk.row for chunk in plan.chunks if chunk.result_kind] + plan.decode_rows
         tokens = [self.lengths[row] for row in rows]
         self.sampled += len(tokens)
-        done = self.queue.submit(time.sleep, DEVICE_SECONDS)
+        done = self.queue.submit(self.compute)
 
         def wait() -> StepOutput:
             done.result()
@@ -66,6 +73,7 @@ class Host(Observer):
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.times = list[float]()  # of the events
         self.dropped = self.returned = 0
 
     def scheduled(self, step: InFlightStep | None) -> None:
@@ -78,11 +86,12 @@ class Host(Observer):
         self.dropped += len(step.sampling_seqs) - len(updated)
 
     def record(self, what: str) -> None:
+        self.times.append(time.perf_counter())
         self.events.append(f"{what} {1 + sum(event.startswith(what) for event in self.events)}")
 
 
-def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, int, float]:
-    """Run a request for each of `params` -> (host, tokens that were sampled, seconds a step)."""
+def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, Device, float]:
+    """Run a request for each of `params` -> (host, device, seconds a step)."""
     config, device, host = EngineConfig(async_scheduling=overlap), Device(), Host()
     inputs = InputProcessor(None, 100, 100, frozenset(), SamplingParams(), 0)
     engine = LLMEngine(config, device, inputs)
@@ -95,7 +104,28 @@ def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, int, float
             ids = list(output.outputs[0].token_ids)
             assert ids == list(range(3, 3 + len(ids)))  # The same with and without overlap.
             host.returned += len(ids)
-    return host, device.sampled, 2 * (time.perf_counter() - start) / len(host.events)
+    return host, device, 2 * (time.perf_counter() - start) / len(host.events)
+
+
+def draw(overlap: bool, host: Host, device: Device) -> None:
+    """Draw what host and device did in four steps, after the first two."""
+    steps = range(2, 6)
+    begin = host.times[host.events.index(f"plan {steps[0] + 1}")]
+    shown = [
+        (1e3 * (host.times[host.events.index(f"{what} {i + 1}")] - begin), length, name, color)
+        for i in steps
+        for what, length, name, color in (
+            ("plan", 1e3 * HOST_SECONDS, f"plan {i + 1}", 1),
+            ("commit", 0.4, "", 3),
+        )
+    ]
+    spans = [device.spans[i] for i in steps]
+    computed = [
+        (1e3 * (start - begin), 1e3 * (end - start), f"step {i + 1}", 2)
+        for i, (start, end) in zip(steps, spans, strict=True)
+    ]
+    title = f"Measured with async_scheduling={overlap}"
+    show_lanes(title, [("host", shown), ("device", computed)], "ms", plan=1, commit=3, compute=2)
 
 
 def show_overlap(params: list[SamplingParams]) -> None:
@@ -105,27 +135,30 @@ def show_overlap(params: list[SamplingParams]) -> None:
         max_tokens.""")
     rows, steps = [], []
     for overlap in (False, True):
-        host, sampled, seconds = serve(overlap, params)
+        host, device, seconds = serve(overlap, params)
+        draw(overlap, host, device)
         print(f"async_scheduling={overlap}: {', '.join(host.events[:7])} ...")
-        assert sampled == host.returned + host.dropped
+        assert device.sampled == host.returned + host.dropped
         steps.append(seconds * 1e3)
-        rows.append((overlap, f"{steps[-1]:.1f}", sampled, host.returned, host.dropped))
+        rows.append((overlap, f"{steps[-1]:.1f}", device.sampled, host.returned, host.dropped))
     print()
     head = ("async_scheduling", "ms a step", "tokens sampled", "returned", "dropped")
     show_table(head, rows)
-    device, both = DEVICE_SECONDS * 1e3, (DEVICE_SECONDS + HOST_SECONDS) * 1e3
+    alone, both = DEVICE_SECONDS * 1e3, (DEVICE_SECONDS + HOST_SECONDS) * 1e3
     say(f"""A step takes {steps[0]:.1f} ms without overlap, when the device and the host work in
         turn ({both:g} ms at least), and {steps[1]:.1f} ms with it, when the slower of the two
-        decides ({device:g} ms at least). The price: step N+1 is planned when the tokens of step N
+        decides ({alone:g} ms at least). The price: step N+1 is planned when the tokens of step N
         are counted but not known. The scheduler knows then whether a sequence reaches max_tokens,
         but not that it sampled a stop token. That sequence is computed once more, and the token is
         dropped.""")
 
 
-def run() -> list[Question]:
+def run() -> None:
     by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
+    QUESTIONS.show(1)
     show_overlap([by_token, by_length])
     sizes = batch_sizes(8)
+    QUESTIONS.show(2)
     say(f"""Then graphs. Each of torch's operators that a step calls is about one launch, and a
         decode step has hundreds. Each costs the host microseconds, whatever it computes. A CUDA
         graph replays all of them by one call, and the copy of the tokens to the host remains. A
@@ -137,21 +170,22 @@ def run() -> list[Question]:
         link(Scheduler.commit, "Status.FINISHED"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
     )
-    return [
-        Question(
-            "Eight requests run with async_scheduling=True. Five end at a stop token and three at "
-            "max_tokens. How many sampled tokens are dropped?",
-            str(serve(True, [by_token] * 5 + [by_length] * 3)[0].dropped),
-            "One for each sequence whose end is found when its next step is in flight. The end at "
-            "max_tokens is known when the step is planned.",
-            "The table above has one request of each kind. Which of the two had a token dropped?",
-        ),
-        Question(
-            "A step decodes 5 sequences, and there are the graphs that are named above. How many "
-            "rows does the GPU compute?",
-            str(min(size for size in sizes if size >= 5)),
-            "The batch is padded to the next captured size. Padding rows use the null block.",
-            "A graph has a fixed number of rows. Which of the captured numbers is the next after "
-            "5?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    With overlap, one token is dropped for a request that ends at a stop token, and none for a
+    request that ends at max_tokens. Why?
+    (a) The stop token is not part of the output.
+    (b) The host can count tokens before it reads them, but it must read them to find a stop token,
+    and the next step has been launched by then.
+    (c) Tokens after max_tokens are not sampled, because the row is masked.
+    Answer: b. The end at max_tokens is known when the next step is planned. A stop token is found
+    one step later.
+    Hint: What does the host know about a step that is in flight?
+
+    CUDA graphs are captured for 1, 2, 4 and 8 sequences. A step decodes 5. How many rows does the
+    GPU compute?
+    Answer: 8. A graph has a fixed number of rows, so the batch is padded to the next captured size.
+    Padding rows use the null block.
+    Hint: A graph has a fixed number of rows. Which of the captured numbers is the next after 5?
+""")

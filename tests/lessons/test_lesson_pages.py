@@ -1,0 +1,201 @@
+"""docs/lessons says what the lessons say, and its links lead to the lines that it shows.
+
+Tests that run a lesson compare its whole page, except for what was measured (`run_lesson`).
+"""
+
+import ast
+import inspect
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lesson_pages import (
+    PAGES,
+    STEMS,
+    correct_lines,
+    files_of,
+    find_line,
+    keep_figures,
+    markdown,
+    mask,
+)
+from lesson_runs import compare
+
+from nanovllm.lessons import command
+from nanovllm.lessons.show import Questions
+from nanovllm.models.layers import Linear
+
+LESSONS = Path(command.__file__).parent
+MISSING = "Triton is not installed"  # what only a lesson without Triton says
+TABLE = "| step | ms | tokens |\n| --- | ---: | ---: |\n| a | {} | {} |"
+
+
+def page(number: str) -> str:
+    return files_of(STEMS[number])[f"{STEMS[number]}.md"]
+
+
+def plain(text: str) -> str:
+    """Return Markdown without its signs."""
+    text = re.sub(r"\[([^\]]+)\]\([^)\s]+\)", r"\1", text)
+    return " ".join(re.sub(r"[`\\]", "", text).replace("&lt;", "<").split())
+
+
+def template(node: ast.expr) -> str:
+    """Return the text of a string, with a NUL for each value that an f-string inserts."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    return node.value if isinstance(node, ast.Constant) else "\0"
+
+
+def pattern(text: str) -> str:
+    return ".*?".join(re.escape(plain(part)) for part in text.split("\0"))
+
+
+def said(number: str) -> list[str]:
+    """Return patterns of all paragraphs that a lesson may say, from its source."""
+    tree = ast.parse((LESSONS / f"{command.LESSONS[int(number) - 1]}.py").read_text())
+    texts = [(ast.get_docstring(tree) or "").partition("\n")[2]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "say":
+            texts.append(template(node.args[0]))
+    paragraphs = [part for text in texts for part in inspect.cleandoc(text).split("\n\n")]
+    return [pattern(part) for part in paragraphs if not part.startswith(" ")]
+
+
+def paragraphs(number: str) -> list[str]:
+    """Return the paragraphs of a page that are neither code, tables, pictures nor navigation."""
+    text = re.sub(
+        r"```.*?```|\$\$.*?\$\$|<details>.*?</details>", "", page(number), flags=re.DOTALL
+    )
+    found = [part for part in text.strip().split("\n\n")[4:-1] if part.strip()]
+    return [plain(part) for part in found if not re.match(r"\s*(\||>|!\[)", part)]
+
+
+@pytest.mark.parametrize("number", STEMS)
+def test_a_page_says_what_its_lesson_says(number: str) -> None:
+    patterns, on_page = said(number), paragraphs(number)
+    assert len(on_page) > 3
+    for part in on_page:
+        assert any(re.fullmatch(pattern, part) for pattern in patterns), part
+    for each in patterns:
+        found = any(re.fullmatch(each, part) for part in on_page)
+        assert found or each.startswith(re.escape(MISSING)), each
+
+
+@pytest.mark.parametrize("number", STEMS)
+def test_a_page_has_its_questions_before_the_answers(number: str) -> None:
+    lesson, text = command.load(number), plain(page(number))
+    for i, question in enumerate(getattr(lesson, "QUESTIONS", ()), 1):
+        asked = text.index(f"**Question {i}.** ")
+        for line in question.text.splitlines():
+            assert plain(line) in text[asked:], line
+        answer = plain(f"**{question.answer}**: {question.why}")
+        assert answer in text[asked:]
+        assert text.count(f"**Question {i}.** ") == 1
+
+
+@pytest.mark.parametrize("number", STEMS)
+def test_a_page_has_a_picture(number: str) -> None:
+    files = files_of(STEMS[number])
+    names = re.findall(r"^!\[.+\]\((\S+)\)$", page(number), re.MULTILINE)
+    assert names or "```mermaid" in page(number)
+    assert {f"{STEMS[number]}.md", *names} == set(files)
+    for name in names:
+        drawing = ET.fromstring(files[name])
+        assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "prefers-color-scheme:dark" in files[name]
+        assert len(files[name]) < 30_000
+
+
+@pytest.mark.parametrize("number", STEMS)
+def test_links_lead_to_the_lines_that_the_page_shows(number: str) -> None:
+    assert correct_lines(page(number)) == page(number)
+    assert "#L" in page(number)
+
+
+def test_the_index_has_all_pages_and_there_are_no_others() -> None:
+    index = (PAGES.parent / "lessons.md").read_text()
+    assert all(f"(lessons/{stem}.md)" in index for stem in STEMS.values())
+    assert sorted(path.stem for path in PAGES.glob("*.md")) == sorted(STEMS.values())
+    stems = [stem for stem in STEMS.values() for path in PAGES.glob(f"{stem}-*.svg")]
+    assert len(stems) == len(list(PAGES.glob("*.svg")))
+
+
+def test_a_line_is_found_where_it_has_moved() -> None:
+    source = Path(inspect.getsourcefile(Linear) or "").read_text().splitlines()
+    lines, start = inspect.getsourcelines(Linear.__call__)
+    code = lines[-1].strip()
+    assert find_line(source, "Linear.__call__", code) == start + len(lines) - 1
+    assert find_line(["", "", *source], "Linear.__call__", code) == start + len(lines) + 1
+    with pytest.raises(ValueError, match="Linear.__call__ has no line 'is gone' now"):
+        find_line(source, "Linear.__call__", "is gone")
+
+
+def test_figures_are_kept_if_nothing_else_has_changed() -> None:
+    old = {"1.md": "Figures: one CPU, 2026-01-01.\n\nIt takes 7 ms.\n\n" + TABLE.format(1, 5)}
+    new = {"1.md": "Figures: a CPU, 2026-02-02.\n\nIt takes 9 ms.\n\n" + TABLE.format(2, 5)}
+    assert keep_figures(new, old)["1.md"].strip() == old["1.md"]
+    for other in (
+        "3 tokens take 9 ms",
+        "It takes 9 ms.",
+    ):  # a text, or a column that is not measured
+        changed = {"1.md": new["1.md"].replace("It takes 9 ms", other).replace("| 5 |", "| 6 |")}
+        assert keep_figures(changed, old) == changed
+    with_text = {"1.md": new["1.md"] + "\n\nA new text."}
+    assert keep_figures(with_text, old)["1.md"].strip() == old["1.md"] + "\n\nA new text."
+
+
+def test_only_what_was_measured_may_differ() -> None:
+    compare(
+        {"1.md": "It takes 7 ms, 2.0 times as fast."}, {"1.md": "It takes 9 ms, about as fast."}
+    )
+    compare({"1.md": "0.123456 of it"}, {"1.md": "0.123457 of it"})
+    for new, old in (("8 blocks", "9 blocks"), ("0.1 of it", "0.2 of it"), ("a cat", "a dog")):
+        with pytest.raises(AssertionError):
+            compare({"1.md": new}, {"1.md": old})
+    assert mask(TABLE.format(3, 4)).endswith("| a | # | 4 |")
+
+
+def test_text_is_not_taken_for_markdown() -> None:
+    assert markdown("x <b> y") == "x &lt;b> y"
+    assert markdown("a *b* and 2 * 3 * 4") == "a \\*b\\* and 2 * 3 * 4"
+    assert markdown("set num_blocks=8 in Scheduler.run or run()") == (
+        "set `num_blocks=8` in `Scheduler.run` or `run()`"
+    )
+    assert markdown("as in lesson 3 (arXiv:2309.06180).") == (
+        "as in [lesson 3](03-blocks.md) ([arXiv:2309.06180](https://arxiv.org/abs/2309.06180))."
+    )
+
+
+def test_questions_are_read_from_text() -> None:
+    [first, second] = Questions("""
+        Which (of two
+        lines)?
+        (a) One (b) not a choice.
+        (b) Two.
+        Answer: b. The why.
+        Hint: Look.
+
+        How many?
+        Answer: 1. One.
+        Hint: Count.
+    """)
+    assert first.text.splitlines()[0] == "Which (of two lines)?"
+    assert (first.answer, first.why, first.hint) == ("b", "The why.", "Look.")
+    assert second == ("How many?", "1", "One.", "Count.")
+
+
+def test_answers_do_not_run_the_lesson(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for number in command.NUMBERS:
+        lesson = command.load(number)
+        monkeypatch.setattr(lesson, "run", lambda: pytest.fail("the lesson ran"))
+        command.run_lesson(number, [])
+        assert len(lesson.QUESTIONS) >= 2
+        for question in lesson.QUESTIONS:
+            choices = re.findall(r"^\((\w)\) ", question.text, re.MULTILINE)
+            assert not choices or question.answer in choices
+            assert question.why.endswith(".")
+            assert question.hint.endswith(("?", "."))
+    assert "Hint" not in capsys.readouterr().out
