@@ -5,9 +5,9 @@ python .ci/lesson_pages.py 3 12        runs lessons 3 and 12
 python .ci/lesson_pages.py --lines     corrects the lines that the pages link to, and runs no lesson
 python .ci/lesson_pages.py --measure   also replaces figures that differ in what was measured only
 
-Without --measure a page keeps its figures and their date, so a busy machine does not change them.
-Everything else comes from the run. tests/lessons/test_lesson_pages.py compares the pages with the
-lessons.
+It also links the rows of docs/lessons.md to the pages. Without --measure a page keeps its figures
+and their date, so a busy machine does not change them. Everything else comes from the run.
+tests/lessons/test_lesson_pages.py compares the pages with the lessons.
 """
 
 import argparse
@@ -34,8 +34,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "lessons"
 BUSY = 0.5  # processes that run on average: above it, others take part of the time
 TITLES = {number: command.title(number).rstrip(".") for number in command.NUMBERS}
-STEMS = {
-    str(int(name[6:8])): name.removeprefix("lesson").replace("_", "-") for name in command.LESSONS
+STEMS = {  # names of the pages
+    number: name.removeprefix("lesson").replace("_", "-")
+    for number, name in zip(command.NUMBERS, command.LESSONS, strict=True)
 }
 NAMES = re.compile(
     r'[A-Za-z_][\w.]*_\w+(?:\(\))?(?:=[\w."]+)?|\b\w+=(?:"\w+"|\d+)|\b[A-Z]\w+\.[a-z]\w+|\b\w+\(\)'
@@ -194,9 +195,12 @@ def mask(block: str) -> str:
     if not block.startswith("|"):
         return NUMBER.sub("#", block) if UNITS.search(block) else block
     head, *rows = (line.split(" | ") for line in block.splitlines())
-    measured = [bool(UNITS.search(name)) or name == "it is" for name in head]
+    measured = [bool(UNITS.search(name)) for name in head]
     return "\n".join(
-        " | ".join(NUMBER.sub("#", c) if m else c for m, c in zip(measured, row, strict=True))
+        " | ".join(
+            NUMBER.sub("#", cell) if in_unit or UNITS.search(cell) else cell
+            for in_unit, cell in zip(measured, row, strict=True)
+        )
         for row in (head, *rows)
     )
 
@@ -257,6 +261,16 @@ def files_of(stem: str) -> dict[str, str]:
     return {path.name: path.read_text() for path in paths if path.exists()}
 
 
+def link_pages(index: str) -> str:
+    """Return docs/lessons.md with a link to its page in the row of each lesson."""
+    return re.sub(
+        r"^\| \[?(\d+)(?:\]\(\S+\))? \| ",
+        lambda row: f"| [{row[1]}](lessons/{STEMS[row[1]]}.md) | " if row[1] in STEMS else row[0],
+        index,
+        flags=re.MULTILINE,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -284,6 +298,8 @@ def main() -> None:
             (PAGES / name).write_text(text)
         changed = sorted(name for name in files if files[name] != old.get(name))
         print(stem, *changed or ["is up to date"], file=sys.stderr, flush=True)
+    index = PAGES.parent / "lessons.md"
+    index.write_text(link_pages(index.read_text()))
 
 
 if __name__ == "__main__":

@@ -80,12 +80,16 @@ def lanes(
     parts, y = [], 34
     for name, lane in rows:
         parts.append(text(left - 8, y + 18, name, "end"))
-        for start, length, content, color in lane:
+        drawn = [cell for cell in lane if cell[1] > 1e-6]
+        for start, length, content, color in drawn:
+            content = content.strip()
             x, width = left + (start - low) * scale, max(length * scale - 1.5, 1)
             box = f'x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LANE - 5}"'
             parts.append(f'<rect class="f{color}" {box} rx="2"/>')
             if len(content) * LETTER <= width + 2:
                 parts.append(text(x + width / 2, y + 17, content, "middle"))
+            elif start == drawn[-1][0]:
+                parts.append(text(x + width + 6, y + 17, content))
         y += LANE
     if axis:
         for tick in ticks(low, high, log=False):

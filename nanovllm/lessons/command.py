@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from nanovllm.lessons.show import Question, fill, say, show_answers, show_question
+from nanovllm.lessons.show import Question, fill, say, show_answers, show_command, show_question
 
 LESSONS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py")))
-NUMBERS = tuple(str(i) for i in range(1, len(LESSONS) + 1))
+NUMBERS = tuple(str(int(name[6:8])) for name in LESSONS)
 MODULES = {
     "ladder": "ladder",
     "puzzle": "lesson10_puzzles",
@@ -37,7 +37,7 @@ def load(what: str) -> ModuleType:
 
     Raises ValueError if it needs a part of nanovllm that is deleted.
     """
-    name = MODULES.get(what) or LESSONS[int(what) - 1]
+    name = MODULES.get(what) or LESSONS[NUMBERS.index(what)]
     try:
         return importlib.import_module(f"nanovllm.lessons.{name}")
     except ModuleNotFoundError as error:
@@ -51,7 +51,7 @@ def load(what: str) -> ModuleType:
 
 def title(number: str) -> str:
     """Return the first line of the lesson's docstring."""
-    source = Path(__file__).with_name(f"{LESSONS[int(number) - 1]}.py").read_text()
+    source = Path(__file__).with_name(f"{LESSONS[NUMBERS.index(number)]}.py").read_text()
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
@@ -68,9 +68,7 @@ def run_lesson(number: str, answers: list[str] | None) -> None:
     lesson = load(number)
     if answers is None:
         say(str(lesson.__doc__))
-        yours = " ".join("..." for _ in run(lesson))
-        print("Compare your answers, or see these:")
-        print(fill(f"nanovllm lessons {number} --answers {yours}", "  ", "    "))
+        show_command(run(lesson), f"nanovllm lessons {number} --answers")
     elif hasattr(lesson, "QUESTIONS"):
         show_answers(lesson.QUESTIONS, answers)
     else:  # the lesson computes its answers

@@ -68,7 +68,14 @@ def compare(llm: LLM, prompt: list[int], lengths: tuple[int, ...]) -> None:
         tokens, computed, fast = measure(generate, llm, prompt, n)
         assert tokens == expected
         rows.append((n, f"{without:,}", computed, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
-    head = ("output tokens", "computed without", "with", "seconds without", "with", "it is")
+    head = (
+        "output tokens",
+        "computed without",
+        "with it",
+        "seconds without",
+        "seconds with",
+        "it is",
+    )
     show_table(head, rows)
 
 
@@ -76,8 +83,8 @@ def draw_steps(llm: LLM, prompt: list[int]) -> None:
     """Draw which tokens of the text each step computes."""
     ids, cached, lanes = list(prompt), 0, []
     for step, (token, computed) in enumerate(generate(llm, prompt, 6), 1):
-        texts = [llm.get_tokenizer().decode([token]) for token in ids]
-        cells = [(p, 1, text.strip(), int(p >= cached)) for p, text in enumerate(texts)]
+        texts = [str(llm.get_tokenizer().decode([token])) for token in ids]
+        cells = [(p, 1, text, int(p >= cached)) for p, text in enumerate(texts)]
         lanes.append((f"step {step}", cells))
         cached += computed
         ids.append(token)

@@ -45,16 +45,13 @@ def slots_of_a_sequence(llm: LLM) -> list[int]:
     ]
     head = ("token", "position", "logical block: // 4", "physical block", "offset: % 4", "slot")
     show_table(head, rows)
-    cells = {b: [(0, size, "null block" * (b == 0), 0)] for b in range(8)}
-    for owner, color in ((seq, 1), (other, 2)):
-        for i, block in enumerate(owner.block_table):
-            texts = [tokenizer.decode([t]).strip() for t in owner.token_ids[i * size :][:size]]
-            texts = [*texts, *[""] * (size - len(texts))] if owner is seq else [""] * size
-            cells[block] = [
-                (o, 1, f"slot {block * size + o}: {text}".rstrip(": "), color)
-                for o, text in enumerate(texts)
-            ]
-    lanes = [(f"block {block}", cells[block]) for block in cells]
+    texts = {slot: tokenizer.decode([token]) for slot, token in zip(slots, ids, strict=True)}
+    colors = dict.fromkeys(table, 1) | dict.fromkeys(other.block_table, 2)
+    places = [[(b * size + offset, offset) for offset in range(size)] for b in range(8)]
+    lanes = [
+        (f"block {b}", [(o, 1, f"slot {s} {texts.get(s, '')}", colors.get(b, 0)) for s, o in slot])
+        for b, slot in enumerate(places)
+    ]
     show_lanes("The KV cache", lanes, this_sequence=1, another_sequence=2, not_owned=0)
     return slots
 

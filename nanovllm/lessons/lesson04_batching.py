@@ -86,8 +86,7 @@ def run() -> None:
     say(f"""A decode step reads {weights:.0f} MiB of weights and makes the same calls to torch's
         operators for the linear layers, whether it computes 1 row or {ROWS}. Only attention works
         on each row separately. Lesson 5 measures the cost of more rows.""")
-    QUESTIONS.show(1)
-    QUESTIONS.show(2)
+    QUESTIONS.show(1, 2)
     say(f"""Eight requests and {ROWS} rows. P is a step that computes the prompt and samples the
         first token, D is a decode, and n output tokens take n steps.""")
     ways = (("static batches", ROWS), ("continuous batching", len(LENGTHS)))

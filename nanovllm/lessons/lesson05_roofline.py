@@ -98,7 +98,7 @@ def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[i
         add(f"decode of {rows}", decode_costs(config, rows, CONTEXT), "decode", seconds[rows])
     plan = prompt_plan([[1] * PROMPT], [list(range(1, PROMPT // BLOCK + 1))])
     add(f"prefill of {PROMPT}", prefill, "prefill", timed(lambda: runner.run(plan)())[1])
-    head = ("GFLOPs", "MB", "FLOPs/byte", "limit", "least ms", "measured", "attach_cached")
+    head = ("GFLOPs", "MB", "FLOPs/byte", "limit", "least ms", "measured ms", "measured share")
     show_table(("step", *head), table)
     ridge = peak["flops"] / peak["bandwidth"]
     lowest, highest = min(points[0][0], ridge / 2), max(points[-1][0], 2 * ridge)
@@ -130,14 +130,12 @@ def run() -> None:
     has_numba(torch.bfloat16)  # compiles the kernels; otherwise plain torch would be timed
     full = shape_of("qwen3-0.6b")
     part = shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB)
-    say("A step takes at least this time:")
     show_formula(
-        "max(FLOPs / (FLOPs per second), bytes / (bytes per second))",
-        r"\max\left(\frac{\text{FLOPs}}{\text{FLOPs per second}}, "
+        "seconds of a step >= max(FLOPs / FLOPs per second, bytes / bytes per second)",
+        r"t \ge \max\left(\frac{\text{FLOPs}}{\text{FLOPs per second}}, "
         r"\frac{\text{bytes}}{\text{bytes per second}}\right)",
     )
-    QUESTIONS.show(1)
-    QUESTIONS.show(2)
+    QUESTIONS.show(1, 2)
     show_model("The embedded model", embedded_config())
     name = f"{LAYERS} of the 28 layers of Qwen3-0.6B with random weights and {VOCAB:,} tokens"
     peak, seconds = show_model(name, part)

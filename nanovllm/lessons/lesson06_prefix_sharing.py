@@ -46,7 +46,7 @@ def share_blocks(llm: LLM) -> dict[int, int]:
     lanes = []
     for color, seq in enumerate(engine.scheduler.running, 2):
         colors = [1 if blocks[b].ref_count > 1 else color for b in seq.block_table]
-        texts = [llm.get_tokenizer().decode([token]).strip() for token in seq.token_ids[:-1]]
+        texts = [str(llm.get_tokenizer().decode([token])) for token in seq.token_ids[:-1]]
         table = [(4 * i, 4, f"block {b}", colors[i]) for i, b in enumerate(seq.block_table)]
         lanes.append((f"block table of {'AB'[color - 2]}", table))
         lanes.append(("tokens", [(p, 1, text, colors[p // 4]) for p, text in enumerate(texts)]))

@@ -12,6 +12,8 @@ u is a function of the request's seed and the position of the token, and of noth
 request therefore draws the same tokens in any batch, and again after a preemption.
 """
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -57,11 +59,11 @@ def show_bars(llm: LLM, best: list[int], columns: dict[str, Tensor]) -> None:
     show_table(("token", *columns), rows)
     lanes = []
     for name, column in columns.items():
-        ends = [*column[best].cumsum(0).tolist(), 1.0]
-        texts = [*(llm.get_tokenizer().decode([token]).strip() for token in best), "others"]
-        parts = zip([0.0, *ends], ends, texts, range(len(ends)), strict=False)
-        cells = [(a, b - a, text, 1 + i % 7 if i < SHOWN else 0) for a, b, text, i in parts]
-        lanes.append((name, [cell for cell in cells if cell[1] > 1e-6]))
+        parts = [0.0, *column[best].tolist()]
+        ends = list(accumulate(parts))
+        texts = [str(llm.get_tokenizer().decode([token])) for token in best]
+        tokens = [(ends[i], parts[i + 1], text, 1 + i % 7) for i, text in enumerate(texts)]
+        lanes.append((name, [*tokens, (ends[-1], 1 - ends[-1], "others", 0)]))
     show_lanes("Probabilities, the most likely token first", lanes, "sum")
 
 

@@ -15,7 +15,7 @@ The search works on sequences of the scheduler and needs no separate cache. Fork
 preemption work as in lessons 6 and 7.
 """
 
-import json
+import html
 import math
 
 from nanovllm import LLM, BeamSearchParams, Trace
@@ -60,7 +60,7 @@ def show_steps(llm: LLM, trace: Trace) -> None:
 
 def draw(llm: LLM, trace: Trace, beams: list[BeamSearchSequence]) -> None:
     """Draw the beams of all steps as a tree. What continues in no beam of the result is dashed."""
-    state, outputs = State(), {()}
+    state, outputs = State(), set[tuple[int, ...]]([()])
     for event in trace.events:
         state.apply(event)
         running = [state.seqs[i] for i in state.running]
@@ -69,12 +69,10 @@ def draw(llm: LLM, trace: Trace, beams: list[BeamSearchSequence]) -> None:
     lines = ["graph LR", "classDef dropped stroke-dasharray: 4"]
     for output in sorted(outputs, key=lambda output: (len(output), output)):
         kept = any(tuple(beam.tokens[-LENGTH:])[: len(output)] == output for beam in beams)
-        text = llm.get_tokenizer().decode(output[-1:]) if output else PROMPT
-        lines.append(
-            f"n{'_'.join(map(str, output))}[{json.dumps(text)}]{':::dropped' * (not kept)}"
-        )
-        if output:
-            lines.append(f"n{'_'.join(map(str, output[:-1]))} --> {lines[-1].partition('[')[0]}")
+        text = str(llm.get_tokenizer().decode(list(output[-1:]))) if output else PROMPT
+        node, parent = ("n" + "_".join(map(str, ids)) for ids in (output, output[:-1]))
+        lines.append(f'{node}["{html.escape(text)}"]{":::dropped" * (not kept)}')
+        lines += [f"{parent} --> {node}"] if output else []
     show_graph("\n".join(lines))
 
 

@@ -188,8 +188,7 @@ def show_tile() -> None:
 
 def run() -> None:
     kernels = optional("nanovllm.lessons.puzzles")
-    QUESTIONS.show(1)
-    QUESTIONS.show(2)
+    QUESTIONS.show(1, 2)
     show_tile()
     if kernels is None:
         say("Triton is not installed (it exists for Linux only), so no kernel runs here.")

@@ -32,6 +32,13 @@ from nanovllm.plan import StepOutput, StepPlan
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
 
 
+def take(seconds: float) -> tuple[float, float]:
+    """Wait -> when the wait began and ended."""
+    start = time.perf_counter()
+    time.sleep(seconds)
+    return start, time.perf_counter()
+
+
 class Device:
     """A Runner without a model. Its device takes DEVICE_SECONDS a step, asynchronously.
 
@@ -46,11 +53,6 @@ class Device:
         self.sampled = 0
         self.spans = list[tuple[float, float]]()  # when each step began and ended
 
-    def compute(self) -> None:
-        start = time.perf_counter()
-        time.sleep(DEVICE_SECONDS)
-        self.spans.append((start, time.perf_counter()))
-
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         for chunk in plan.chunks:
             self.lengths[chunk.row] = chunk.start + len(chunk.token_ids)
@@ -59,7 +61,7 @@ class Device:
         rows = [chunk.row for chunk in plan.chunks if chunk.result_kind] + plan.decode_rows
         tokens = [self.lengths[row] for row in rows]
         self.sampled += len(tokens)
-        done = self.queue.submit(self.compute)
+        done = self.queue.submit(lambda: self.spans.append(take(DEVICE_SECONDS)))
 
         def wait() -> StepOutput:
             done.result()
@@ -73,20 +75,19 @@ class Host(Observer):
 
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.times = list[float]()  # of the events
+        self.spans = list[tuple[float, float]]()  # when each plan began and ended
         self.dropped = self.returned = 0
 
     def scheduled(self, step: InFlightStep | None) -> None:
         if step is not None:
             self.record("plan")
-            time.sleep(HOST_SECONDS)
+            self.spans.append(take(HOST_SECONDS))
 
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
         self.record("commit")
         self.dropped += len(step.sampling_seqs) - len(updated)
 
     def record(self, what: str) -> None:
-        self.times.append(time.perf_counter())
         self.events.append(f"{what} {1 + sum(event.startswith(what) for event in self.events)}")
 
 
@@ -108,24 +109,16 @@ def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, Device, fl
 
 
 def draw(overlap: bool, host: Host, device: Device) -> None:
-    """Draw what host and device did in four steps, after the first two."""
-    steps = range(2, 6)
-    begin = host.times[host.events.index(f"plan {steps[0] + 1}")]
-    shown = [
-        (1e3 * (host.times[host.events.index(f"{what} {i + 1}")] - begin), length, name, color)
-        for i in steps
-        for what, length, name, color in (
-            ("plan", 1e3 * HOST_SECONDS, f"plan {i + 1}", 1),
-            ("commit", 0.4, "", 3),
+    """Draw what host and device did for four steps, after the first two."""
+    begin = host.spans[2][0]
+    lanes = [
+        (who, [(1e3 * (a - begin), 1e3 * (b - a), f"{what} {i}", color) for i, (a, b) in spans])
+        for who, what, spans, color in (
+            ("host", "plan", enumerate(host.spans[2:6], 3), 1),
+            ("device", "step", enumerate(device.spans[2:6], 3), 2),
         )
     ]
-    spans = [device.spans[i] for i in steps]
-    computed = [
-        (1e3 * (start - begin), 1e3 * (end - start), f"step {i + 1}", 2)
-        for i, (start, end) in zip(steps, spans, strict=True)
-    ]
-    title = f"Measured with async_scheduling={overlap}"
-    show_lanes(title, [("host", shown), ("device", computed)], "ms", plan=1, commit=3, compute=2)
+    show_lanes(f"Measured with async_scheduling={overlap}", lanes, "ms")
 
 
 def show_overlap(params: list[SamplingParams]) -> None:

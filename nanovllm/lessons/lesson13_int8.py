@@ -77,8 +77,7 @@ def run() -> None:
         r"s = \frac{\max_i |w_i|}{127} \qquad q_i = \mathrm{round}(w_i / s) \qquad "
         r"|w_i - s\,q_i| \le \frac{s}{2}",
     )
-    QUESTIONS.show(1)
-    QUESTIONS.show(2)
+    QUESTIONS.show(1, 2)
     say(f"""Rounding loses accuracy: the embedded model answers {len(SAMPLES)} questions that were
         not in its training, with its weights rounded in several ways. The third line is what the
         engine does on a CPU with quantization="int8". The error is the length of the difference of

@@ -17,7 +17,7 @@ copy takes less time than computing the block's tokens again.
 from nanovllm import LLM, Trace
 from nanovllm.features.host_cache.blocks import HostCacheBlockManager
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, shape_of
-from nanovllm.lessons.pictures import show_graph, show_lanes
+from nanovllm.lessons.pictures import show_graph
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.config import ModelConfig
@@ -91,13 +91,6 @@ def run() -> None:
         rows.append((blocks, host_blocks, *(f"{n:,}" for n in (*counts, *moves))))
     head = ("blocks", "host blocks", "prompt tokens", "computed", "saved blocks", "loaded blocks")
     show_table(head, rows)
-    computed = [int(str(row[3]).replace(",", "")) for row in rows]
-    lanes = [
-        (f"{row[0]} blocks, {row[1]} host blocks", [(0, n, f"{n:,}", 1)])
-        for row, n in zip(rows, computed, strict=True)
-    ]
-    show_lanes("Prompt tokens that are computed", lanes, "tokens")
-
     QUESTIONS.show(2)
     say(f"""The copies take time. With {LINK / 1e9:g} GB per second between host and GPU, and
         {GPU / 1e12:g} TFLOPs per second, a token in bfloat16 takes, calculated:""")

@@ -113,19 +113,14 @@ def draw(both: list[dict[str, Any]]) -> None:
     lanes, units = [], embedded_config().intermediate_size // len(both)
     for rank, part in enumerate(both):
         heads, kv_heads, *_ = part["has"]
-        cells = (
-            f"query heads {rank * heads} to {rank * heads + heads - 1}, KV head {rank * kv_heads}",
-            "all-reduce",
-            f"inner units {rank * units} to {rank * units + units - 1}",
-            "all-reduce",
-        )
-        places = zip((0, 5, 6.6, 10), (5, 1.6, 3.4, 1.6), cells, strict=True)
-        lanes.append(
-            (
-                f"rank {rank}",
-                [(x, n, c, 3 if c == "all-reduce" else rank + 1) for x, n, c in places],
-            )
-        )
+        queries = f"query heads {rank * heads} to {rank * heads + heads - 1}"
+        cells = [
+            (0, 5, f"{queries}, KV head {rank * kv_heads}", rank + 1),
+            (5, 1.6, "all-reduce", 3),
+            (6.6, 3.4, f"inner units {rank * units} to {rank * units + units - 1}", rank + 1),
+            (10, 1.6, "all-reduce", 3),
+        ]
+        lanes.append((f"rank {rank}", cells))
     show_lanes("A layer on two ranks", lanes)
 
 

@@ -17,6 +17,7 @@ state is the list of all tokens that it has consumed. It stops if a row has cons
 
 import threading
 from pathlib import Path
+from typing import Any
 
 from nanovllm import Trace
 from nanovllm.engine.block_manager import BlockManager
@@ -85,9 +86,9 @@ def numbers(values: list[int]) -> str:
     return ", ".join(map(str, sorted(values))) or "none"
 
 
-def share(prompts: dict[str, list[int]]) -> list[tuple[object, ...]]:
+def share(prompts: dict[str, list[int]]) -> list[tuple[Any, ...]]:
     """Run requests -> for each, the tokens with KV, those with a state too, and new snapshots."""
-    engine, rows = Engine(slots=40), list[tuple[object, ...]]()
+    engine, rows = Engine(slots=40), list[tuple[Any, ...]]()
     for name, prompt in prompts.items():
         old, [probe] = engine.snapshots(), make_samples(prompt, len(prompt) + 1)
         with_kv = len(BlockManager.match(engine.blocks, probe)) * engine.blocks.block_size
@@ -130,14 +131,13 @@ def run() -> None:
     QUESTIONS.show(1)
     show_table(head, rows := share(prompts))
     lanes = []
-    for name, length, with_kv, found, *_ in rows:
-        kv, state, total = int(str(with_kv)), int(str(found)), int(str(length))
+    for name, length, kv, state, *_ in rows:
         cells = [
             (0, state, "found", 3),
             (state, kv - state, "has KV, computed again", 2),
-            (kv, total - kv, "computed", 1),
+            (kv, length - kv, "computed", 1),
         ]
-        lanes.append((f"request {name}", [cell for cell in cells if cell[1]]))
+        lanes.append((f"request {name}", cells))
     show_lanes("Tokens of the prompts", lanes, "token")
     config = HybridConfig.from_json(QWEN3_5, Path("config.json"))
     ratio = config.state_bytes(2) / config.block_bytes(16, 2)

@@ -37,9 +37,10 @@ class Questions(list[Question]):
             why, _, hint = rest.partition(" Hint: ")
             self.append(Question(re.sub(r" (\([a-d]\) )", r"\n\1", text), answer, why, hint))
 
-    def show(self, number: int) -> None:
-        """Show question `number`, counted from 1, without its answer."""
-        show_question(self, number)
+    def show(self, *numbers: int) -> None:
+        """Show the questions with these numbers, counted from 1, without their answers."""
+        for number in numbers:
+            show_question(self, number)
 
 
 def shown(function: Callable[P, None]) -> Callable[P, None]:
@@ -141,6 +142,19 @@ def print_question(questions: Sequence[Question], number: int) -> None:
     print(fill(text, f"Question {number}: ", "  "))
     for choice in choices:
         print(fill(choice, "  ", "      "))
+
+
+def show_questions(questions: Sequence[Question], command: str) -> None:
+    """Print questions without their answers, and the command that shows the answers."""
+    for number in range(1, len(questions) + 1):
+        show_question(questions, number)
+    show_command(questions, command)
+
+
+def show_command(questions: Sequence[Question], command: str) -> None:
+    """Print the command that compares a reader's answers with those of the questions."""
+    yours = " ".join("..." for _ in questions)
+    print(f"Compare your answers, or see these:\n{fill(f'{command} {yours}', '  ', '    ')}")
 
 
 def show_answers(questions: Sequence[Question], answers: list[str]) -> None:

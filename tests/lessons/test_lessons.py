@@ -20,7 +20,7 @@ from nanovllm.lessons.show import (
     link,
     say,
     show_answers,
-    show_question,
+    show_questions,
     show_table,
 )
 
@@ -81,7 +81,7 @@ def test_nothing_is_wider_than_the_terminal(
     words = "many words in one paragraph " * 20
     say(f"{words}\n\n    a  picture\n    |\n\n{words}")
     show_table(("name", "first number", "second number"), [("a", "1 " * 22, "2 " * 20)])
-    show_question([Question(f"{words}\n(a) {words}", "1", words, words)] * 2, 1)
+    show_questions([Question(f"{words}\n(a) {words}", "1", words, words)] * 2, "command")
     show_answers([Question(words, "1", words, words)] * 2, ["1", "2"])
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= min(columns, 100)
@@ -173,7 +173,7 @@ def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "lessons.md").read_text()
     for number in command.NUMBERS:
         assert command.title(number).startswith(f"Lesson {number}: ")
-        assert f"lessons/{command.LESSONS[int(number) - 1]}.py" in docs
+        assert f"lessons/{command.LESSONS[command.NUMBERS.index(number)]}.py" in docs
     glossary = docs[docs.index("## Glossary") :]
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| ([\d, ]+) \|$", glossary, re.MULTILINE)
     assert len(rows) > 30
@@ -182,7 +182,7 @@ def test_every_lesson_has_a_title_and_a_place_in_the_docs() -> None:
 
 @pytest.mark.parametrize("number", command.NUMBERS)
 def test_every_lesson_has_a_picture(number: str) -> None:
-    path = Path(command.__file__).with_name(f"{command.LESSONS[int(number) - 1]}.py")
+    path = Path(command.__file__).with_name(f"{command.LESSONS[command.NUMBERS.index(number)]}.py")
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     pictures = [part for part in text.split("\n\n") if part.startswith(" ")]
     assert pictures

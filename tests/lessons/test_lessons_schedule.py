@@ -11,7 +11,6 @@ from nanovllm.lessons import lesson04_batching as batching
 from nanovllm.lessons import lesson05_roofline as roofline
 from nanovllm.lessons import lesson06_prefix_sharing as sharing
 from nanovllm.lessons import lesson07_scheduling as scheduling
-from nanovllm.lessons import lesson08_sampling as sampling
 from nanovllm.lessons import lesson09_beams as beams
 from nanovllm.lessons.lesson import ask, make_llm, shape_of
 
