@@ -189,9 +189,14 @@ def run(number: str, page: Page) -> dict[str, str]:
 
 
 def mask(block: str) -> str:
-    """Return a block of a page, or a picture, with "#" for each number that was measured."""
+    """Return a block of a page, or a picture, with "#" for each number that was measured.
+
+    Of a picture that shows what was measured only the title is left.
+    """
     if block.startswith("Figures: "):
         return "Figures: #"
+    if block.startswith("<svg") and UNITS.search(block):
+        return block.partition("<title>")[2].partition("</title>")[0]
     if not block.startswith("|"):
         return NUMBER.sub("#", block) if UNITS.search(block) else block
     head, *rows = (line.split(" | ") for line in block.splitlines())

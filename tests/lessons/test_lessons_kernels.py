@@ -137,7 +137,7 @@ def test_lesson_11() -> None:
     k, v = torch.randn(2, 2 * paged.TILE, 8)
     k[0] = 100 * torch.ones(8)  # the largest score is in the first tile
     tiles = zip(k.split(paged.TILE), v.split(paged.TILE), strict=True)
-    factor = paged.attend_tiles(torch.ones(8), tiles)[1][1][2]
+    factor = paged.attend_tiles(torch.ones(8), tiles)[1][1][3]
     assert float(factor) == float(paged.QUESTIONS[0].answer)
     assert max(map(len, printed.splitlines())) <= 100
 
