@@ -13,157 +13,38 @@ tests/lessons/test_lesson_pages.py compares the pages with the lessons.
 import argparse
 import contextlib
 import inspect
-import io
-import linecache
 import logging
 import os
 import re
 import sys
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import svg
 import torch
+from page import ROOT, STEMS, Page, row_of_link
 
-from nanovllm.lessons import command, show
+from nanovllm.lessons import command
 from nanovllm.tools.benchmarks import machine
 
-ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "lessons"
-BUSY = 0.5  # processes that run on average: above it, others take part of the time
 TITLES = {number: command.title(number).rstrip(".") for number in command.NUMBERS}
-STEMS = {  # names of the pages
-    number: name.removeprefix("lesson").replace("_", "-")
-    for number, name in zip(command.NUMBERS, command.LESSONS, strict=True)
-}
-NAMES = re.compile(
-    r'[A-Za-z_][\w.]*_\w+(?:\(\))?(?:=[\w."]+)?|\b\w+=(?:"\w+"|\d+)|\b[A-Z]\w+\.[a-z]\w+|\b\w+\(\)'
-)
 # A number of a sentence, column or picture that has one of these words is measured.
 UNITS = re.compile(
     r"\b(ms|us|seconds?|GB/s|[GT]FLOPs/s|tokens/s|measured)\b|times as (?:fast|slow)|about as fast",
     re.I,
 )
 NUMBER = re.compile(r"[\w.]+ times as (?:fast|slow)|about as fast|\d[\d,.%:-]*\b%?")
-LINK = re.compile(r"\[`(\S+):\d+`\]\((\S+)#L\d+\) \| `(.+?)` \| `` (.*) `` \|$", re.M)
-
-
-def markdown(text: str) -> str:
-    """Return a paragraph of plain text in Markdown: names as code, links to papers and pages."""
-    parts = re.split(rf"({NAMES.pattern})", " ".join(text.split()))
-    for i, part in enumerate(parts):
-        if i % 2:
-            parts[i] = f"`{part}`"
-            continue
-        part = part.replace("<", "&lt;").replace("|", "\\|")
-        part = re.sub(r"\*(?=\S)|(?<=\S)\*", r"\\*", part)
-        part = re.sub(r"arXiv:([\d.]+\d)", r"[arXiv:\1](https://arxiv.org/abs/\1)", part)
-        part = re.sub(r"docs/(\w+\.md)", r"[docs/\1](../\1)", part)
-        parts[i] = re.sub(
-            r"\b([Ll]esson) (\d+)(?! to)",
-            lambda m: f"[{m[0]}]({STEMS[m[2]]}.md)" if m[2] in STEMS else m[0],
-            part,
-        )
-    return "".join(parts)
-
-
-def cell(value: object) -> str:
-    """Return a cell of a table. Text in quotes and bars of signs are shown as code."""
-    text = str(value).replace("|", "\\|")
-    return f"`{text}`" if re.search(r"^[\['\"]|##|\.\.\.", text) else text.replace("<", "&lt;")
-
-
-class Page(io.StringIO):
-    """Takes the place of sys.stdout while a lesson runs, and collects a page of what it shows.
-
-    `show` calls the methods that have the names of its functions.
-    """
-
-    def __init__(self, stem: str) -> None:
-        super().__init__()
-        self.stem, self.parts, self.pictures = stem, list[str](), dict[str, str]()
-
-    def add(self, *parts: str) -> None:
-        """Add paragraphs. What was printed before comes first, as code."""
-        if printed := self.getvalue().strip("\n"):
-            self.truncate(self.seek(0))
-            self.parts.append(f"```\n{printed}\n```")
-        self.parts += parts
-
-    def say(self, text: str) -> None:
-        for paragraph in inspect.cleandoc(text).split("\n\n"):
-            is_picture = paragraph.startswith(" ")
-            code = f"```\n{textwrap.dedent(paragraph)}\n```"
-            self.add(code if is_picture else markdown(paragraph))
-
-    def show_table(self, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-        self.add("\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines))
-
-    def show_source(self, *links: str) -> None:
-        rows = ["| in the engine | function | line |", "| --- | --- | --- |"]
-        for link in links:
-            place, _, name = link.partition("  ")
-            path, _, number = place.partition(":")
-            code = linecache.getline(str(ROOT / path), int(number)).strip().replace("|", "\\|")
-            short = path.removeprefix("nanovllm/")
-            rows.append(
-                f"| [`{short}:{number}`](../../{path}#L{number}) | `{name}` | `` {code} `` |"
-            )
-        self.add("\n".join(rows))
-
-    def show_lines(self, function: Any, begin: str, end: str) -> None:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            show.show_lines(function, begin, end)
-        link, _, code = printed.getvalue().partition("\n\n")
-        self.show_source(link)
-        self.add(f"```python\n{textwrap.dedent(code).strip()}\n```")
-
-    def show_formula(self, plain: str, latex: str) -> None:
-        self.add(f"$$\n{latex}\n$$")
-
-    def show_question(self, questions: Sequence[show.Question], number: int) -> None:
-        question = questions[number - 1]
-        text, *choices = map(markdown, question.text.splitlines())
-        lines = [f"**Question {number}.** {text}", *choices]
-        answer = f"**{markdown(question.answer)}**: {markdown(question.why)}"
-        self.add(
-            "\n".join(f"> {line}  " for line in lines).rstrip(),
-            f"<details><summary>Answer to question {number}</summary>",
-            answer,
-            "</details>",
-        )
-
-    def show_lanes(self, title: str, lanes: Any, axis: str = "", **legend: int) -> None:
-        names = {name.replace("_", " "): color for name, color in legend.items()}
-        self.picture(title, svg.lanes(title, lanes, axis, names))
-
-    def show_plot(self, title: str, x: str, y: str, lines: Any, log: bool = False) -> None:
-        self.picture(title, svg.plot(title, x, y, lines, log))
-
-    def picture(self, title: str, drawing: str) -> None:
-        name = f"{self.stem}-{len(self.pictures) + 1}.svg"
-        self.pictures[name] = drawing
-        self.add(f"![{title}]({name})")
-
-    def show_graph(self, mermaid: str) -> None:
-        self.add(f"```mermaid\n{inspect.cleandoc(mermaid)}\n```")
+LINK = re.compile(r"^\| \[`\S+`\]\(\.\./\.\./(\S+)#L\d+\) \| `(.+?)` \| `` (.*) `` \|$", re.M)
 
 
 def navigation(number: str) -> str:
     """Return links to the lessons before and after it, the list of all, and the source."""
-    numbers = list(STEMS)
-    i = numbers.index(number)
-    before, after = numbers[:i][-1:], numbers[i + 1 :][:1]
-    source = f"lesson{STEMS[number].replace('-', '_')}.py"
-    links = [
-        *(f"[← {TITLES[n]}]({STEMS[n]}.md)" for n in before),
-        "[all lessons](../lessons.md)",
-        f"[source](../../nanovllm/lessons/{source})",
-        *(f"[{TITLES[n]} →]({STEMS[n]}.md)" for n in after),
-    ]
+    i = command.NUMBERS.index(number)
+    links = ["[all lessons](../lessons.md)"]
+    links.append(f"[source](../../nanovllm/lessons/{command.LESSONS[i]}.py)")
+    for before in command.NUMBERS[:i][-1:]:
+        links.insert(0, f"[← {TITLES[before]}]({STEMS[before]}.md)")
+    for after in command.NUMBERS[i + 1 :][:1]:
+        links.append(f"[{TITLES[after]} →]({STEMS[after]}.md)")
     return " · ".join(links)
 
 
@@ -171,18 +52,19 @@ def run(number: str, page: Page) -> dict[str, str]:
     """Run a lesson while `page` takes the place of sys.stdout -> the names and texts of its files."""
     lesson, about = command.load(number), machine.describe(torch.device("cpu"))
     _, _, text = inspect.cleandoc(str(lesson.__doc__)).partition("\n")
-    load = os.getloadavg()[0]
+    since = machine.cpu_seconds()
     with contextlib.redirect_stdout(page):
         page.say(text)
         command.run(lesson)
     page.add()
-    busy = "" if load < BUSY else f", while {load:.0f} other processes ran"
+    others = machine.describe_load(machine.other_load(since))
     head = (
         "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
         f"# {TITLES[number]}",
         navigation(number),
-        f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}{busy}. Run it: "
-        f"`nanovllm lessons {number}`. Answer its questions: `nanovllm lessons {number} --answers`.",
+        f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}. Other processes "
+        f"took {others} of the CPU time. Run it: `nanovllm lessons {number}`. Answer its questions: "
+        f"`nanovllm lessons {number} --answers`.",
     )
     parts = (*head, *page.parts, navigation(number))
     return {f"{page.stem}.md": "\n\n".join(parts) + "\n"} | page.pictures
@@ -234,10 +116,9 @@ def correct_lines(text: str) -> str:
     """
 
     def correct(link: re.Match[str]) -> str:
-        short, target, name, code = link.groups()
-        lines = (PAGES / target).read_text().splitlines()
-        number = find_line(lines, name, code.replace("\\|", "|"))
-        return f"[`{short}:{number}`]({target}#L{number}) | `{name}` | `` {code} `` |"
+        path, name, code = link.groups()
+        lines = (ROOT / path).read_text().splitlines()
+        return row_of_link(path, find_line(lines, name, code.replace("\\|", "|")), name, code)
 
     return LINK.sub(correct, text)
 

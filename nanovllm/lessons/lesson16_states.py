@@ -185,7 +185,7 @@ def run() -> None:
         "Qwen3-0.6B: KV": [(n, kv * n / 2**20) for n in CONTEXTS],
         "Qwen3.5-0.8B: states and KV": [(n, (2 * state + hybrid_kv * n) / 2**20) for n in CONTEXTS],
     }
-    show_plot("Memory that a decode reads and writes", "context", "MiB", lines, log=True)
+    show_plot("Memory that a decode reads and writes", "tokens", "MiB", lines, log=True)
     say(f"""They are equal at {equal:.0f} tokens. With a longer context Qwen3.5-0.8B reads and
         writes less. Both also read their weights, but once for all sequences of a step (lesson
         5).""")

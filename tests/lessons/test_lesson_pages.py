@@ -19,10 +19,10 @@ from lesson_pages import (
     find_line,
     keep_figures,
     link_pages,
-    markdown,
     mask,
 )
 from lesson_runs import compare
+from page import markdown
 
 from nanovllm.lessons import command
 from nanovllm.lessons.show import Questions
@@ -170,6 +170,7 @@ def test_only_what_was_measured_may_differ() -> None:
 def test_text_is_not_taken_for_markdown() -> None:
     assert markdown("x <b> y") == "x &lt;b> y"
     assert markdown("a *b* and 2 * 3 * 4") == "a \\*b\\* and 2 * 3 * 4"
+    assert markdown("`a_b` and `run()`") == "`a_b` and `run()`"
     assert markdown("set num_blocks=8 in Scheduler.run or run()") == (
         "set `num_blocks=8` in `Scheduler.run` or `run()`"
     )
