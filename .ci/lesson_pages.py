@@ -173,6 +173,8 @@ def main() -> None:
     for number in args.numbers or STEMS:
         stem = STEMS[number]
         old = files_of(stem)
+        if args.lines and not old:
+            parser.error(f"lesson {number} has no page: run it without --lines")
         if args.lines:
             files = {name: correct_lines(text) for name, text in old.items()}
         else:
