@@ -44,11 +44,11 @@ def picture(title: str, height: float, parts: Sequence[str]) -> str:
 
 
 def ticks(low: float, high: float, log: bool) -> list[float]:
-    """Return about five round numbers from `low` to `high`; powers of ten if `log`."""
+    """Return about five round numbers from `low` to `high`; if `log`, mostly powers of ten."""
     if log:
-        return [
-            10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)
-        ]
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        numbers = [n * 10.0**k for k in powers for n in ((1,) if high / low > 100 else (1, 2, 5))]
+        return [number for number in numbers if low <= number <= high]
     step = 10 ** math.floor(math.log10((high - low) or 1))
     step = next(s for s in (step / 5, step / 2, step, 2 * step) if (high - low) / s <= 6)
     return [i * step for i in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)]
