@@ -21,7 +21,7 @@ STEMS = {  # names of the pages
 }
 # Names of the code in a text: they are shown as code.
 NAMES = re.compile(
-    r'`[^`]+`|[A-Za-z_][\w.]*_\w+(?:\(\))?(?:=[\w."]+)?|\b\w+=(?:"\w+"|\d+)|\b[A-Z]\w+\.[a-z]\w+|\b\w+\(\)'
+    r'`[^`]+`|[A-Za-z_][\w.]*_\w+(?:\(\))?(?:=[\w."]+)?|\b\w+=(?:"\w+"|\d+)|\b[A-Z]\w+\.[a-z]\w+(?:\(\))?|\b\w+\(\)'
 )
 
 
