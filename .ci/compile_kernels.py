@@ -175,7 +175,9 @@ def variants(
                 torch.zeros(33, dtype=torch.int64),
             )
             for num_rows in (32, 1):
-                row_kernels.decode_inputs(ids[:num_rows], table, ids, torch.ones(4, 33), ids, ids, 16)
+                row_kernels.decode_inputs(
+                    ids[:num_rows], table, ids, torch.ones(4, 33), ids, ids, 16
+                )
             every = name == "sm_90" and dtype == half
             for heads in DELTA_HEADS if every else DELTA_HEADS[:1]:
                 launch_delta_rule(dtype, *heads, only_decode=name == "sm_75")

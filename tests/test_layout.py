@@ -27,6 +27,7 @@ SEVERAL = {
     "engine/test_large_batches.py": "the work and the memory of many requests",
     "engine/test_threads.py": "several callers of one engine",
     "features/test_beam_histories.py": "beams with the scheduler and the host cache",
+    "lessons/test_lesson_pages.py": "the pages of the lessons",
     "lessons/test_lessons.py": "the command, and what lessons share",
     "lessons/test_lessons_course.py": "the lessons from 19",
     "lessons/test_lessons_kernels.py": "the lessons from 10",

@@ -2,7 +2,7 @@
 
 nanovllm lessons                   lists the lessons
 nanovllm lessons 3                 runs lesson 3
-nanovllm lessons 3 --answers 8 1   compares your answers to its questions
+nanovllm lessons 3 --answers 29 b  compares your answers to its questions
 nanovllm lessons 3 --answers       shows the answers
 nanovllm lessons ladder            runs the same requests with one idea after another
 nanovllm lessons puzzle            lists Triton kernels with one line to fill in
@@ -16,10 +16,11 @@ import contextlib
 import importlib
 import io
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from nanovllm.lessons.show import fill, say, show_answers, show_questions
+from nanovllm.lessons.show import Question, fill, say, show_answers, show_command, show_question
 
 LESSONS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py")))
 NUMBERS = tuple(str(int(name[6:8])) for name in LESSONS)
@@ -54,16 +55,26 @@ def title(number: str) -> str:
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
+def run(lesson: ModuleType) -> Sequence[Question]:
+    """Run a lesson -> its questions. The questions that its `run` returns are shown at the end."""
+    returned: list[Question] | None = lesson.run()
+    for number, _ in enumerate(returned or (), 1):
+        show_question(returned or (), number)
+    return returned or lesson.QUESTIONS
+
+
 def run_lesson(number: str, answers: list[str] | None) -> None:
-    """Run a lesson. With `answers`, print only its questions, and compare or show answers."""
-    lesson, command = load(number), f"nanovllm lessons {number} --answers"
+    """Run a lesson. With `answers`, compare them to those of its questions, or show these."""
+    lesson = load(number)
     if answers is None:
         say(str(lesson.__doc__))
-        show_questions(lesson.run(), command)
-        return
-    with contextlib.redirect_stdout(io.StringIO()):
-        questions = lesson.run()
-    show_answers(questions, answers)
+        show_command(run(lesson), f"nanovllm lessons {number} --answers")
+    elif hasattr(lesson, "QUESTIONS"):
+        show_answers(lesson.QUESTIONS, answers)
+    else:  # the lesson computes its answers
+        with contextlib.redirect_stdout(io.StringIO()):
+            questions = lesson.run()
+        show_answers(questions, answers)
 
 
 def main(argv: list[str] | None = None) -> None:

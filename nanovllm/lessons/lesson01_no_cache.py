@@ -18,7 +18,8 @@ from typing import TypeAlias
 
 from nanovllm import LLM
 from nanovllm.lessons.lesson import GREEDY, ask, make_llm, timed
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_formula, show_plot
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.sampler import sample
 from nanovllm.plan import Chunk, NewRow, ResultKind, StepPlan
@@ -74,7 +75,7 @@ def measure(way: Way, llm: LLM, prompt: list[int], length: int) -> tuple[list[in
     return [token for token, _ in steps], sum(computed for _, computed in steps), seconds
 
 
-def run() -> list[Question]:
+def run() -> None:
     llm = make_llm(attention_backend="sdpa")
     vocab_size = llm.engine.input_processor.vocab_size
     say(f"""One step of the embedded model gives {vocab_size:,} probabilities, one for each token of
@@ -82,6 +83,7 @@ def run() -> list[Question]:
         text with this token:""")
     show_steps(llm, "Prefix", 5)
     say("The same loop, with plans written by hand. Each step computes the whole text:")
+    QUESTIONS.show(1)
 
     prompt = llm.get_tokenizer().encode(PROMPT)
     steps = list(generate(llm, prompt, 10))
@@ -89,9 +91,14 @@ def run() -> list[Question]:
     show_table(("next token", "tokens computed"), rows)
     assert [token for token, _ in steps] == ask(llm, [PROMPT], max_tokens=10)[0]["token_ids"]
 
-    say(f"""A prompt of p = {len(prompt)} tokens and an output of n tokens compute
-        p + (p + 1) + ... + (p + n - 1) = n * p + n * (n - 1) / 2 tokens. That grows with the square
-        of n. Measured:""")
+    QUESTIONS.show(2)
+    say(f"""The model computes this number of tokens for a prompt of p = {len(prompt)} tokens and an
+        output of n tokens:""")
+    show_formula(
+        "p + (p + 1) + ... + (p + n - 1) = n * p + n * (n - 1) / 2",
+        r"p + (p + 1) + \dots + (p + n - 1) = np + \frac{n (n - 1)}{2}",
+    )
+    say("Measured:")
     table, counts = [], []
     for n in LENGTHS:
         _, computed, seconds = measure(generate, llm, prompt, n)
@@ -99,31 +106,31 @@ def run() -> list[Question]:
         table.append((n, f"{computed:,}", f"{seconds:.2f}", f"{1e3 * seconds / n:.1f}"))
         counts.append(computed)
     show_table(("output tokens", "tokens computed", "seconds", "ms per output token"), table)
+    lines = {
+        "computed": [*zip(LENGTHS, counts, strict=True)],
+        "prompt and output": [(n, len(prompt) + n) for n in LENGTHS],
+    }
+    show_plot("Without a cache, tokens are computed again", "output tokens", "tokens", lines)
     say(f"""From {LENGTHS[0]} to {LENGTHS[-1]} output tokens, {LENGTHS[-1] / LENGTHS[0]:.0f} times
         as many, the model computes {counts[-1] / counts[0]:.0f} times as many tokens. A step also
         has a fixed cost, which hides the growth in short texts. Lesson 2 computes each token
         once.""")
     show_source(link(ModelRunner.run), link(Qwen3.forward), link(Qwen3.logits), link(sample))
 
-    *_, (_, last) = generate(llm, prompt, 100)
-    ratio = counts[-1] / counts[-2]
-    return [
-        Question(
-            "An output is much longer than its prompt. Another output is twice as long. How many "
-            "times as many tokens does the model compute for it? Round to a whole number.",
-            f"{ratio:.0f}",
-            "The number grows with the square of the length. From "
-            f"{LENGTHS[-2]} to {LENGTHS[-1]} output tokens it is {ratio:.2f} times as many; the "
-            "rest is due to the prompt.",
-            "Compare two rows of the last table. One has twice as many output tokens as the other.",
-        ),
-        Question(
-            f"The prompt has {len(prompt)} tokens and the output 100. How many tokens does the "
-            "last step compute?",
-            str(last),
-            "The prompt and the 99 known output tokens. The token that the last step samples is "
-            "never computed.",
-            "Step 1 computes the prompt. Each later step computes one token more than the previous "
-            "step.",
-        ),
-    ]
+
+QUESTIONS = Questions("""
+    The prompt below has 10 tokens. If its output has 100, how many tokens does the last step
+    compute?
+    Answer: 109. The prompt and the 99 known output tokens. The token that the last step samples is
+    never computed.
+    Hint: Step 1 computes the prompt. Each later step computes one token more than the previous
+    step.
+
+    An output is twice as long as another, and both are much longer than the prompt. Why does the
+    model compute about four times as many tokens for it, and not twice as many?
+    (a) Each token is compared with twice as many tokens of the vocabulary.
+    (b) There are twice as many steps, and a step computes twice as many tokens on average.
+    (c) The model needs more layers for a longer text.
+    Answer: b. The first step computes the prompt, and the last one nearly the whole text.
+    Hint: How many steps are there, and how many tokens does a step in the middle compute?
+""")

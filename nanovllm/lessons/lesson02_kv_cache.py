@@ -20,7 +20,8 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons import lesson01_no_cache
 from nanovllm.lessons.lesson import GREEDY, decode_plan, make_llm, runner_of, shape_of
 from nanovllm.lessons.lesson01_no_cache import LENGTHS, PROMPT, block_table, measure
-from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_formula, show_lanes
+from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.plan import Chunk, NewRow, ResultKind, StepPlan
@@ -67,14 +68,34 @@ def compare(llm: LLM, prompt: list[int], lengths: tuple[int, ...]) -> None:
         tokens, computed, fast = measure(generate, llm, prompt, n)
         assert tokens == expected
         rows.append((n, f"{without:,}", computed, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
-    head = ("output tokens", "computed without", "with", "seconds without", "with", "it is")
+    head = (
+        "output tokens",
+        "computed without",
+        "with it",
+        "seconds without",
+        "seconds with",
+        "it is",
+    )
     show_table(head, rows)
 
 
-def run() -> list[Question]:
+def draw_steps(llm: LLM, prompt: list[int]) -> None:
+    """Draw which tokens of the text each step computes."""
+    ids, cached, lanes = list(prompt), 0, []
+    for step, (token, computed) in enumerate(generate(llm, prompt, 6), 1):
+        texts = [str(llm.get_tokenizer().decode([token])) for token in ids]
+        cells = [(p, 1, text, int(p >= cached)) for p, text in enumerate(texts)]
+        lanes.append((f"step {step}", cells))
+        cached += computed
+        ids.append(token)
+    show_lanes("A step computes what is not in the cache", lanes, computed=1, in_the_cache=0)
+
+
+def run() -> None:
     llm = make_llm(attention_backend="sdpa")
     prompt = llm.get_tokenizer().encode(PROMPT)
 
+    QUESTIONS.show(1)
     say("""The key of the third token in the last layer, its first 4 numbers, when the model reads
         the first 3, 6 and 10 tokens of the prompt:""")
     keys = key_in_texts(llm, prompt, 2, [3, 6, 10])
@@ -86,12 +107,19 @@ def run() -> list[Question]:
     say("""The key depends on its token and the tokens before it only, so it can be kept. Without a
         cache each step computes it again. Both ways give the same tokens:""")
     compare(llm, prompt, LENGTHS[1:])
+    draw_steps(llm, prompt)
     say("""The number of computed tokens grew with the square of the output's length. Now it is the
         length of the prompt and the output, less one: the token that was sampled last is never
         computed.""")
 
-    say("""The price is memory, a key and a value for each layer and KV head:
-        2 * layers * KV heads * head size * bytes of a number.""")
+    QUESTIONS.show(2)
+    say("""The price is memory, a key and a value for each layer and KV head. A token takes this
+        number of bytes:""")
+    show_formula(
+        "2 * layers * KV heads * head size * bytes of a number",
+        r"2 \times \text{layers} \times \text{KV heads} \times \text{head size} \times "
+        r"\text{bytes of a number}",
+    )
     large = shape_of("qwen3-0.6b")
     rows = []
     models = (
@@ -118,25 +146,23 @@ def run() -> list[Question]:
         link(Scheduler.schedule, "decode_rows.append"),
         link(ModelConfig.block_bytes),
     )
-    length = 60
-    _, computed, _ = measure(generate, llm, prompt, length)
-    return [
-        Question(
-            f"The prompt has {len(prompt)} tokens, the output {length}. How many tokens does the "
-            "model compute with a KV cache?",
-            str(computed),
-            f"{len(prompt)} of the prompt and {length - 1} of the output: nothing reads the KV of "
-            "the last token, so it is not computed.",
-            "The first step computes the prompt. How many steps follow, and how many tokens does "
-            "each compute?",
-        ),
-        Question(
-            "Qwen3-0.6B has 16 query heads, and two of them share a KV head. How many bytes "
-            "would a token take in the cache if each query head had a separate KV head?",
-            str(shape_of("qwen3-0.6b", num_kv_heads=large.num_heads).block_bytes(1, 2)),
-            "Twice as many. Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) shares "
-            "KV heads to make the cache smaller.",
-            "Put the number of query heads in place of the KV heads in the arithmetic of the "
-            "table.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    The model reads the first 3 tokens of a prompt, then the first 6. Is the key of the third token
+    another one in the second run?
+    (a) Yes: attention mixes the keys of all tokens that the model reads.
+    (b) Yes, except in the first layer.
+    (c) No: a token attends only to itself and to the tokens before it.
+    Answer: c. What a layer computes for a token depends on nothing that follows it, so the KV can
+    be stored.
+    Hint: Which tokens does the third token attend to, in any layer?
+
+    Qwen3-0.6B has 16 query heads but 8 KV heads: two query heads share one. What is gained?
+    (a) A token takes half of the memory in the cache, and a decode reads half as much of it.
+    (b) Attention computes half as many scores.
+    (c) The first token comes sooner.
+    Answer: a. Each query head still has its own scores. With 16 KV heads a token would take 229,376
+    bytes and not 114,688. This is grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245).
+    Hint: What does the formula of the bytes contain: query heads or KV heads?
+""")

@@ -17,7 +17,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.lesson import GREEDY, decode_plan, make_llm, prompt_plan
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.runner.rows import Rows
 
 PROMPT = "What is 12 + 30?\n"
@@ -44,6 +45,14 @@ def slots_of_a_sequence(llm: LLM) -> list[int]:
     ]
     head = ("token", "position", "logical block: // 4", "physical block", "offset: % 4", "slot")
     show_table(head, rows)
+    texts = {slot: tokenizer.decode([token]) for slot, token in zip(slots, ids, strict=True)}
+    colors = dict.fromkeys(table, 1) | dict.fromkeys(other.block_table, 2)
+    places = [[(b * size + offset, offset) for offset in range(size)] for b in range(8)]
+    lanes = [
+        (f"block {b}", [(o, 1, f"slot {s} {texts.get(s, '')}", colors.get(b, 0)) for s, o in slot])
+        for b, slot in enumerate(places)
+    ]
+    show_lanes("The KV cache", lanes, this_sequence=1, another_sequence=2, not_owned=0)
     return slots
 
 
@@ -70,13 +79,14 @@ def count_running(llm: LLM, num_requests: int) -> tuple[int, int]:
     return max_running, steps
 
 
-def run() -> list[Question]:
+def run() -> None:
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=16)
     say("""A sequence has as many blocks as its tokens need. A prompt takes several blocks at once.
         Later the sequence takes a block when its last block is full. Here two sequences take blocks
         of 4 slots in turn. Block 0 is missing, because it is the null block: padding is written
         there, and no sequence owns it.""")
-    slots = slots_of_a_sequence(llm)
+    QUESTIONS.show(1)
+    slots_of_a_sequence(llm)
     say("""Attention reads keys and values through the block table, so the order of the blocks in
         memory does not matter. To show this, the same prompt runs in two places of the cache. A
         StepPlan says what a step computes and where. The scheduler makes it, but the plans here are
@@ -86,6 +96,7 @@ def run() -> list[Question]:
     show_table(("block table", "answer"), zip(map(str, tables), map(repr, answers), strict=True))
     assert answers[0] == answers[1]
 
+    QUESTIONS.show(2)
     say("""Paging saves memory. Without it each request would get contiguous memory for the 256
         tokens that it may need here, which is the same as one block of 256 slots. With small blocks
         a request takes only what it needs. 24 requests of about 20 tokens, and 1,024 slots:""")
@@ -109,21 +120,21 @@ def run() -> list[Question]:
         link(BlockManager._take_block),
         link(Scheduler.reserve),
     )
-    return [
-        Question(
-            f"Blocks have 4 slots. A sequence has the block table {tables[1]}. Which slot has the "
-            "token at position 9?",
-            str(tables[1][9 // 4] * 4 + 9 % 4),
-            "Position 9 is in logical block 9 // 4 = 2, which is physical block 7, at offset "
-            "9 % 4 = 1: slot 7 * 4 + 1.",
-            "Divide 9 by 4. The quotient is the index in the block table, the remainder the "
-            "offset.",
-        ),
-        Question(
-            f"The prompt above has {len(slots)} tokens. How many slots of its blocks are unused?",
-            str(-len(slots) % 4),
-            "A sequence of any length wastes less than one block, which is a reason for small "
-            "blocks. Large blocks make block tables short and reads contiguous.",
-            "Blocks of 4 slots: how many does the prompt need, and how many slots do these have?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    Blocks have 4 slots. A sequence has the block table [13, 2, 7, 16, 1, 9]. Which slot has the
+    token at position 9?
+    Answer: 29. Position 9 is in logical block 9 // 4 = 2, which is physical block 7, at offset 9 %
+    4 = 1: slot 7 * 4 + 1.
+    Hint: Divide 9 by 4. The quotient is the index in the block table, the remainder the offset.
+
+    Two caches have 1,024 slots, one in blocks of 256, the other in blocks of 16. Why can more
+    requests run at once with the small blocks?
+    (a) A request takes the slots that its tokens need so far, and not those that it may need.
+    (b) Small blocks are read faster.
+    (c) Several sequences write into the same block.
+    Answer: a. A sequence of any length wastes less than one block. Large blocks make block tables
+    short and reads contiguous, so a block is not a single slot either.
+    Hint: How many slots does a request of 20 tokens occupy in each of the two caches?
+""")

@@ -18,7 +18,8 @@ from functools import partial
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import make_llm, runner_of, timed
-from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.loading.memory import num_weights
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.tools.trace.trace import State
@@ -71,15 +72,21 @@ def show_timeline(name: str, lines: list[str]) -> None:
         print(f"  request {i}  {line}  {LENGTHS[i]} tokens")
     in_use = "".join(str(sum(line[step] != "." for line in lines)) for step in steps)
     print(f"  rows used  {in_use}  of {ROWS}\n")
+    lanes = [
+        (f"request {i}", [(s + 0.5, 1, c, 1 + (c == "D")) for s, c in enumerate(line) if c != "."])
+        for i, line in enumerate(lines)
+    ]
+    show_lanes(name.capitalize(), lanes, "step", prompt_and_first_token=1, decode=2)
 
 
-def run() -> list[Question]:
+def run() -> None:
     llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
     runner = runner_of(llm)
     weights = num_weights(runner.model) * runner.dtype.itemsize / 2**20
     say(f"""A decode step reads {weights:.0f} MiB of weights and makes the same calls to torch's
         operators for the linear layers, whether it computes 1 row or {ROWS}. Only attention works
         on each row separately. Lesson 5 measures the cost of more rows.""")
+    QUESTIONS.show(1, 2)
     say(f"""Eight requests and {ROWS} rows. P is a step that computes the prompt and samples the
         first token, D is a decode, and n output tokens take n steps.""")
     ways = (("static batches", ROWS), ("continuous batching", len(LENGTHS)))
@@ -103,28 +110,22 @@ def run() -> list[Question]:
         link(ModelRunner._run, "self.rows.build(plan)"),
     )
 
-    equal = [5] * 8
-    saved = count(timeline(llm, equal, ROWS))[0] - count(timeline(llm, equal, 8))[0]
-    ninth = timeline(llm, (*LENGTHS, 1), 9)[-1]
-    return [
-        Question(
-            f"Eight requests of 5 output tokens each, and {ROWS} rows. How many steps does "
-            "continuous batching save, compared with static batches?",
-            str(saved),
-            "All rows of a group become free in the same step, so no row is ever idle. Continuous "
-            "batching gains if output lengths differ, as in real requests.",
-            f"With static batches, two groups of {ROWS} take 5 steps each. When is a row free with "
-            "continuous batching?",
-        ),
-        Question(
-            "A ninth request with one output token is added behind the eight requests of the "
-            f"timelines above, whose outputs have {', '.join(map(str, LENGTHS))} tokens. In which "
-            "step of continuous batching is it computed? (The first step is 1.)",
-            str(ninth.index("P") + 1),
-            "Four requests wait before it, and take the first four rows that become free. The "
-            "fifth row to become free belongs to request 6. The total number of steps does not "
-            "change.",
-            "In the timeline of continuous batching, find the step in which the fifth request "
-            "ends.",
-        ),
-    ]
+
+QUESTIONS = Questions("""
+    Four requests with 2, 9, 3 and 2 output tokens run in four rows, and a fifth one waits. When
+    does it begin?
+    (a) When the request with 9 tokens has ended, with both kinds of batching.
+    (b) With a static batch then, with continuous batching after two steps.
+    (c) After two steps, with both kinds of batching.
+    Answer: b. A static batch runs until its longest request has ended, although two rows are idle
+    from the third step on.
+    Hint: Which rows are free after two steps, and who may take them?
+
+    Eight requests have 5 output tokens each, and there are four rows. Why does continuous batching
+    save no step here?
+    (a) The requests are too short.
+    (b) There are more requests than rows.
+    (c) All rows become free in the same step, so no row is idle in static batches either.
+    Answer: c. Continuous batching gains if the lengths of outputs differ, as in real requests.
+    Hint: In which steps is a row of a static batch idle, if all its requests are equally long?
+""")

@@ -23,7 +23,8 @@ import torch
 from nanovllm.api.config import EMBEDDED, EngineConfig
 from nanovllm.lessons.ladder import has_numba
 from nanovllm.lessons.lesson import decode_plan, embedded_config, prompt_plan, shape_of, timed
-from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_formula, show_plot
+from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.loading import make_runner as start
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.config import ModelConfig
@@ -86,6 +87,7 @@ def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[i
     runner = random_runner(config)
     table = []
     seconds, shares = {}, list[float]()
+    points = []  # FLOPs for each byte, GFLOPs/s
 
     def add(step: str, cost: dict[str, int], phase: str, measured: float) -> None:
         shortest, bound = roofline.bounds(cost, peak)[phase]
@@ -94,6 +96,7 @@ def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[i
         times = (f"{shortest * 1e3:.2f}", f"{measured * 1e3:.2f}", f"{shortest / measured:.0%}")
         table.append((step, *numbers, *times))
         shares.append(shortest / measured)
+        points.append((flops / read, flops / measured / 1e9))
 
     for rows in ROWS:
         seconds[rows] = time_decode(runner, rows)
@@ -105,9 +108,14 @@ def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[i
         "prefill",
         min(timed(lambda: runner.run(plan)(), 1)[1] for _ in range(3)),
     )
-    head = ("GFLOPs", "MB", "FLOPs/byte", "limit", "least ms", "measured", "share")
+    head = ("GFLOPs", "MB", "FLOPs/byte", "limit", "least ms", "measured ms", "measured share")
     show_table(("step", *head), table)
-    warn_if_busy(other_load(since), max(shares), peak["flops"] / peak["bandwidth"])
+    ridge = peak["flops"] / peak["bandwidth"]
+    warn_if_busy(other_load(since), max(shares), ridge)
+    lowest, highest = min(points[0][0], ridge / 2), max(points[-1][0], 2 * ridge)
+    roof = [(x, min(peak["bandwidth"] * x, peak["flops"]) / 1e9) for x in (lowest, ridge, highest)]
+    lines = {"roofline": roof, ".measured steps": points}
+    show_plot(name, "FLOPs for each byte", "GFLOPs/s", lines, log=True)
     small, large = seconds[ROWS[0]], seconds[ROWS[-1]]
     say(f"""A decode of {ROWS[-1]} rows takes {large / small:.1f} times as long as a decode of
         {ROWS[0]}. Each token is {faster(small / ROWS[0], large / ROWS[-1])}.""")
@@ -142,39 +150,51 @@ def show_memory(config: ModelConfig, bandwidth: float) -> None:
     show_table(("rows x context", *head), table)
 
 
-def run() -> list[Question]:
+def run() -> None:
     has_numba(torch.bfloat16)  # compiles the kernels; otherwise plain torch would be timed
     full = shape_of("qwen3-0.6b")
     part = shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB)
+    show_formula(
+        "seconds of a step >= max(FLOPs / FLOPs per second, bytes / bytes per second)",
+        r"t \ge \max\left(\frac{\text{FLOPs}}{\text{FLOPs per second}}, "
+        r"\frac{\text{bytes}}{\text{bytes per second}}\right)",
+    )
+    QUESTIONS.show(1, 2)
     show_model("The embedded model", embedded_config())
     name = f"{LAYERS} of the 28 layers of Qwen3-0.6B with random weights and {VOCAB:,} tokens"
     peak, seconds = show_model(name, part)
     int8 = time_decode(random_runner(part, "int8"), ROWS[0])
     say(f"""With int8 weights its decode of {ROWS[0]} takes {int8 * 1e3:.2f} ms and not
         {seconds[ROWS[0]] * 1e3:.2f}: it is {faster(seconds[ROWS[0]], int8)}.""")
+    QUESTIONS.show(3)
     say("""The next table is calculated: the bytes that a decode of Qwen3-0.6B with all layers
         reads. All rows share one read of the weights, but each row reads different keys and values.
         Int8 weights therefore help short contexts, and a KV cache in fp8 (8 bits a number) helps
         many long contexts:""")
     show_memory(full, peak["bandwidth"])
     show_source(link(roofline.costs, "linear = 2 *"), link(roofline.bounds), link(Qwen3.logits))
-    tokens = decode_costs(full, 1, 1)["weight_bytes"] / full.block_bytes(1, 2)
-    return [
-        Question(
-            "Suppose that a GPU computes 1,000 TFLOPs and reads 4 TB per second. A decode reads 2 "
-            "bytes for each weight and computes 2 FLOPs for each weight and row; leave out "
-            "attention. From how many rows on is it compute-bound?",
-            f"{1000 / 4:g}",
-            "R rows have R FLOPs for each byte, and the ridge is at 1,000 / 4 = 250. More rows "
-            "make a step longer. With fewer rows the processor waits for memory.",
-            "How many FLOPs for each byte does a decode of R rows compute? Where is the ridge?",
-        ),
-        Question(
-            "How many thousand tokens of context, of all rows together, take as much memory in "
-            "bfloat16 as the weights of Qwen3-0.6B? Round to a whole number.",
-            f"{tokens / 1000:.0f}",
-            f"{tokens:,.0f} tokens. With more, a decode reads more keys and values than weights.",
-            "Take a row of the last table with weights and cache in bfloat16. Divide the MB of the "
-            "weights by the MB of the cache, and multiply by the tokens of that row.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    Suppose that a GPU computes 1,000 TFLOPs and reads 4 TB per second. A decode reads 2 bytes for
+    each weight and computes 2 FLOPs for each weight and row; leave out attention. From how many
+    rows on is it compute-bound?
+    Answer: 250. R rows have R FLOPs for each byte, and the ridge is at 1,000 / 4 = 250. More rows
+    make a step longer. With fewer rows the processor waits for memory.
+    Hint: How many FLOPs for each byte does a decode of R rows compute? Where is the ridge?
+
+    A decode of 1 row is far below the ridge. Why does a decode of 4 rows take little longer?
+    (a) The four rows share one read of the weights, and the processor waits for this read.
+    (b) The four rows are computed by four cores.
+    (c) The weights are in the processor's cache after the first row.
+    Answer: a. The FLOPs are four times as many, but they take less time than the read.
+    Hint: What takes longer in a decode of 1 row: reading the weights, or computing with them?
+
+    A GPU decodes 16 rows of 4,000 tokens each with Qwen3-0.6B. What makes this decode faster, int8
+    weights or a KV cache in fp8?
+    (a) Int8 weights: all rows read them.
+    (b) The cache in fp8: each row reads other keys and values, so the cache is read more.
+    (c) Both equally: each halves the bytes of a number.
+    Answer: b. 64,000 tokens of KV take 7.3 GB, and the weights 1.2 GB.
+    Hint: The rows share one read of the weights. Do they share the keys and values?
+""")

@@ -17,7 +17,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.lesson import GREEDY, ask, make_llm
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 
 A, B, C, D = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n", "Spell garden\n"
 PROMPTS = {"A": A, "B": B, "C": C, "D": D}
@@ -42,6 +43,14 @@ def share_blocks(llm: LLM) -> dict[int, int]:
         engine.step()
     print(trace, end="\n\n")
     tables = [seq.block_table for seq in engine.scheduler.running]
+    lanes = []
+    for color, seq in enumerate(engine.scheduler.running, 2):
+        colors = [1 if blocks[b].ref_count > 1 else color for b in seq.block_table]
+        texts = [str(llm.get_tokenizer().decode([token])) for token in seq.token_ids[:-1]]
+        table = [(4 * i, 4, f"block {b}", colors[i]) for i, b in enumerate(seq.block_table)]
+        lanes.append((f"block table of {'AB'[color - 2]}", table))
+        lanes.append(("tokens", [(p, 1, text, colors[p // 4]) for p, text in enumerate(texts)]))
+    show_lanes("Two prompts share a block", lanes, "position", shared=1, only_A=2, only_B=3)
     while engine.has_unfinished_requests():
         counts = {i: blocks[i].ref_count for i in sorted({*tables[0], *tables[1]})}
         engine.step()
@@ -85,7 +94,7 @@ def evict() -> list[tuple[str, int, int, int]]:
     return rows
 
 
-def run() -> list[Question]:
+def run() -> None:
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
     a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
     same = next(i for i in range(len(b)) if a[i] != b[i])
@@ -99,6 +108,7 @@ def run() -> list[Question]:
     say(f"""A and B share one block, so its reference count is 2. B computes the other
         {same - 4} of the same tokens itself, because only full blocks are shared. A block that is
         not full will be written by its owner, with tokens that the other does not have.""")
+    QUESTIONS.show(1)
     say("""Each cached block has a serial number. The cache finds a block by its tokens and the
         serial number of its parent, which is the block before it. The same tokens after another
         beginning have another parent, so they are another block:""")
@@ -122,6 +132,7 @@ def run() -> list[Question]:
         each layer stores the keys and values of all tokens of the step before any query attends.
         The ladder measures the speed.""")
 
+    QUESTIONS.show(2)
     say("""Two samples of A, at a high temperature. They are sequences 0.0 and 0.1 of request 0.
         Sequence 0.1 is forked when 0.0 has its first token, and shares the blocks of the prompt. It
         computes the last prompt token again, because it samples its first token from the logits.
@@ -142,23 +153,21 @@ def run() -> list[Question]:
         link(BlockManager.copy_on_write),
         link(BlockManager.choose_victim),
     )
-    default = make_llm(kvcache_block_size=16, num_kvcache_blocks=64)
-    first, second = [5] * 300, [5] * 100 + [6] + [5] * 199
-    return [
-        Question(
-            "Blocks have 16 slots. Two prompts of 300 tokens differ only in the token at position "
-            "100, counted from 0. How many tokens of the second are found in the cache?",
-            str(run_prompts(default, [first, second])[1]),
-            "Blocks 0 to 5 end at position 95. Block 6 contains the token that differs, and the "
-            "every later block has another parent, although their tokens are equal.",
-            "Only full blocks before the difference match. Where does the block with position 100 "
-            "begin?",
-        ),
-        Question(
-            "Prompt A is sampled with n=4 instead of n=2. How many blocks are copied?",
-            str(trace_samples(llm, 4)[1]),
-            "Four samples share the block that is not full. Each writes into it and needs a copy. "
-            "One of them keeps the original.",
-            "With n=2 one block was copied, for two samples that write into it.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    Two prompts differ in their first token only. Why can they share none of the later blocks, whose
+    tokens are equal?
+    (a) The cache compares whole prompts.
+    (b) Their positions differ.
+    (c) The keys and values of a token depend on all tokens before it, so they differ.
+    Answer: c. Therefore the parent is part of what finds a block. Equal tokens after different
+    beginnings are different blocks.
+    Hint: Which tokens do the keys and values of the fifth token depend on, in the second layer?
+
+    If two samples of a prompt are drawn, its last block, which is not full, is copied once. How
+    many copies are made for four samples?
+    Answer: 3. Each of the four writes into this block and needs one of its own. One of them keeps
+    the original.
+    Hint: How many samples write into the block, and who may keep the original?
+""")

@@ -19,7 +19,8 @@ from nanovllm.api.outputs import RequestOutput
 from nanovllm.engine.policies import AGING, shortest_job_first
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import Counters, ask, make_llm, timed
-from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.tools.trace.trace import State
 
 # Plain torch: compiled kernels would change the figures.
@@ -93,6 +94,14 @@ def show_policies() -> None:
     rows.append(("mean", "", "", means[0], "", "", means[1]))
     columns = ("FCFS admits", "FCFS first token", "SJF key", "SJF admits", "SJF first token")
     show_table(("request", "tokens", *columns), rows)
+    for policy, (admitted, first) in (("FCFS", fcfs), ("SJF", sjf)):
+        lanes = []
+        for i, length in enumerate(LENGTHS):
+            begin, end = admitted[i] - 0.5, first[i] + 0.5
+            cells = [(0.5, begin - 0.5, "", 0), (begin, end - begin, "", 1)]
+            lanes.append((f"request {i}, {length} tokens", cells))
+        title = f"{policy}: when each request gets its first token"
+        show_lanes(title, lanes, "step", waiting=0, computing_the_prompt=1)
 
 
 def show_chunks() -> None:
@@ -130,7 +139,8 @@ def show_preemption() -> None:
     show_table(head, [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(pools, runs, strict=True)])
 
 
-def run() -> list[Question]:
+def run() -> None:
+    QUESTIONS.show(1)
     say(f"""A prompt of {LENGTHS[0]} tokens arrives just before {len(LENGTHS) - 1} short ones, and a
         step has at most {BUDGET} tokens. FCFS admits the long prompt first, and it uses the budget
         of the first steps. SJF admits the smallest key first: the number of uncached prompt tokens
@@ -138,12 +148,14 @@ def run() -> list[Question]:
         later has a larger key, however short it is. The long prompt therefore does not wait
         forever. The steps in which each request is admitted and gets its first token:""")
     show_policies()
+    QUESTIONS.show(2)
     say(f"""Chunked prompts: {DECODING} requests decode, and a prompt of {LONG} tokens arrives.
         Running sequences get their tokens first, and the prompt takes what the budget leaves. With
         a large budget it is computed in one step, and the other requests wait for their next token
         as long as this step takes. With a small one it takes more steps, each of which is
         shorter:""")
     show_chunks()
+    QUESTIONS.show(3)
     show_preemption()
     show_source(
         link(shortest_job_first, "AGING * seq.arrival"),
@@ -151,24 +163,31 @@ def run() -> list[Question]:
         link(Scheduler._make_room, "self._preempt"),
         link(Scheduler._preempt),
     )
-    admitted, _ = run_policy("sjf", [100, *[9] * 10])
-    llm = make_llm(**OPTIONS, max_num_batched_tokens=BUDGET)
-    return [
-        Question(
-            "Under SJF a prompt of 100 tokens (request 0) arrives just before ten prompts of 9 "
-            "tokens (requests 1 to 10). How many of these are admitted before it?",
-            str(list(admitted).index(0)),
-            f"Request i has the key 9 + {AGING} * i, which is less than 100 up to i = 5.",
-            f"The key of request 0 is 100, of request 1 it is 9 + {AGING}, of request 2 it is 9 + "
-            f"{2 * AGING}, and so on.",
-        ),
-        Question(
-            f"{DECODING} requests decode, the token budget is {BUDGET}, and a prompt of {LONG} "
-            "tokens arrives. How many steps does this prompt take?",
-            str(len(chunk_steps(llm))),
-            f"Each step first computes {DECODING} decodes, which leaves {BUDGET - DECODING} tokens "
-            f"for the prompt: {LONG} / {BUDGET - DECODING}, rounded up.",
-            "The decodes take their tokens first. How many tokens of a step are left for the "
-            "prompt?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    A long prompt arrives just before twelve short ones. With SJF, the short ones are computed
+    first. Why is the mean time to the first token smaller than with FCFS, although the same tokens
+    are computed?
+    (a) One request waits a little longer, and twelve wait less.
+    (b) Short prompts take less time for each token.
+    (c) The long prompt is computed in fewer steps.
+    Answer: a. The long prompt delays all that come after it. It can wait forever if shorter ones
+    keep arriving, and aging prevents this.
+    Hint: Who waits for whom with FCFS, and who with SJF?
+
+    Four requests decode, the token budget is 32, and a prompt of 600 tokens arrives. How many steps
+    does this prompt take?
+    Answer: 22. Each step first computes 4 decodes, which leaves 28 tokens for the prompt: 600 / 28,
+    rounded up.
+    Hint: The decodes take their tokens first. How many tokens of a step are left for the prompt?
+
+    A running request needs a block and none is free. Why is the request preempted that was admitted
+    last?
+    (a) It has the fewest tokens.
+    (b) The oldest request then always continues, so requests end and free their blocks.
+    (c) Its tokens are not known yet.
+    Answer: b. If the oldest were preempted, two requests could take the blocks from each other
+    without end. A late request can have a long prompt, so it need not have the fewest tokens.
+    Hint: Which rule guarantees that at least one request ends?
+""")

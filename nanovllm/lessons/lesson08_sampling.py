@@ -12,12 +12,15 @@ u is a function of the request's seed and the position of the token, and of noth
 request therefore draws the same tokens in any batch, and again after a preemption.
 """
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from nanovllm import LLM
 from nanovllm.lessons.lesson import ask, make_llm
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_formula, show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
 
@@ -54,6 +57,14 @@ def show_bars(llm: LLM, best: list[int], columns: dict[str, Tensor]) -> None:
         rows.append((repr(llm.get_tokenizer().decode([token])), *bars))
     rows.append(("tokens left", *(str(int((p > 0).sum())) for p in columns.values())))
     show_table(("token", *columns), rows)
+    lanes = []
+    for name, column in columns.items():
+        parts = [0.0, *column[best].tolist()]
+        ends = list(accumulate(parts))
+        texts = [str(llm.get_tokenizer().decode([token])) for token in best]
+        tokens = [(ends[i], parts[i + 1], text, 1 + i % 7) for i, text in enumerate(texts)]
+        lanes.append((name, [*tokens, (ends[-1], 1 - ends[-1], "others", 0)]))
+    show_lanes("Probabilities, the most likely token first", lanes, "sum")
 
 
 def show_draws(llm: LLM, logits: Tensor) -> None:
@@ -87,13 +98,18 @@ def show_preemption() -> None:
         preemption could lose.""")
 
 
-def run() -> list[Question]:
+def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
+    show_formula(
+        "probability of token i = exp(logit_i / temperature) / sum of all exp(logit / temperature)",
+        r"p_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)}",
+    )
     logits = logits_after(llm, PROMPT)
     best = logits.topk(SHOWN).indices.tolist()
     say(f"""What may follow {PROMPT!r}: the {SHOWN} most likely of {len(logits):,} tokens. A
         temperature below 1 makes likely tokens more likely, one above 1 less likely:""")
     show_bars(llm, best, {f"temperature {t:g}": probabilities(logits, t) for t in TEMPERATURES})
+    QUESTIONS.show(1)
     say("""Filters hide tokens, and the probabilities of the rest are divided by their sum. top_k
         keeps the k most likely tokens. top_p keeps the most likely tokens until their sum reaches
         p. min_p keeps tokens that are at least p times as likely as the most likely token:""")
@@ -104,6 +120,7 @@ def run() -> list[Question]:
         of the vocabulary. u comes from the seed and position
         {len(llm.get_tokenizer().encode(PROMPT))}:""")
     show_draws(llm, logits)
+    QUESTIONS.show(2)
     show_preemption()
     show_source(
         link(sampler.filtered_logits, "batch.temperature"),
@@ -111,22 +128,24 @@ def run() -> list[Question]:
         link(sampler.uniform),
         link(sampler.draw, "cumulative > u"),
     )
-    four = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    settings: tuple[dict[str, float], ...] = ({"top_p": 0.75}, {"min_p": 0.2})
-    counts = [int((probabilities(four, **setting) > 0).sum()) for setting in settings]
-    return [
-        Question(
-            "Four tokens have the probabilities 0.5, 0.3, 0.15 and 0.05. How many does top_p=0.75 "
-            "keep?",
-            str(counts[0]),
-            "The first alone reaches 0.5, the first two 0.8: the second is needed to reach 0.75.",
-            "Add them up, the most likely first, until the sum is 0.75 or more.",
-        ),
-        Question(
-            "The same four tokens: how many does min_p=0.2 keep?",
-            str(counts[1]),
-            "The threshold is 0.2 times the largest probability, 0.1. It adapts to the "
-            "distribution: where the model is sure, few tokens remain.",
-            "The threshold is relative to the most likely token, not 0.2 itself.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    In one step the model is sure: a token has the probability 0.99. In another, fifty tokens are
+    about equally likely. What is wrong with top_k=3 here, and not with min_p=0.1?
+    (a) It is slower, because it sorts.
+    (b) It keeps three tokens in both steps, although one or fifty make sense.
+    (c) It changes the order of the tokens.
+    Answer: b. The threshold of min_p is relative to the most likely token: it keeps one token in
+    the first step and all fifty in the second. top_p adapts too.
+    Hint: How many tokens does each filter keep in the first step, and how many in the second?
+
+    Suppose that all requests of a batch draw from one random generator, in the order of their rows.
+    What would change the tokens of a request with a seed?
+    (a) Nothing, if the generator begins with this seed.
+    (b) Only its own parameters.
+    (c) The other requests of its batch, or a preemption of one of them.
+    Answer: c. A state that others advance depends on them. Here u depends on seed and position
+    alone.
+    Hint: Who advances the generator between two draws of the request?
+""")

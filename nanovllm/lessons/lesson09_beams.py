@@ -15,6 +15,7 @@ The search works on sequences of the scheduler and needs no separate cache. Fork
 preemption work as in lessons 6 and 7.
 """
 
+import html
 import math
 
 from nanovllm import LLM, BeamSearchParams, Trace
@@ -22,7 +23,8 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.beam_search import BeamSearch, BeamSearchSequence
 from nanovllm.lessons.lesson import ask, make_llm
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_graph
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.tools.trace.trace import State
 
 PROMPT = "How does "
@@ -56,14 +58,35 @@ def show_steps(llm: LLM, trace: Trace) -> None:
         what beams have in common is stored once. {copies} blocks were copied in all.""")
 
 
-def run() -> list[Question]:
+def draw(llm: LLM, trace: Trace, beams: list[BeamSearchSequence]) -> None:
+    """Draw the beams of all steps as a tree. What continues in no beam of the result is dashed."""
+    state, outputs = State(), set[tuple[int, ...]]([()])
+    for event in trace.events:
+        state.apply(event)
+        running = [state.seqs[i] for i in state.running]
+        outputs |= {tuple(seq.tokens[seq.num_prompt :]) for seq in running}
+    outputs |= {tuple(beam.tokens[-LENGTH:]) for beam in beams}
+    lines = ["graph LR", "classDef dropped stroke-dasharray: 4"]
+    for output in sorted(outputs, key=lambda output: (len(output), output)):
+        kept = any(tuple(beam.tokens[-LENGTH:])[: len(output)] == output for beam in beams)
+        text = str(llm.get_tokenizer().decode(list(output[-1:]))) if output else PROMPT
+        node, parent = ("n" + "_".join(map(str, ids)) for ids in (output, output[:-1]))
+        lines.append(f'{node}["{html.escape(text)}"]{":::dropped" * (not kept)}')
+        lines += [f"{parent} --> {node}"] if output else []
+    show_graph("\n".join(lines))
+
+
+def run() -> None:
     llm = make_llm(attention_backend="sdpa", kvcache_block_size=4, num_kvcache_blocks=64)
     prompt = llm.get_tokenizer().encode(PROMPT)
     trace, beams = search(llm, WIDTH)
+    QUESTIONS.show(1)
     say(f"""A search with beam_width={WIDTH} continues {PROMPT!r} by {LENGTH} tokens. The first step
         computes the prompt once, for all beams. In each step that follows, the last token of each
         beam is computed. Blocks have 4 slots, and the prompt has {len(prompt)} tokens:""")
     show_steps(llm, trace)
+    draw(llm, trace, beams)
+    QUESTIONS.show(2)
     say("The results, compared with greedy sampling:")
     greedy = ask(llm, [PROMPT], max_tokens=LENGTH, ignore_eos=True, logprobs=0)[0].outputs[0]
     outputs = [("greedy", greedy.token_ids, greedy.cumulative_logprob or 0.0)]
@@ -82,22 +105,19 @@ def run() -> list[Question]:
         link(Scheduler.fork, "self.block_manager.fork"),
         link(BlockManager.copy_on_write),
     )
-    one = search(llm, 1)[1][0].tokens[len(prompt) :]
-    max_sequences = max(
-        len(event.get("decodes", ())) + len(event.get("chunks", ())) for event in trace.events
-    )
-    return [
-        Question(
-            "Is the output of a search with beam_width=1 the greedy output: yes or no?",
-            "yes" if one == greedy.token_ids else "no",
-            "One beam keeps the best candidate of each step, which is the most likely token.",
-            "Which candidate does the only beam keep in each step?",
-        ),
-        Question(
-            f"How many sequences does a step of the search above compute at most, with "
-            f"beam_width={WIDTH}?",
-            str(max_sequences),
-            "One for each beam. Candidates are not sequences: the row of the beam computes them.",
-            "Count the lines of a step in the first table.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    A beam is forked. Why is its last block copied, but none of its full blocks?
+    (a) Full blocks are in the prefix cache, which has a copy.
+    (b) Full blocks are too large to copy in every step.
+    (c) Both beams will write different tokens into the last block, and nobody writes into the
+    others.
+    Answer: c. Tokens that are computed do not change, so beams can read the same full blocks.
+    Hint: Into which blocks do the two beams write their next tokens?
+
+    Is the output of a search with beam_width=1 the greedy output: yes or no? And why?
+    Answer: yes. One beam keeps the best candidate of each step, which is the most likely token. A
+    larger width also keeps beginnings that are worse so far.
+    Hint: Which candidate does the only beam keep in each step?
+""")

@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.lessons.lesson import optional
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 
 MAX_SECONDS = 10  # of the processor, for a line
 COMMAND = "nanovllm lessons puzzle"
@@ -251,13 +252,19 @@ def show_tile() -> None:
         cells = [f"[{n:2}]" if row in i and n % columns in j else f" {n:2} " for n in line]
         print("  " + "".join(cells))
     print()
+    lanes = [
+        (f"i = {row}", [(n % columns, 1, str(n), int(row in i and n % columns in j)) for n in line])
+        for row, line in enumerate(matrix.tolist())
+    ]
+    show_lanes("The offsets of a tile", lanes, tile=1, other_numbers=0)
 
 
-def run() -> list[Question]:
+def run() -> None:
     kernels = optional("nanovllm.lessons.puzzles")
+    QUESTIONS.show(1, 2)
     if kernels is None:
         say("Triton is not installed (it exists for Linux only), so no kernel runs here.")
-        return []
+        return
     show_kernel(kernels)
     show_tile()
     rows = []
@@ -272,18 +279,18 @@ def run() -> list[Question]:
     show_source(
         link(engine._load_blocks.fn, "tl.load"), link(engine._attend_tile.fn, "correction =")
     )
-    programs = -(-1000 // 128)
-    return [
-        Question(
-            "A kernel adds 1,000 numbers, 128 in each program. How many programs run?",
-            str(programs),
-            "1,000 / 128, rounded up: triton.cdiv(1000, 128).",
-            "Seven programs compute 7 * 128 = 896 numbers.",
-        ),
-        Question(
-            "For how many numbers of the last of these programs is the mask 0?",
-            str(programs * 128 - 1000),
-            "8 programs have 1,024 numbers, and the last 24 do not exist.",
-            "How many numbers do all the programs have together, and how many of them exist?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    A kernel adds 1,000 numbers, 128 in each program. How many programs run?
+    Answer: 8. 1,000 / 128, rounded up: triton.cdiv(1000, 128).
+    Hint: Seven programs compute 7 * 128 = 896 numbers.
+
+    Why do the loads and stores of this kernel need a mask?
+    (a) All tiles have the same size, so the last one reaches beyond the 1,000 numbers.
+    (b) Two programs would write the same numbers.
+    (c) A load without a mask is slower.
+    Answer: a. 8 programs have 1,024 numbers. The memory after the first 1,000 belongs to something
+    else.
+    Hint: Which numbers does the last program work on, and which of them exist?
+""")

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
 from nanovllm.lessons.lesson import decode_plan, embedded_config, optional, prompt_plan
-from nanovllm.lessons.show import Question, link, say, show_lines, show_source, show_table
+from nanovllm.lessons.pictures import show_formula, show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_lines, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.batch import ForwardBatch
 from nanovllm.runner.rows import Rows
@@ -108,6 +109,18 @@ def show_splits(q: Tensor, kv: Tensor, table: Tensor, expected: Tensor) -> None:
         numbers = (m, total, acc[0], torch.exp(m - max(m for m, *_ in parts)))
         rows.append((f"{start} to {end - 1}", *(f"{x:.3f}" for x in numbers)))
     show_table(("positions", "m", "l", "acc[0]", "factor in the merge"), rows)
+    starts = range(0, CONTEXT, TILE)
+    tiles = [(start, min(TILE, CONTEXT - start), f"tile {i}") for i, start in enumerate(starts)]
+    lanes = [
+        ("blocks", [(p, BLOCK, str(int(table[p // BLOCK])), 0) for p in range(0, CONTEXT, BLOCK)]),
+        ("one program", [(*tile, 1) for tile in tiles]),
+        *(
+            (f"program {i}", [(*tile, i + 2) for tile in tiles if start <= tile[0] < end])
+            for i, (start, end) in enumerate(splits)
+        ),
+        ("merge", [(0, CONTEXT, "the sums of all splits, rescaled and added", 0)]),
+    ]
+    show_lanes("One program works through all tiles, or one for each split", lanes, "position")
 
 
 def show_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, expected: Tensor) -> list[str]:
@@ -135,7 +148,7 @@ def show_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, expected: Tensor) -> 
     ]
 
 
-def run() -> list[Question]:
+def run() -> None:
     config = embedded_config()
     heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
     prefill, step = make_steps([CONTEXT])
@@ -150,6 +163,14 @@ def run() -> list[Question]:
     first_q, first_expected = q[0, 0], expected[0, 0]  # of the first head
     kv, table = attention.cache[0], step.block_tables[0].long()
 
+    QUESTIONS.show(1)
+    say("With the score s of a key and its value v, each tile changes m, l and acc:")
+    show_formula(
+        "m' = max(m, s)   l' = l exp(m - m') + sum exp(s - m')   "
+        "acc' = acc exp(m - m') + sum exp(s - m') v",
+        r"m' = \max(m, \max_i s_i) \qquad l' = l\,e^{m - m'} + \sum_i e^{s_i - m'} \qquad "
+        r"acc' = acc\,e^{m - m'} + \sum_i e^{s_i - m'} v_i",
+    )
     say(f"""One query attends to a context of {CONTEXT} random keys, with the sizes of the embedded
         model. They are in a paged cache, [layers, 2, blocks, K, B, D] =
         {list(attention.cache.shape)}, with the block table {table[:6].tolist()} and so on. A tile
@@ -160,35 +181,34 @@ def run() -> list[Question]:
     torch.testing.assert_close(acc / total, first_expected)
     print(f"acc / l begins with        {(acc / total)[:3].tolist()}")
     print(f"all scores at once give it {first_expected[:3].tolist()}\n")
+    QUESTIONS.show(2)
     say("""On a GPU one program would do this while others are idle. Instead, the context is split,
         and a program computes each split. Then the l and acc of all splits are rescaled to the
         largest m and added:""")
     show_splits(first_q, kv[:, :, 0], table, first_expected)
     links = show_kernel(q, kv, step, expected)
     tile = prefill_tile(GpuInfo(shared_memory_kib=227), 128, torch.bfloat16)
-    score_bytes = {n: 16 * n * n * 4 for n in (4096, 8192)}
+    score_bytes = 16 * 4096 * 4096 * 4
     say(f"""This saves memory. All float32 scores of a prompt of 4,096 tokens and 16 heads
-        take {score_bytes[4096] / 2**20:,.0f} MiB. A program of the kernel for prompts keeps the
+        take {score_bytes / 2**20:,.0f} MiB. A program of the kernel for prompts keeps the
         scores of one tile, {tile.num_rows} x {tile.num_keys} on a large GPU:
         {tile.num_rows * tile.num_keys * 4 / 2**10:.0f} KiB for a prompt of any length. Contexts
         are not padded to the longest, either.""")
     show_source(link(PlainAttention.read_blocks, "index_select"), *links)
 
-    lower = [(k[:TILE, 0] - sign * first_q, v[:TILE, 0]) for sign in (0, 1)]
-    return [
-        Question(
-            "All scores of a tile are lower than the running maximum. By which factor does this "
-            "tile rescale l and acc?",
-            f"{float(attend_tiles(first_q, lower)[1][1][3]):g}",
-            "m does not change, so the factor is exp(m - m) = 1: the tile only adds to both sums.",
-            "The factor is exp(old m - new m). What is the new m of this tile?",
-        ),
-        Question(
-            "How many GiB do all scores of a prompt of 8,192 tokens and 16 heads take?",
-            f"{score_bytes[8192] / 2**30:g}",
-            "Twice as many queries times twice as many keys: four times as much as for 4,096 "
-            "tokens. The tile of a program has the same size for both.",
-            "The lesson says how many MiB the scores of 4,096 tokens take. There is a score for "
-            "each pair of a query and a key.",
-        ),
-    ]
+
+QUESTIONS = Questions("""
+    All scores of a tile are lower than the running maximum. By which factor does this tile rescale
+    l and acc?
+    Answer: 1. m does not change, so the factor is exp(m - m) = 1: the tile only adds to both sums.
+    Hint: The factor is exp(old m - new m). What is the new m of this tile?
+
+    A GPU with 132 multiprocessors decodes one sequence with a long context and 8 KV heads. Why is
+    the context split among several programs?
+    (a) A program can read a limited number of blocks.
+    (b) With a program for each KV head, most multiprocessors would be idle.
+    (c) The sums would be too large for float32.
+    Answer: b. The splits cost a merge, so they pay off if there are few sequences. With many
+    sequences all multiprocessors have work without them.
+    Hint: How many programs are there without splits, and how many can run at once?
+""")

@@ -25,10 +25,18 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import InFlightStep, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.plan import StepOutput, StepPlan
 
 DEVICE_SECONDS, HOST_SECONDS = 0.005, 0.003  # of one step
+
+
+def take(seconds: float) -> tuple[float, float]:
+    """Wait -> when the wait began and ended."""
+    start = time.perf_counter()
+    time.sleep(seconds)
+    return start, time.perf_counter()
 
 
 class Device:
@@ -43,6 +51,7 @@ class Device:
         self.queue = ThreadPoolExecutor(1)  # one step at a time, in the order of the launches
         self.lengths: dict[int, int] = {}  # row -> computed tokens
         self.sampled = 0
+        self.spans = list[tuple[float, float]]()  # when each step began and ended
 
     def run(self, plan: StepPlan) -> Callable[[], StepOutput]:
         for chunk in plan.chunks:
@@ -52,7 +61,7 @@ class Device:
         rows = [chunk.row for chunk in plan.chunks if chunk.result_kind] + plan.decode_rows
         tokens = [self.lengths[row] for row in rows]
         self.sampled += len(tokens)
-        done = self.queue.submit(time.sleep, DEVICE_SECONDS)
+        done = self.queue.submit(lambda: self.spans.append(take(DEVICE_SECONDS)))
 
         def wait() -> StepOutput:
             done.result()
@@ -66,12 +75,13 @@ class Host(Observer):
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.spans = list[tuple[float, float]]()  # when each plan began and ended
         self.dropped = self.returned = 0
 
     def scheduled(self, step: InFlightStep | None) -> None:
         if step is not None:
             self.record("plan")
-            time.sleep(HOST_SECONDS)
+            self.spans.append(take(HOST_SECONDS))
 
     def committed(self, step: InFlightStep, updated: list[Sequence], output: StepOutput) -> None:
         self.record("commit")
@@ -81,8 +91,8 @@ class Host(Observer):
         self.events.append(f"{what} {1 + sum(event.startswith(what) for event in self.events)}")
 
 
-def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, int, float]:
-    """Run a request for each of `params` -> (host, tokens that were sampled, seconds a step)."""
+def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, Device, float]:
+    """Run a request for each of `params` -> (host, device, seconds a step)."""
     config, device, host = EngineConfig(async_scheduling=overlap), Device(), Host()
     inputs = InputProcessor(None, 100, 100, frozenset(), SamplingParams(), 0)
     engine = LLMEngine(config, device, inputs)
@@ -95,7 +105,20 @@ def serve(overlap: bool, params: list[SamplingParams]) -> tuple[Host, int, float
             ids = list(output.outputs[0].token_ids)
             assert ids == list(range(3, 3 + len(ids)))  # The same with and without overlap.
             host.returned += len(ids)
-    return host, device.sampled, 2 * (time.perf_counter() - start) / len(host.events)
+    return host, device, 2 * (time.perf_counter() - start) / len(host.events)
+
+
+def draw(overlap: bool, host: Host, device: Device) -> None:
+    """Draw what host and device did for four steps, after the first two."""
+    begin = host.spans[2][0]
+    lanes = [
+        (who, [(1e3 * (a - begin), 1e3 * (b - a), f"{what} {i}", color) for i, (a, b) in spans])
+        for who, what, spans, color in (
+            ("host", "plan", enumerate(host.spans[2:6], 3), 1),
+            ("device", "step", enumerate(device.spans[2:6], 3), 2),
+        )
+    ]
+    show_lanes(f"Measured with async_scheduling={overlap}", lanes, "ms")
 
 
 def show_overlap(params: list[SamplingParams]) -> None:
@@ -105,27 +128,30 @@ def show_overlap(params: list[SamplingParams]) -> None:
         max_tokens.""")
     rows, steps = [], []
     for overlap in (False, True):
-        host, sampled, seconds = serve(overlap, params)
+        host, device, seconds = serve(overlap, params)
+        draw(overlap, host, device)
         print(f"async_scheduling={overlap}: {', '.join(host.events[:7])} ...")
-        assert sampled == host.returned + host.dropped
+        assert device.sampled == host.returned + host.dropped
         steps.append(seconds * 1e3)
-        rows.append((overlap, f"{steps[-1]:.1f}", sampled, host.returned, host.dropped))
+        rows.append((overlap, f"{steps[-1]:.1f}", device.sampled, host.returned, host.dropped))
     print()
     head = ("async_scheduling", "ms a step", "tokens sampled", "returned", "dropped")
     show_table(head, rows)
-    device, both = DEVICE_SECONDS * 1e3, (DEVICE_SECONDS + HOST_SECONDS) * 1e3
+    alone, both = DEVICE_SECONDS * 1e3, (DEVICE_SECONDS + HOST_SECONDS) * 1e3
     say(f"""A step takes {steps[0]:.1f} ms without overlap, when the device and the host work in
         turn ({both:g} ms at least), and {steps[1]:.1f} ms with it, when the slower of the two
-        decides ({device:g} ms at least). The price: step N+1 is planned when the tokens of step N
+        decides ({alone:g} ms at least). The price: step N+1 is planned when the tokens of step N
         are counted but not known. The scheduler knows then whether a sequence reaches max_tokens,
         but not that it sampled a stop token. That sequence is computed once more, and the token is
         dropped.""")
 
 
-def run() -> list[Question]:
+def run() -> None:
     by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
+    QUESTIONS.show(1)
     show_overlap([by_token, by_length])
     sizes = batch_sizes(8)
+    QUESTIONS.show(2)
     say(f"""Then graphs. Each of torch's operators that a step calls is about one launch, and a
         decode step has hundreds. Each costs the host microseconds, whatever it computes. A CUDA
         graph replays all of them by one call, and the copy of the tokens to the host remains. A
@@ -137,21 +163,22 @@ def run() -> list[Question]:
         link(Scheduler.commit, "Status.FINISHED"),
         link(DecodeGraphs.replay, "self.replays[self.size]()"),
     )
-    return [
-        Question(
-            "Eight requests run with async_scheduling=True. Five end at a stop token and three at "
-            "max_tokens. How many sampled tokens are dropped?",
-            str(serve(True, [by_token] * 5 + [by_length] * 3)[0].dropped),
-            "One for each sequence whose end is found when its next step is in flight. The end at "
-            "max_tokens is known when the step is planned.",
-            "The table above has one request of each kind. Which of the two had a token dropped?",
-        ),
-        Question(
-            "A step decodes 5 sequences, and there are the graphs that are named above. How many "
-            "rows does the GPU compute?",
-            str(min(size for size in sizes if size >= 5)),
-            "The batch is padded to the next captured size. Padding rows use the null block.",
-            "A graph has a fixed number of rows. Which of the captured numbers is the next after "
-            "5?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    With overlap, one token is dropped for a request that ends at a stop token, and none for a
+    request that ends at max_tokens. Why?
+    (a) The stop token is not part of the output.
+    (b) The host can count tokens before it reads them, but it must read them to find a stop token,
+    and the next step has been launched by then.
+    (c) Tokens after max_tokens are not sampled, because the row is masked.
+    Answer: b. The end at max_tokens is known when the next step is planned. A stop token is found
+    one step later.
+    Hint: What does the host know about a step that is in flight?
+
+    CUDA graphs are captured for 1, 2, 4 and 8 sequences. A step decodes 5. How many rows does the
+    GPU compute?
+    Answer: 8. A graph has a fixed number of rows, so the batch is padded to the next captured size.
+    Padding rows use the null block.
+    Hint: A graph has a fixed number of rows. Which of the captured numbers is the next after 5?
+""")

@@ -17,7 +17,8 @@ copy takes less time than computing the block's tokens again.
 from nanovllm import LLM, Trace
 from nanovllm.features.host_cache.blocks import HostCacheBlockManager
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, shape_of
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_graph
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
@@ -52,7 +53,7 @@ def micros(config: ModelConfig) -> tuple[float, float]:
     return 1e6 * config.block_bytes(1, 2) / LINK, 1e6 * 2 * num_weights(Qwen3.on_meta(config)) / GPU
 
 
-def run() -> list[Question]:
+def run() -> None:
     llm = make(4, 64)
     say(f"""A, then B, then A again, in a pool of 4 blocks of {SLOTS} slots: A = {A!r} and B =
         {B!r}. The blocks of A are evicted for B, and come back in step 3. A plan contains the
@@ -64,11 +65,24 @@ def run() -> list[Question]:
     say("""A block's number says where it is, and not what it holds. In step 3 blocks 1 and 2 are in
         two sentences: they are evicted with the tokens of B, and then loaded with those of A, which
         the prefix hit found in host memory.""")
+    show_graph("""
+        stateDiagram-v2
+          direction LR
+          free --> owned: a sequence takes it
+          owned --> cached: released, full
+          cached --> owned: prefix hit
+          cached --> other: evicted
+          cached --> host: saved before the eviction
+          host --> owned: loaded
+          host --> lost: evicted
+          other: owned, with other tokens
+          host: host block""")
     saves = llm.stats()["host_saves"]
+    QUESTIONS.show(1)
     say("The host keeps its copy of a block that was loaded, also while the block is in use.")
     for prompt in (B, A):
         ask(llm, [prompt], max_tokens=1)
-    saves = llm.stats()["host_saves"] - saves
+    assert llm.stats()["host_saves"] - saves == int(QUESTIONS[0].answer)
 
     say(f"""Host memory saves work. {CHATS} conversations take turns, and each turn adds {TURN}
         tokens to one. The last turn needs {CHATS * TURNS * TURN // SLOTS} blocks for all of
@@ -80,7 +94,7 @@ def run() -> list[Question]:
         rows.append((blocks, host_blocks, *(f"{n:,}" for n in (*counts, *moves))))
     head = ("blocks", "host blocks", "prompt tokens", "computed", "saved blocks", "loaded blocks")
     show_table(head, rows)
-
+    QUESTIONS.show(2)
     say(f"""The copies take time. With {LINK / 1e9:g} GB per second between host and GPU, and
         {GPU / 1e12:g} TFLOPs per second, a token in bfloat16 takes, calculated:""")
     small, rows = shape_of("qwen3-0.6b"), []
@@ -97,20 +111,22 @@ def run() -> list[Question]:
         link(HostCacheBlockManager._find),
         link(HostCacheBlockManager._load),
     )
-    min_bandwidth = small.block_bytes(1, 2) / micros(small)[1] / 1e3
-    return [
-        Question(
-            "After step 3, B and A run once more, and the same blocks are evicted and loaded. "
-            "How many blocks are saved?",
-            str(saves),
-            "The host has a copy of each of them already.",
-            "Is there a block that has no copy in the host's memory?",
-        ),
-        Question(
-            "How many GB per second must the link to host memory have, so that loading a token of "
-            "Qwen3-0.6B takes as long as computing it? Round to a whole number.",
-            f"{min_bandwidth:.0f}",
-            f"{small.block_bytes(1, 2):,} bytes in {micros(small)[1]:.2f} us.",
-            "Divide the bytes of a token by the time that it takes to compute it.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    After step 3, B and A run once more, and the same blocks are evicted and loaded. How many blocks
+    are saved then?
+    Answer: 0. The host has a copy of each of them already, and the content of a block does not
+    change.
+    Hint: Is there a block that has no copy in the host's memory?
+
+    A block can be loaded from the host, or its tokens can be computed again. For which model is
+    loading worth more, Qwen3-0.6B or Qwen3-14B?
+    (a) Qwen3-0.6B: its blocks are smaller, so copies are faster.
+    (b) Qwen3-14B: it has more weights for each byte of KV, so computing a token costs more than
+    copying it.
+    (c) It makes no difference: both grow with the number of layers.
+    Answer: b. From the small to the large model, the FLOPs of a token grow more than its bytes of
+    KV.
+    Hint: By which factor do the weights grow, and by which the bytes of a token?
+""")

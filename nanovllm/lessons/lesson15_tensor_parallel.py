@@ -30,8 +30,9 @@ from torch import Tensor
 from nanovllm.api.child import python
 from nanovllm.features.tensor_parallel.ranks import Ranks
 from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
-from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, shape_of, timed
-from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, timed
+from nanovllm.lessons.pictures import show_formula, show_lanes
+from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.layers import Linear, silu_and_mul
 from nanovllm.models.qwen3 import Qwen3
@@ -107,20 +108,43 @@ def show_by_hand() -> None:
     )
 
 
-def run() -> list[Question]:
+def draw(both: list[dict[str, Any]]) -> None:
+    """Draw one layer on both ranks, from left to right."""
+    lanes, units = [], embedded_config().intermediate_size // len(both)
+    for rank, part in enumerate(both):
+        heads, kv_heads, *_ = part["has"]
+        queries = f"query heads {rank * heads} to {rank * heads + heads - 1}"
+        cells = [
+            (0, 5, f"{queries}, KV head {rank * kv_heads}", rank + 1),
+            (5, 1.6, "all-reduce", 3),
+            (6.6, 3.4, f"inner units {rank * units} to {rank * units + units - 1}", rank + 1),
+            (10, 1.6, "all-reduce", 3),
+        ]
+        lanes.append((f"rank {rank}", cells))
+    show_lanes("A layer on two ranks", lanes)
+
+
+def run() -> None:
+    show_formula(
+        "y = W2 f(W1 x) = W2[:, first half] f(W1[first half] x) + W2[:, others] f(W1[others] x)",
+        r"y = W_2\,f(W_1 x) = W_2^{(0)} f(W_1^{(0)} x) + W_2^{(1)} f(W_1^{(1)} x)",
+    )
+    QUESTIONS.show(1)
     show_by_hand()
     say("""Now two real ranks. torchrun would start a script once for each and tell it its RANK in
         the environment; here the lesson does. Each makes LLM(..., tensor_parallel_size=2) and the
         same calls. Nothing sends them plans: both schedulers see the same requests and so plan the
         same steps. Before each step the ranks compare a hash of the plan.""")
+    QUESTIONS.show(2)
     [one], both = start_ranks(1), start_ranks(2)
+    draw(both)
     names = ("one device", "rank 0 of 2", "rank 1 of 2")
     head = ("query heads", "KV heads", "MiB of weights", "all-reduces", "bytes of them")
     rows = [(name, *rank["has"]) for name, rank in zip(names, (one, *both), strict=True)]
     show_table(("process", *head), rows)
     assert both[0]["tokens"] == both[1]["tokens"] == one["tokens"]
     *_, calls, size = both[0]["has"]
-    layers, large = embedded_config().num_layers, shape_of("qwen3-0.6b")
+    layers = embedded_config().num_layers
     say(f"""The last two columns are of a decode of {len(PROMPTS)} sequences. Each of the {layers}
         layers has two all-reduces, and the embeddings, whose rows are divided too, have one. One
         adds up {size // calls:,} bytes: {len(PROMPTS)} tokens of {embedded_config().hidden_size}
@@ -137,22 +161,24 @@ def run() -> list[Question]:
         link(Linear.__call__, "self.reduce"),
         link(Ranks.connect, "self.all_reduce"),
     )
-    return [
-        Question(
-            f"Qwen3-0.6B has {large.num_layers} layers. How many all-reduces does a step have?",
-            str(calls + 2 * (large.num_layers - layers)),
-            "Two in each layer, and one of the embeddings.",
-            f"The {layers} layers of the embedded model and its embeddings have {calls}.",
-        ),
-        Question(
-            "How many bytes does one of them add up in a decode of 16 sequences in bfloat16? A "
-            f"token has {large.hidden_size:,} numbers between the layers of Qwen3-0.6B.",
-            str(16 * large.hidden_size * 2),
-            "A number has 2 bytes. The size does not depend on the number of weights, so messages "
-            "matter less in larger models.",
-            "As in the text above: tokens * numbers * bytes of a number.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    The first of two weights is divided by rows, the second by columns. Why not both by rows?
+    (a) A rank would need all outputs of the first weight for its part of the second, so the ranks
+    would have to exchange them in between.
+    (b) The parts would have different sizes.
+    (c) Each rank would have to store the whole second weight.
+    Answer: a. Divided by columns, the second weight needs only the outputs that its rank has. One
+    sum at the end is enough.
+    Hint: A row of the second weight is multiplied with which outputs of the first?
+
+    Each layer has two all-reduces, and the embeddings have one. How many does a step of Qwen3-0.6B
+    have, with 28 layers?
+    Answer: 57. 2 * 28 + 1. Each waits for the slowest rank, so their number matters more than their
+    size.
+    Hint: The 5 layers of the embedded model and its embeddings have 11.
+""")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from torch import Tensor
 from nanovllm.features.hybrid.config import HybridConfig
 from nanovllm.features.hybrid.delta_rule import CHUNK, advance, decode, solve
 from nanovllm.lessons.lesson import shape_of, timed
-from nanovllm.lessons.show import Question, faster, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_formula, show_plot
+from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 
 # The fields of Qwen3.5-0.8B's config.json.
 QWEN3_5 = dict(
@@ -136,7 +137,12 @@ def compare() -> tuple[float, float, float]:
     return (one_by_one - in_chunks).abs().max().item(), slow, fast
 
 
-def run() -> list[Question]:
+def run() -> None:
+    show_formula(
+        "S' = e^g S + k d^T   with   d = beta (v - e^g S^T k)   o = S'^T q",
+        r"S' = e^g S + k\,d^\top \qquad d = \beta\,(v - e^g S^\top k) \qquad o = S'^\top q",
+    )
+    QUESTIONS.show(1)
     say("""A small S whose values are single numbers: a = 4 is a token with the key a and the value
         4. The keys a and b are orthogonal, and c is similar to both. The fifth token has beta = 0,
         so S only forgets. The last column is the value of a if each token adds beta k v^T, without
@@ -163,6 +169,7 @@ def run() -> list[Question]:
 
     config, other = HybridConfig.from_json(QWEN3_5, Path("config.json")), shape_of("qwen3-0.6b")
     kv, hybrid_kv, state = other.block_bytes(1, 2), config.block_bytes(1, 2), config.state_bytes(2)
+    QUESTIONS.show(2)
     say(f"""A decode of Qwen3-0.6B reads {kv / 2**10:g} KiB for each token of the context, in
         bfloat16. Qwen3.5-0.8B reads and writes the states of its {config.num_linear_layers} linear
         layers, {state / 2**20:.1f} MiB, and reads {hybrid_kv / 2**10:g} KiB for each token in its
@@ -174,6 +181,11 @@ def run() -> list[Question]:
         sizes = kv * n, 2 * state, hybrid_kv * n, 2 * state + hybrid_kv * n
         rows.append((f"{n:,}", *(f"{size / 2**20:,.1f}" for size in sizes)))
     show_table(("context", "Qwen3-0.6B", "Qwen3.5: states", "KV", "together"), rows)
+    lines = {
+        "Qwen3-0.6B: KV": [(n, kv * n / 2**20) for n in CONTEXTS],
+        "Qwen3.5-0.8B: states and KV": [(n, (2 * state + hybrid_kv * n) / 2**20) for n in CONTEXTS],
+    }
+    show_plot("Memory that a decode reads and writes", "tokens", "MiB", lines, log=True)
     say(f"""They are equal at {equal:.0f} tokens. With a longer context Qwen3.5-0.8B reads and
         writes less. Both also read their weights, but once for all sequences of a step (lesson
         5).""")
@@ -183,22 +195,24 @@ def run() -> list[Question]:
         link(advance, "corrections = "),
         link(HybridConfig.state_bytes),
     )
-    half, key = torch.zeros(1, 2, 1), torch.tensor([KEYS["a"]])
-    write(half, key, torch.tensor([[8.0]]))
-    write(half, key, torch.tensor([[4.0]]), beta=0.25, keep=0.5)
-    return [
-        Question(
-            "S has the value 8 for a key. The next token has the same key, the value 4, "
-            "beta = 0.25 and e^g = 0.5. Which value does S have for the key then?",
-            f"{read(half, key).item():g}",
-            "After forgetting, the value is 4, which is the token's value: d is 0.",
-            "S forgets first. Which value does it have for the key then, and what is d?",
-        ),
-        Question(
-            "For how many tokens does the KV of Qwen3.5-0.8B take as much memory as the state of a "
-            "sequence?",
-            f"{state / hybrid_kv:.0f}",
-            f"{state:,} bytes of state, divided by {hybrid_kv:,} bytes of KV for each token.",
-            f"The state takes {state:,} bytes. Divide them by the bytes of KV of one token.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    A token has the same key and the same value as the token before it, with beta = 1 and e^g = 1.
+    What does it change?
+    (a) Nothing: S has this value for the key, so d is 0.
+    (b) The value for the key is twice as large.
+    (c) S forgets all other keys.
+    Answer: a. The delta rule adds the difference to what S has. If each token only added its value,
+    the sum would grow, as in the last column of the table.
+    Hint: What is S^T k before the second token, and what is d then?
+
+    Which model reads and writes less in a decode of a context of 100 tokens, Qwen3-0.6B with a KV
+    cache or Qwen3.5-0.8B with states in 18 of 24 layers?
+    (a) Qwen3.5-0.8B: a state is smaller than a cache.
+    (b) Qwen3-0.6B: the states are as large for 100 tokens as for 40,000, and 100 tokens have little
+    KV.
+    (c) Both as much, because the context is the same.
+    Answer: b. A state is worth it for long contexts: its size does not depend on their length.
+    Hint: How does the size of each of them depend on the length of the context?
+""")

@@ -17,6 +17,7 @@ state is the list of all tokens that it has consumed. It stops if a row has cons
 
 import threading
 from pathlib import Path
+from typing import Any
 
 from nanovllm import Trace
 from nanovllm.engine.block_manager import BlockManager
@@ -26,7 +27,8 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.hybrid.config import HybridConfig
 from nanovllm.features.hybrid.state_blocks import StateBlockManager
 from nanovllm.lessons.lesson16_states import QWEN3_5
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.plan import StepOutput
 from nanovllm.tools.oracle.oracle import make_samples
 from nanovllm.tools.oracle.states import HybridRunner
@@ -84,9 +86,9 @@ def numbers(values: list[int]) -> str:
     return ", ".join(map(str, sorted(values))) or "none"
 
 
-def share(prompts: dict[str, list[int]]) -> list[tuple[object, ...]]:
+def share(prompts: dict[str, list[int]]) -> list[tuple[Any, ...]]:
     """Run requests -> for each, the tokens with KV, those with a state too, and new snapshots."""
-    engine, rows = Engine(slots=40), list[tuple[object, ...]]()
+    engine, rows = Engine(slots=40), list[tuple[Any, ...]]()
     for name, prompt in prompts.items():
         old, [probe] = engine.snapshots(), make_samples(prompt, len(prompt) + 1)
         with_kv = len(BlockManager.match(engine.blocks, probe)) * engine.blocks.block_size
@@ -118,7 +120,7 @@ def converse(slots: int) -> tuple[int, int, int, int]:
     return total, total - found, engine.blocks.state_saves, engine.blocks.state_evictions
 
 
-def run() -> list[Question]:
+def run() -> None:
     prefix = [*range(12)]
     prompts = {str(i): prefix + [100 * i + j for j in range(5)] for i in (1, 2, 3)}
     prompts["1 again"] = prompts["1"]
@@ -126,7 +128,17 @@ def run() -> list[Question]:
         with the same 12 tokens. All columns count tokens. The last one says after how many tokens
         the request made snapshots:""")
     head = ("request", "prompt", "has KV", "found", "computed", "new snapshots")
-    show_table(head, share(prompts))
+    QUESTIONS.show(1)
+    show_table(head, rows := share(prompts))
+    lanes = []
+    for name, length, kv, state, *_ in rows:
+        cells = [
+            (0, state, "found", 3),
+            (state, kv - state, "has KV, computed again", 2),
+            (kv, length - kv, "computed", 1),
+        ]
+        lanes.append((f"request {name}", cells))
+    show_lanes("Tokens of the prompts", lanes, "token")
     config = HybridConfig.from_json(QWEN3_5, Path("config.json"))
     ratio = config.state_bytes(2) / config.block_bytes(16, 2)
     say(f"""Request 1 made one snapshot, after the last full block of its prompt. Request 2 found KV
@@ -135,6 +147,7 @@ def run() -> list[Question]:
         blocks would avoid this, but they are large: in Qwen3.5-0.8B one takes as much memory as the
         KV of {ratio:.0f} blocks of 16 tokens.""")
 
+    QUESTIONS.show(2)
     engine = Engine(slots=8)
     seq = engine.add([*range(10)], num_output=12)
     say("""Decodes make snapshots too, for the next turn of a chat. A prompt of 10 tokens gets 12
@@ -174,24 +187,21 @@ def run() -> list[Question]:
         link(StateBlockManager._take_slot),
         link(StateBlockManager.is_ready),
     )
-    engine = Engine(slots=8, block_size=16)
-    third = [engine.run([5] * 50 + [i] * 50).num_cached_tokens for i in (1, 2, 3)][-1]
-    engine = Engine(slots=8, block_size=16)
-    engine.run([*range(20)], 30)
-    return [
-        Question(
-            "Blocks have 16 slots. Three requests of 100 tokens begin with the same 50 tokens, and "
-            "differ after them. How many tokens of the third are found in the cache?",
-            str(third),
-            "The KV of three full blocks matches. The second request made a snapshot there.",
-            "The second request made a snapshot where the match of its KV ended.",
-        ),
-        Question(
-            "Blocks have 16 slots. A prompt of 20 tokens gets 30 tokens. How many snapshots are "
-            "there at the end?",
-            str(len(engine.snapshots())),
-            "One after the first block, which is the last full one of the prompt, and one after "
-            "48 tokens, which has replaced the one after 32.",
-            "One for the prompt. How many of those that the decodes made are left?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    Request 2 begins with the same 12 tokens as request 1, whose KV is cached. Why does it compute
+    them again?
+    (a) The KV of request 1 was evicted.
+    (b) There is no state after exactly these 12 tokens, and a later state cannot be cut.
+    (c) The KV of a prefix is valid only with the state of the same request.
+    Answer: b. Request 1 made a snapshot after 16 tokens, four of which request 2 does not have. KV
+    can be cut at any token.
+    Hint: After how many tokens is there a snapshot, and which tokens are in it?
+
+    Blocks have 16 slots. A prompt of 20 tokens gets 30 tokens. How many snapshots are there at the
+    end?
+    Answer: 2. One after the first block, which is the last full one of the prompt, and one after 48
+    tokens, which has replaced the one after 32.
+    Hint: One for the prompt. How many of those that the decodes made are left?
+""")

@@ -1,21 +1,59 @@
-"""Prints the output of lessons: text, tables, links to the engine's source, and questions."""
+"""Shows what lessons say: text, tables, links to the engine's source, and questions."""
 
+import functools
 import inspect
 import os
+import re
 import shutil
+import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
+
+P = ParamSpec("P")
 
 
 class Question(NamedTuple):
-    """A question at the end of a lesson. The lesson computes its answer with the engine."""
+    """A question, which a lesson shows before it shows what answers it."""
 
-    text: str
-    answer: str  # one short word or number, which a reader's answer is compared with
+    text: str  # a line, and a line for each choice, such as "(a) Because ..."
+    answer: str  # one letter, short word or number, which a reader's answer is compared with
     why: str
     hint: str  # is printed after a wrong answer
+
+
+class Questions(list[Question]):
+    """The questions of a lesson, read from a text. Blank lines separate them.
+
+    Each has choices, which begin with "(a)", "(b)" and so on, or none; then "Answer: ", with the
+    reason after a full stop, and "Hint: ".
+    """
+
+    def __init__(self, text: str) -> None:
+        for part in inspect.cleandoc(text).split("\n\n"):
+            text, _, rest = " ".join(part.split()).partition(" Answer: ")
+            answer, _, rest = rest.partition(". ")
+            why, _, hint = rest.partition(" Hint: ")
+            self.append(Question(re.sub(r" (\([a-d]\) )", r"\n\1", text), answer, why, hint))
+
+    def show(self, *numbers: int) -> None:
+        """Show the questions with these numbers, counted from 1, without their answers."""
+        for number in numbers:
+            show_question(self, number)
+
+
+def shown(function: Callable[P, None]) -> Callable[P, None]:
+    """Let a page (.ci/lesson_pages.py) that takes the place of sys.stdout show it in its own way.
+
+    The page has a method with the name of the function.
+    """
+
+    @functools.wraps(function)
+    def show(*args: P.args, **kwargs: P.kwargs) -> None:
+        getattr(sys.stdout, function.__name__, function)(*args, **kwargs)
+
+    return show
 
 
 def width() -> int:
@@ -29,12 +67,14 @@ def fill(text: str, first: str = "", rest: str = "") -> str:
     return textwrap.fill(text, width(), initial_indent=first, subsequent_indent=rest)
 
 
+@shown
 def say(text: str) -> None:
     """Print paragraphs, which blank lines separate, wrapped. An indented one is a picture."""
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         print(paragraph if paragraph.startswith(" ") else fill(paragraph), end="\n\n")
 
 
+@shown
 def show_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print aligned columns: the first to the left, the others to the right.
 
@@ -67,10 +107,12 @@ def link(function: Any, text: str = "") -> str:
     return f"{path}:{start + index}  {function.__qualname__}"
 
 
+@shown
 def show_source(*links: str) -> None:
     print("In the engine, the line and the function that it is in:", *links, sep="\n  ", end="\n\n")
 
 
+@shown
 def show_lines(function: Any, begin: str, end: str) -> None:
     """Print the lines of `function` from the one that contains `begin` to the one with `end`."""
     lines, _ = inspect.getsourcelines(function)
@@ -88,16 +130,34 @@ def faster(before: float, after: float) -> str:
     return f"{ratio:.1f} times as fast" if ratio > 1 else f"{1 / ratio:.1f} times as slow"
 
 
-def show_questions(questions: list[Question], command: str) -> None:
+@shown
+def show_question(questions: Sequence[Question], number: int) -> None:
+    """Print question `number`, counted from 1, without its answer."""
+    print_question(questions, number)
+    print()
+
+
+def print_question(questions: Sequence[Question], number: int) -> None:
+    text, *choices = questions[number - 1].text.splitlines()
+    print(fill(text, f"Question {number}: ", "  "))
+    for choice in choices:
+        print(fill(choice, "  ", "      "))
+
+
+def show_questions(questions: Sequence[Question], command: str) -> None:
     """Print questions without their answers, and the command that shows the answers."""
-    print("Questions:\n")
-    for i, question in enumerate(questions, 1):
-        print(fill(question.text, f"{i}. ", "   "))
+    for number in range(1, len(questions) + 1):
+        show_question(questions, number)
+    show_command(questions, command)
+
+
+def show_command(questions: Sequence[Question], command: str) -> None:
+    """Print the command that compares a reader's answers with those of the questions."""
     yours = " ".join("..." for _ in questions)
-    print(f"\nCompare your answers, or see these:\n{fill(f'{command} {yours}', '  ', '    ')}")
+    print(f"Compare your answers, or see these:\n{fill(f'{command} {yours}', '  ', '    ')}")
 
 
-def show_answers(questions: list[Question], answers: list[str]) -> None:
+def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
     """Print questions with their answers, or whether each of `answers` is right.
 
     Raises ValueError for a wrong number of answers.
@@ -105,21 +165,19 @@ def show_answers(questions: list[Question], answers: list[str]) -> None:
     if answers and len(answers) != len(questions):
         raise ValueError(f"{len(questions)} answers are needed, one a question, not {len(answers)}")
     for i, question in enumerate(questions):
-        print(fill(question.text, f"{i + 1}. ", "   "))
+        print_question(questions, i + 1)
         if not answers:
             line = f"{question.answer}. {question.why}"
         elif is_same(answers[i], question.answer):
             line = f"{answers[i]} is right. {question.why}"
         else:
             line = f"{answers[i]} is not right. Hint: {question.hint}"
-        print(fill(line, "   ", "   "), end="\n\n")
+        print(fill(line, "  ", "  "), end="\n\n")
 
 
 def is_same(given: str, answer: str) -> bool:
     """Return whether answers are equal, except for case, "()" and the notation of a number."""
-    given, answer = (
-        text.strip().lower().removesuffix("()").replace(",", "") for text in (given, answer)
-    )
+    given, answer = (text.lower().strip("() ").replace(",", "") for text in (given, answer))
     try:
         return float(given) == float(answer)
     except ValueError:

@@ -47,20 +47,21 @@ def test_a_key_depends_on_the_tokens_up_to_its_own() -> None:
 def test_lesson_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the longest, which takes three times as long as all others together.
     monkeypatch.setattr(lesson01_no_cache, "LENGTHS", lesson01_no_cache.LENGTHS[:-1])
-    questions = lesson01_no_cache.run()
+    lesson01_no_cache.run()
     printed = capsys.readouterr().out
     rows = numbers(printed, "output tokens")
     assert [row[:2] for row in rows] == [[20, 390], [40, 1180], [80, 3960]]
     assert all(seconds > 0 for _, _, seconds, _ in rows)
     assert max(map(len, printed.splitlines())) <= 100
-    assert [q.answer for q in questions] == ["3", "109"]
+    prompt = make_llm(num_kvcache_blocks=64).get_tokenizer().encode(PROMPT)
+    assert lesson01_no_cache.QUESTIONS[0].answer == str(len(prompt) + 99)
 
 
 @pytest.mark.slow
 def test_lesson_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # Without the longest, which takes as long as all others together.
     monkeypatch.setattr(lesson02_kv_cache, "LENGTHS", lesson02_kv_cache.LENGTHS[:-1])
-    questions = lesson02_kv_cache.run()
+    lesson02_kv_cache.run()
     printed = capsys.readouterr().out
     rows = re.findall(
         r"^ *(\d+) +([\d,]+) +(\d+) .* times as (?:fast|slow)$", printed, re.MULTILINE
@@ -74,8 +75,6 @@ def test_lesson_2(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert "5,120" in printed
     assert "114,688" in printed
     assert max(map(len, printed.splitlines())) <= 100
-    assert [q.answer for q in questions] == ["69", "229376"]
-    assert "69" not in printed.split()
 
 
 @pytest.mark.slow

@@ -107,7 +107,9 @@ def make_batch(contexts: list[int]) -> ForwardBatch:
     slots = tables[torch.arange(rows), positions // 16].long() * 16 + positions % 16
     ids, starts = torch.randint(64, (rows,)), torch.arange(rows + 1, dtype=torch.int32)
     lens = np.ones(rows, np.int64)
-    return ForwardBatch(ids, positions, slots, starts, positions + 1, tables, ids, lens, num_decodes=rows)
+    return ForwardBatch(
+        ids, positions, slots, starts, positions + 1, tables, ids, lens, num_decodes=rows
+    )
 
 
 def fill(attention: PlainAttention, batch: ForwardBatch) -> None:

@@ -1,0 +1,194 @@
+"""Writes docs/lessons/, a page of each lesson, from what the lesson shows when it runs.
+
+python .ci/lesson_pages.py             runs all lessons and writes their pages
+python .ci/lesson_pages.py 3 12        runs lessons 3 and 12
+python .ci/lesson_pages.py --lines     corrects the lines that the pages link to, and runs no lesson
+python .ci/lesson_pages.py --measure   also replaces figures that differ in what was measured only
+
+It also links the rows of docs/lessons.md to the pages. Without --measure a page keeps its figures
+and their date, so a busy machine does not change them. Everything else comes from the run.
+tests/lessons/test_lesson_pages.py compares the pages with the lessons.
+"""
+
+import argparse
+import contextlib
+import inspect
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+from page import ROOT, STEMS, Page, row_of_link
+
+from nanovllm.lessons import command
+from nanovllm.tools.benchmarks import machine
+
+PAGES = ROOT / "docs" / "lessons"
+TITLES = {number: command.title(number).rstrip(".") for number in command.NUMBERS}
+# A number of a sentence, column or picture that has one of these words is measured.
+UNITS = re.compile(
+    r"\b(ms|us|seconds?|GB/s|[GT]FLOPs/s|tokens/s|measured)\b|times as (?:fast|slow)|about as fast",
+    re.I,
+)
+NUMBER = re.compile(r"[\w.]+ times as (?:fast|slow)|about as fast|\d[\d,.%:-]*\b%?")
+LINK = re.compile(r"^\| \[`\S+`\]\(\.\./\.\./(\S+)#L\d+\) \| `(.+?)` \| `` (.*) `` \|$", re.M)
+
+
+def navigation(number: str) -> str:
+    """Return links to the lessons before and after it, the list of all, and the source."""
+    i = command.NUMBERS.index(number)
+    links = ["[all lessons](../lessons.md)"]
+    links.append(f"[source](../../nanovllm/lessons/{command.LESSONS[i]}.py)")
+    for before in command.NUMBERS[:i][-1:]:
+        links.insert(0, f"[← {TITLES[before]}]({STEMS[before]}.md)")
+    for after in command.NUMBERS[i + 1 :][:1]:
+        links.append(f"[{TITLES[after]} →]({STEMS[after]}.md)")
+    return " · ".join(links)
+
+
+def run(number: str, page: Page) -> dict[str, str]:
+    """Run a lesson while `page` takes the place of sys.stdout -> the names and texts of its files."""
+    lesson, about = command.load(number), machine.describe(torch.device("cpu"))
+    _, _, text = inspect.cleandoc(str(lesson.__doc__)).partition("\n")
+    since = machine.cpu_seconds()
+    with contextlib.redirect_stdout(page):
+        page.say(text)
+        command.run(lesson)
+    page.add()
+    others = machine.describe_load(machine.other_load(since))
+    head = (
+        "<!-- Written by .ci/lesson_pages.py: change the lesson and not this page. -->",
+        f"# {TITLES[number]}",
+        navigation(number),
+        f"Figures: {about['CPU']}, {about['cores']} cores, {about['date'][:10]}. Other processes "
+        f"took {others} of the CPU time. Run it: `nanovllm lessons {number}`. Answer its questions: "
+        f"`nanovllm lessons {number} --answers`.",
+    )
+    parts = (*head, *page.parts, navigation(number))
+    return {f"{page.stem}.md": "\n\n".join(parts) + "\n"} | page.pictures
+
+
+def mask(block: str) -> str:
+    """Return a block of a page, or a picture, with "#" for each number that was measured.
+
+    Of a picture that shows what was measured only the title is left.
+    """
+    if block.startswith("Figures: "):
+        return "Figures: #"
+    if block.startswith("<svg") and UNITS.search(block):
+        return block.partition("<title>")[2].partition("</title>")[0]
+    if not block.startswith("|"):
+        return NUMBER.sub("#", block) if UNITS.search(block) else block
+    head, *rows = (line.split(" | ") for line in block.splitlines())
+    measured = [bool(UNITS.search(name)) for name in head]
+    return "\n".join(
+        " | ".join(
+            NUMBER.sub("#", cell) if in_unit or UNITS.search(cell) else cell
+            for in_unit, cell in zip(measured, row, strict=True)
+        )
+        for row in (head, *rows)
+    )
+
+
+def blocks(name: str, text: str) -> list[str]:
+    return text.strip().split("\n\n") if name.endswith(".md") else [text]
+
+
+def keep_figures(new: Mapping[str, str], old: Mapping[str, str]) -> dict[str, str]:
+    """Return new files with the old figures, if only measured figures differ where there are any."""
+    known = {mask(block): block for name in old for block in blocks(name, old[name])}
+    masks = {block: mask(block) for name in new for block in blocks(name, new[name])}
+    if not all(masked in known for block, masked in masks.items() if masked != block):
+        return dict(new)
+    kept = {
+        name: "\n\n".join(known.get(masks[block], block) for block in blocks(name, text))
+        for name, text in new.items()
+    }
+    return {name: text.rstrip("\n") + "\n" for name, text in kept.items()}
+
+
+def correct_lines(text: str) -> str:
+    """Return a page whose links lead to the lines that it shows, wherever they are now.
+
+    Raises ValueError if such a line is no longer in the function.
+    """
+
+    def correct(link: re.Match[str]) -> str:
+        path, name, code = link.groups()
+        lines = (ROOT / path).read_text().splitlines()
+        return row_of_link(path, find_line(lines, name, code.replace("\\|", "|")), name, code)
+
+    return LINK.sub(correct, text)
+
+
+def find_line(lines: Sequence[str], name: str, code: str) -> int:
+    """Return the number of the first line of the function `name` that is `code`."""
+    start, end = 0, len(lines)
+    for part in name.split("."):
+        pattern = re.compile(rf"( *)(?:async )?(?:def|class) {part}\b")
+        start, indent = next(
+            ((i, m[1]) for i in range(start, end) if (m := pattern.match(lines[i]))), (end, "")
+        )
+        inside = re.compile(rf"{indent} |\s*$|{indent}\)")
+        end = next((i for i in range(start + 1, end) if not inside.match(lines[i])), end)
+        while start and lines[start - 1].startswith(f"{indent}@"):
+            start -= 1
+    for i in range(start, end):
+        if lines[i].strip() == code:
+            return i + 1
+    raise ValueError(f"{name} has no line {code!r} now: run the lesson again")
+
+
+def files_of(stem: str) -> dict[str, str]:
+    """Return the names and texts of the files that docs/lessons has for a lesson."""
+    paths = [PAGES / f"{stem}.md", *PAGES.glob(f"{stem}-*.svg")]
+    return {path.name: path.read_text() for path in paths if path.exists()}
+
+
+def link_pages(index: str) -> str:
+    """Return docs/lessons.md with a link to its page in the row of each lesson."""
+    return re.sub(
+        r"^\| \[?(\d+)(?:\]\(\S+\))? \| ",
+        lambda row: f"| [{row[1]}](lessons/{STEMS[row[1]]}.md) | " if row[1] in STEMS else row[0],
+        index,
+        flags=re.MULTILINE,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("numbers", nargs="*", metavar="N")
+    parser.add_argument("--lines", action="store_true")
+    parser.add_argument("--measure", action="store_true")
+    args = parser.parse_args()
+    if unknown := set(args.numbers) - set(STEMS):
+        parser.error(f"no lesson {', '.join(sorted(unknown))}")
+    logging.getLogger("nanovllm").setLevel(logging.WARNING)
+    os.environ["COLUMNS"] = "100"
+    PAGES.mkdir(exist_ok=True)
+    for number in args.numbers or STEMS:
+        stem = STEMS[number]
+        old = files_of(stem)
+        if args.lines and not old:
+            parser.error(f"lesson {number} has no page: run it without --lines")
+        if args.lines:
+            files = {name: correct_lines(text) for name, text in old.items()}
+        else:
+            files = run(number, Page(stem))
+            files = files if args.measure else keep_figures(files, old)
+        for name in old.keys() - files.keys():
+            (PAGES / name).unlink()
+        for name, text in files.items():
+            (PAGES / name).write_text(text)
+        changed = sorted(name for name in files if files[name] != old.get(name))
+        print(stem, *changed or ["is up to date"], file=sys.stderr, flush=True)
+    index = PAGES.parent / "lessons.md"
+    index.write_text(link_pages(index.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""docs/lessons says what the lessons say, and its links lead to the lines that it shows.
+
+Tests that run a lesson compare its whole page, except for what was measured (`run_lesson`).
+"""
+
+import ast
+import inspect
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lesson_pages import (
+    PAGES,
+    STEMS,
+    correct_lines,
+    files_of,
+    find_line,
+    keep_figures,
+    link_pages,
+    mask,
+)
+from lesson_runs import compare
+from page import markdown
+from svg import ticks
+
+from nanovllm.lessons import command
+from nanovllm.lessons.show import Questions
+from nanovllm.models.layers import Linear
+
+LESSONS = Path(command.__file__).parent
+MISSING = re.escape("not installed")  # what a lesson says only without an optional package
+TABLE = "| step | ms | tokens |\n| --- | ---: | ---: |\n| a | {} | {} |"
+
+
+def page(number: str) -> str:
+    return files_of(STEMS[number])[f"{STEMS[number]}.md"]
+
+
+def plain(text: str) -> str:
+    """Return Markdown without its signs."""
+    text = re.sub(r"\[([^\]]+)\]\([^)\s]+\)", r"\1", text)
+    return " ".join(re.sub(r"[`\\]", "", text).replace("&lt;", "<").split())
+
+
+def template(node: ast.expr) -> str:
+    """Return the text of a string, with a NUL for each value that an f-string inserts."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    return node.value if isinstance(node, ast.Constant) else "\0"
+
+
+def pattern(text: str) -> str:
+    return ".*?".join(re.escape(plain(part)) for part in text.split("\0"))
+
+
+def said(number: str) -> list[str]:
+    """Return patterns of all paragraphs that the run of a lesson may show, from its source."""
+    tree = ast.parse((LESSONS / f"{command.LESSONS[command.NUMBERS.index(number)]}.py").read_text())
+    texts = [(ast.get_docstring(tree) or "").partition("\n")[2]]
+    unseen = {node.name: node for node in tree.body if hasattr(node, "name")}
+    reached = [unseen.pop("run")]
+    for function in reached:  # what it calls is appended
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and node.id in unseen:
+                reached.append(unseen.pop(node.id))
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "say":
+                texts.append(template(node.args[0]))
+    paragraphs = [part for text in texts for part in inspect.cleandoc(text).split("\n\n")]
+    return [pattern(part) for part in paragraphs if not part.startswith(" ")]
+
+
+def paragraphs(number: str) -> list[str]:
+    """Return the paragraphs of a page that are neither code, tables, pictures nor navigation."""
+    text = re.sub(
+        r"```.*?```|\$\$.*?\$\$|<details>.*?</details>", "", page(number), flags=re.DOTALL
+    )
+    found = [part for part in text.strip().split("\n\n")[4:-1] if part.strip()]
+    return [plain(part) for part in found if not re.match(r"\s*(\||>|!\[)", part)]
+
+
+@pytest.mark.parametrize("number", STEMS)
+def test_a_page_says_what_its_lesson_says(number: str) -> None:
+    patterns, on_page = said(number), paragraphs(number)
+    assert len(on_page) > 3
+    for part in on_page:
+        assert any(re.fullmatch(pattern, part) for pattern in patterns), part
+    for each in patterns:
+        found = any(re.fullmatch(each, part) for part in on_page)
+        assert found or MISSING in each, each
+
+
+@pytest.mark.parametrize("number", STEMS)
+def test_a_page_has_its_questions_before_the_answers(number: str) -> None:
+    lesson, text = command.load(number), plain(page(number))
+    for i, question in enumerate(getattr(lesson, "QUESTIONS", ()), 1):
+        asked = text.index(f"**Question {i}.** ")
+        for line in question.text.splitlines():
+            assert plain(line) in text[asked:], line
+        answer = plain(f"**{question.answer}**: {question.why}")
+        assert answer in text[asked:]
+        assert text.count(f"**Question {i}.** ") == 1
+
+
+@pytest.mark.parametrize("number", STEMS)
+def test_a_page_has_its_pictures(number: str) -> None:
+    files = files_of(STEMS[number])
+    names = re.findall(r"^!\[.+\]\((\S+)\)$", page(number), re.MULTILINE)
+    assert names or "```" in page(number)  # a picture may also be Mermaid, or signs
+    assert {f"{STEMS[number]}.md", *names} == set(files)
+    for name in names:
+        drawing = ET.fromstring(files[name])
+        assert drawing.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "prefers-color-scheme:dark" in files[name]
+        assert len(files[name]) < 30_000
+
+
+@pytest.mark.parametrize("number", STEMS)
+def test_links_lead_to_the_lines_that_the_page_shows(number: str) -> None:
+    assert correct_lines(page(number)) == page(number)
+    assert "#L" in page(number)
+    for link in re.findall(r"\]\((\S+?)\)", page(number)):
+        assert link.startswith("http") or (PAGES / link.partition("#")[0]).exists(), link
+
+
+def test_the_index_has_all_pages_and_there_are_no_others() -> None:
+    index = (PAGES.parent / "lessons.md").read_text()
+    assert link_pages(index) == index
+    assert all(f"| [{n}](lessons/{stem}.md) | " in index for n, stem in STEMS.items())
+    assert sorted(path.stem for path in PAGES.glob("*.md")) == sorted(STEMS.values())
+    stems = [stem for stem in STEMS.values() for path in PAGES.glob(f"{stem}-*.svg")]
+    assert len(stems) == len(list(PAGES.glob("*.svg")))
+
+
+def test_a_line_is_found_where_it_has_moved() -> None:
+    source = Path(inspect.getsourcefile(Linear) or "").read_text().splitlines()
+    lines, start = inspect.getsourcelines(Linear.__call__)
+    code = lines[-1].strip()
+    assert find_line(source, "Linear.__call__", code) == start + len(lines) - 1
+    assert find_line(["", "", *source], "Linear.__call__", code) == start + len(lines) + 1
+    with pytest.raises(ValueError, match="Linear.__call__ has no line 'is gone' now"):
+        find_line(source, "Linear.__call__", "is gone")
+
+
+def test_figures_are_kept_if_nothing_else_has_changed() -> None:
+    old = {"1.md": "Figures: one CPU, 2026-01-01.\n\nIt takes 7 ms.\n\n" + TABLE.format(1, 5)}
+    new = {"1.md": "Figures: a CPU, 2026-02-02.\n\nIt takes 9 ms.\n\n" + TABLE.format(2, 5)}
+    assert keep_figures(new, old)["1.md"].strip() == old["1.md"]
+    for other in (
+        "3 tokens take 9 ms",
+        "It takes 9 ms.",
+    ):  # a text, or a column that is not measured
+        changed = {"1.md": new["1.md"].replace("It takes 9 ms", other).replace("| 5 |", "| 6 |")}
+        assert keep_figures(changed, old) == changed
+    with_text = {"1.md": new["1.md"] + "\n\nA new text."}
+    assert keep_figures(with_text, old)["1.md"].strip() == old["1.md"] + "\n\nA new text."
+
+
+def test_only_what_was_measured_may_differ() -> None:
+    compare(
+        {"1.md": "It takes 7 ms, 2.0 times as fast."}, {"1.md": "It takes 9 ms, about as fast."}
+    )
+    compare({"1.md": "0.123456 of it"}, {"1.md": "0.123457 of it"})
+    for new, old in (("8 blocks", "9 blocks"), ("0.1 of it", "0.2 of it"), ("a cat", "a dog")):
+        with pytest.raises(AssertionError):
+            compare({"1.md": new}, {"1.md": old})
+    assert mask(TABLE.format(3, 4)).endswith("| a | # | 4 |")
+
+
+def test_an_axis_has_about_five_round_numbers() -> None:
+    assert ticks(0, 160, log=False) == [0, 50, 100, 150]
+    assert ticks(0, 0.9, log=False) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+    assert ticks(0.5, 11, log=False) == [2, 4, 6, 8, 10]
+    assert ticks(77, 52_000, log=True) == [100, 1_000, 10_000]
+    assert ticks(0.3, 3.5, log=True) == pytest.approx([0.5, 1, 2])
+
+
+def test_text_is_not_taken_for_markdown() -> None:
+    assert markdown("x <b> y") == "x &lt;b> y"
+    assert markdown("a *b* and 2 * 3 * 4") == "a \\*b\\* and 2 * 3 * 4"
+    assert markdown("`a_b` and `run()`") == "`a_b` and `run()`"
+    assert markdown("set num_blocks=8 in Scheduler.run or run()") == (
+        "set `num_blocks=8` in `Scheduler.run` or `run()`"
+    )
+    assert markdown("as in lesson 3 (arXiv:2309.06180).") == (
+        "as in [lesson 3](03-blocks.md) ([arXiv:2309.06180](https://arxiv.org/abs/2309.06180))."
+    )
+
+
+def test_questions_are_read_from_text() -> None:
+    [first, second] = Questions("""
+        Which (of two
+        lines)?
+        (a) One (b) not a choice.
+        (b) Two.
+        Answer: b. The why.
+        Hint: Look.
+
+        How many?
+        Answer: 1. One.
+        Hint: Count.
+    """)
+    assert first.text.splitlines()[0] == "Which (of two lines)?"
+    assert (first.answer, first.why, first.hint) == ("b", "The why.", "Look.")
+    assert second == ("How many?", "1", "One.", "Count.")
+
+
+def test_answers_do_not_run_the_lesson(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    lessons = {number: command.load(number) for number in command.NUMBERS}
+    for number, lesson in lessons.items():
+        if not hasattr(lesson, "QUESTIONS"):
+            continue  # it computes its answers
+        monkeypatch.setattr(lesson, "run", lambda: pytest.fail("the lesson ran"))
+        command.run_lesson(number, [])
+        assert len(lesson.QUESTIONS) >= 2
+        for question in lesson.QUESTIONS:
+            choices = re.findall(r"^\((\w)\) ", question.text, re.MULTILINE)
+            assert not choices or question.answer in choices
+            assert question.why.endswith(".")
+            assert question.hint.endswith(("?", "."))
+    assert "Hint" not in capsys.readouterr().out
