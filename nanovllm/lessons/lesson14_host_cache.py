@@ -62,8 +62,8 @@ def run() -> list[Question]:
             ask(llm, [prompt], max_tokens=1)
     print(trace, end="\n\n")
     say("""A block's number says where it is, and not what it holds. In step 3 blocks 1 and 2 are in
-        two sentences: they are evicted with the tokens of B, and then loaded with the tokens of A,
-        which the prefix hit found in host memory.""")
+        two sentences: they are evicted with the tokens of B, and then loaded with those of A, which
+        the prefix hit found in host memory.""")
     saves = llm.stats()["host_saves"]
     say("The host keeps its copy of a block that was loaded, also while the block is in use.")
     for prompt in (B, A):
