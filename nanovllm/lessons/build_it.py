@@ -60,18 +60,9 @@ def check(which: str | None, file: str) -> None:
     except ImportError:
         raise ValueError("the checks need pytest: pip install -e '.[test]'") from None
     os.environ["SOLUTION"] = str(Path(file).resolve())
-    options = [
-        "-x",
-        "-rN",
-        "--tb=short",
-        "--no-header",
-        "--noconftest",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-    ]
-    status = pytest.main([*options, f"--rootdir={CHECKS.parents[2]}", str(test)])
+    short = ["-x", "-rN", "--tb=short", "--no-header"]
+    alone = ["--noconftest", "-n", "0", "-p", "no:cacheprovider"]
+    status = pytest.main([*short, *alone, f"--rootdir={CHECKS.parents[2]}", str(test)])
     if status == 0:
         print(f"All checks of {which} pass.")
     raise SystemExit(status)

@@ -96,10 +96,9 @@ def run() -> list[Question]:
     if busy := other_load(since):
         say(f"Other programs used {busy:.0%} of the machine's processors, and change the table.")
     say("""Up to a load of about 1 the engine serves what arrives. Above, the queue grows with each
-        request, so its wait has no limit, and more requests in a test make the table worse. An
-        engine can trade: a smaller token budget shortens the time between tokens, since long
-        prompts do not hold up decodes (lesson 7), fewer rows make a step shorter, and a priority
-        gives some users a better latency at the cost of others.""")
+        request, so its wait has no limit, and more requests in a test make the table worse.
+        A smaller token budget trades the time to the first token for the time between tokens
+        (lesson 7), and fewer rows make steps shorter.""")
     show_source(
         link(RequestMetrics, "first_token_time"),
         link(Scheduler._admit, "self.max_num_seqs"),

@@ -4,8 +4,8 @@ A transformer maps tokens to the logits of the next token. `Model` below is all 
 torch, with the weights of the embedded model. x [T, E] has a vector for each of T tokens:
 
     token ids --> rows of the embedding matrix: x
-    each layer    x = x + o_proj(attention(RMSNorm(x)))        tokens read other tokens
-                  x = x + SwiGLU(RMSNorm(x))                   each token alone
+    each layer    x = x + o_proj(attention(RMSNorm(x)))    reads other tokens
+                  x = x + SwiGLU(RMSNorm(x))               each token alone
     RMSNorm(x) --> products with the rows of the embedding: logits [T, V]
 
     RMSNorm(x) = x / sqrt(mean(x^2)) * weight
@@ -107,16 +107,8 @@ def run() -> list[Question]:
         answer.append(int(model.logits(answer, range(len(answer)), attention)[-1].argmax()))
     say(f"""The page computes {tuple(logits.shape)} logits for the {len(ids)} tokens of {PROMPT!r}.
         The log-probabilities of the last row differ from the engine's by {difference:.0e} at most.
-        Taking the largest logit again and again gives {tokenizer.decode(answer[len(ids) : -1])!r}.
-        Its weights:""")
-    parts = {"embedding and head": "embed", "q, k, v, o": "_attn", "gate, up, down": "mlp"}
-    sizes = {
-        part: sum(w.numel() for name, w in model.weights.items() if text in name)
-        for part, text in parts.items()
-    }
-    total = sum(w.numel() for w in model.weights.values())
-    rows = [(name, f"{n:,}", f"{n / total:.0%}") for name, n in sizes.items()]
-    show_table(("part", "weights", "share"), rows)
+        Taking the largest logit again and again gives
+        {tokenizer.decode(answer[len(ids) : -1])!r}.""")
     say(f"""{c.num_heads} query heads share {c.num_kv_heads} KV heads of {c.head_dim} numbers: q has
         {c.num_heads * c.head_dim} numbers a token, k and v have {c.num_kv_heads * c.head_dim} each,
         and only these are in the KV cache (lesson 2).""")

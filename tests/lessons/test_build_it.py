@@ -9,7 +9,9 @@ import fresh
 import pytest
 from wrong_solutions import WRONG
 
+from nanovllm.api.config import EMBEDDED
 from nanovllm.lessons import build_it, command
+from nanovllm.loading.checkpoint import find_checkpoint
 
 pytest_plugins = ["pytester"]
 
@@ -24,9 +26,9 @@ class FirstFailures:
     def __init__(self) -> None:
         self.failed: set[str] = set()  # files
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        return True if item.location[0] in self.failed else None
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        if item.location[0] in self.failed:
+            pytest.skip("after a failure")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
@@ -35,8 +37,12 @@ class FirstFailures:
 
 @pytest.fixture(scope="session")
 def imported() -> None:
-    """What the checks import from transformers takes seconds: here once, and not in each run."""
-    from transformers import TypicalLogitsWarper  # noqa: F401
+    """What the checks import takes seconds: here once, and not in each run."""
+    from transformers import AutoModelForCausalLM, TypicalLogitsWarper  # noqa: F401
+
+    from nanovllm.lessons import lesson22_model  # noqa: F401
+
+    AutoModelForCausalLM.from_pretrained(find_checkpoint(EMBEDDED))  # imports much more
 
 
 @pytest.fixture
@@ -92,10 +98,14 @@ def test_the_stubs_fail(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_engine", [False, True])  # the engine imports right solutions
 @pytest.mark.parametrize("number", range(TIMES))
-def test_wrong_solutions_are_refused(check: Check, number: int, tmp_path: Path) -> None:
+def test_wrong_solutions_are_refused(
+    check: Check, number: int, is_engine: bool, tmp_path: Path
+) -> None:
     """The first wrong solution of each task, then the second, and so on, for the right reason."""
-    wrong = {task: faults[number] for task, faults in WRONG.items() if number < len(faults)}
+    tasks = ["engine"] if is_engine else [task for task in WRONG if task != "engine"]
+    wrong = {task: WRONG[task][number] for task in tasks if number < len(WRONG[task])}
     for path in (EXERCISES / "solutions").glob("*.py"):
         text = path.read_text()
         if path.stem in wrong:
@@ -103,6 +113,8 @@ def test_wrong_solutions_are_refused(check: Check, number: int, tmp_path: Path) 
             assert piece in text
             text = text.replace(piece, replacement)
         (tmp_path / path.name).write_text(text)
+    if not wrong:
+        return
     status, output = check(tmp_path, *wrong)
     assert status == 1, output
     assert failed(output) == set(wrong)
