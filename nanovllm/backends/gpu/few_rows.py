@@ -1,9 +1,9 @@
 """The layers of a decode step with 1, 2 or 4 rows in five launches each, instead of ten.
 
 The kernels and their rules are in backends/gpu/kernels/few_rows.py. They compute Qwen3's layer in
-half precision, with weights in the dtype of the model or in int8, if registers hold them: of
-Qwen3-0.6B, and in int8 of Qwen3-1.7B. The products of larger models take much longer than what is
-between them. All other models and steps are computed by models/qwen3.py.
+half precision, with weights in the dtype of the model or in int8, if registers hold them: of models
+as large as Qwen3-0.6B. The products of larger models take much longer than what is between them.
+All other models and steps are computed by models/qwen3.py.
 """
 
 from __future__ import annotations

@@ -39,8 +39,9 @@ from nanovllm.backends.gpu.kernels.configs import Tile
 from nanovllm.backends.gpu.kernels.launch import launch
 from nanovllm.backends.gpu.kernels.store import _to_cache
 
-# Bytes of W that the registers of one program hold: 64 of the 255 registers of 256 threads.
-HELD_BYTES = 64 << 10
+# Weights that the registers of one program hold: 64 of the 255 registers of 256 threads in half
+# precision. With twice as many in int8, products of 4 rows would spill.
+HELD = 32 << 10
 NUM_WARPS = 8
 # Outputs of a tile of W, one for each warp.
 OUTPUTS = tl.constexpr(8)
@@ -352,9 +353,7 @@ def num_groups(rows: int, has_norm: bool, silu: bool) -> int:
 
 def fits(weight: Any, has_norm: bool = False, silu: bool = False) -> bool:
     """Return whether the registers of a program hold its part of a weight, for any rows."""
-    itemsize = 1 if not isinstance(weight, Tensor) else weight.element_size()
-    outputs = num_groups(1, has_norm, silu) * OUTPUTS.value
-    return weight.shape[1] * outputs * itemsize <= HELD_BYTES
+    return weight.shape[1] * num_groups(1, has_norm, silu) * OUTPUTS.value <= HELD
 
 
 def tile_width(inputs: int, itemsize: int, merges: bool) -> int:
