@@ -353,7 +353,7 @@ def check_wait(title: str, cubin: bytes, variant: Variant) -> list[str]:
     if variant.kernel is not few_rows._few_rows_linear:
         return []
     # Bytes of W that each of 256 threads holds.
-    held = variant.arguments["HELD"] * variant.arguments["GROUPS"] * few_rows.OUTPUTS.value
+    held = variant.arguments["K"] * variant.arguments["GROUPS"] * few_rows.OUTPUTS.value
     wanted = held * variant.arguments["weight"].element_size() // 256 // 16
     loads = sum("LDG.E.128" in line for line in code[:wait])
     return [f"{title}: {loads} loads of 16 bytes before the wait"] if loads < wanted else []

@@ -1,8 +1,9 @@
 """The layers of a decode step with 1, 2 or 4 rows in five launches each, instead of ten.
 
 The kernels and their rules are in backends/gpu/kernels/few_rows.py. They compute Qwen3's layer in
-half precision, with weights in the dtype of the model or in int8. All other models and steps are
-computed by models/qwen3.py.
+half precision, with weights in the dtype of the model or in int8, if registers hold them: of models
+as large as Qwen3-0.6B. The products of larger models take much longer than what is between them.
+All other models and steps are computed by models/qwen3.py.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def fuse_layers(model: Qwen3, attention: TritonAttention) -> FusedLayers | None:
         or model.backend.dtype == torch.float32
         or not config.qk_norm
         or config.head_dim & (config.head_dim - 1)
-        or not all(is_served(module) for layer in model.layers for module in layer.linears())
+        or not all(is_served(layer) for layer in model.layers)
         or (is_nvidia and torch.cuda.get_device_capability(device) < MIN_CAPABILITY)
     ):
         return None
@@ -96,8 +97,13 @@ def fuse_layers(model: Qwen3, attention: TritonAttention) -> FusedLayers | None:
     return fused
 
 
-def is_served(module: Linear) -> bool:
-    """Whether the kernel can compute a Linear."""
-    outputs, inputs = module.weight.shape
-    kinds = isinstance(module.weight, (Tensor, Int8Weight))
-    return kinds and module.bias is None and outputs % 32 == 0 and inputs % 16 == 0
+def is_served(layer: DecoderLayer) -> bool:
+    """Whether the kernel can compute the products of a layer."""
+    for module in layer.linears():
+        outputs, inputs = module.weight.shape
+        is_known = isinstance(module.weight, (Tensor, Int8Weight))
+        if not is_known or module.bias is not None or outputs % 32 or inputs % 16:
+            return False
+    qkv, o, gate_up, down = (module.weight for module in layer.linears())
+    fits = few_rows.fits
+    return fits(qkv, has_norm=True) and fits(o) and fits(gate_up, silu=True) and fits(down)

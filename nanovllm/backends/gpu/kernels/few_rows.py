@@ -39,8 +39,9 @@ from nanovllm.backends.gpu.kernels.configs import Tile
 from nanovllm.backends.gpu.kernels.launch import launch
 from nanovllm.backends.gpu.kernels.store import _to_cache
 
-# Bytes of W that the registers of one program hold: 64 of the 255 registers of 256 threads.
-HELD_BYTES = 64 << 10
+# Weights that the registers of one program hold: 64 of the 255 registers of 256 threads in half
+# precision. With twice as many in int8, products of 4 rows would spill.
+HELD = 32 << 10
 NUM_WARPS = 8
 # Outputs of a tile of W, one for each warp.
 OUTPUTS = tl.constexpr(8)
@@ -97,15 +98,15 @@ def _merged(split_out, split_lse, head, context_len, SPLITS: tl.constexpr, D: tl
 def _few_rows_linear(
     x, split_lse, context_lens, norm, weight, scale, out, eps,
     K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    WIDTH: tl.constexpr, HELD: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
+    WIDTH: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr,
     ADD: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program computes GROUPS x OUTPUTS of the products of x [ROWS, K] with W [N, K].
 
-    The first HELD inputs of W are loaded before the wait. NORM: RMSNorm of x comes first. SILU: W
-    is (gate, up), and half of the groups are of each. ADD: `out` is the residual, which changes in
-    place. SPLITS: x is the result of attention in so many splits, or 0.
+    NORM: RMSNorm of x comes first. SILU: W is (gate, up), and half of the groups are of each. ADD:
+    `out` is the residual, which changes in place. SPLITS: x is the result of attention in so many
+    splits, or 0.
 
     Each warp has one output of a group and reads x itself, so that it waits for no other warp.
     """
@@ -116,7 +117,7 @@ def _few_rows_linear(
     column = tl.program_id(0) * (SUMS * OUTPUTS) + tl.arange(0, OUTPUTS)
     i = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], [OUTPUTS, WIDTH])
     held, norms, scales, lens = (), (), (), ()
-    for start in tl.static_range(0, HELD, WIDTH):
+    for start in tl.static_range(0, K, WIDTH):
         for group in tl.static_range(GROUPS):
             output = column + group % SUMS * OUTPUTS + group // SUMS * COLUMNS
             w_ptrs = weight + output[:, None] * K + start + i
@@ -143,13 +144,7 @@ def _few_rows_linear(
     for start in tl.static_range(0, K, WIDTH):
         tiles, added = (), ()
         for group in tl.static_range(GROUPS):
-            if start < HELD:
-                tile = held[start // WIDTH * GROUPS + group]
-            else:
-                output = column + group % SUMS * OUTPUTS + group // SUMS * COLUMNS
-                w_ptrs = weight + output[:, None] * K + start + i
-                tile = tl.load(w_ptrs, mask=i < K - start, other=0)
-            tiles += (_wide(tile, ASM),)
+            tiles += (_wide(held[start // WIDTH * GROUPS + group], ASM),)
         for row in tl.static_range(ROWS):
             if SPLITS:
                 head = tl.minimum(start // D + tl.arange(0, WIDTH // D), K // D - 1)
@@ -324,7 +319,7 @@ def linear(
 
     With `norm` [I], x is normalized first. With `silu`, the weight is (gate, up) and `out`
     [T, O / 2] is silu(gate) * up. With `add`, the product is added to `out`. Of Splits, x is the
-    merged result. I is a multiple of 16, and O of 32.
+    merged result. I is a multiple of 16, O of 32, and `fits` is true.
     """
     outputs, inputs = weight.shape
     values, scale = (weight, out) if isinstance(weight, Tensor) else (weight.values, weight.scale)
@@ -335,10 +330,9 @@ def linear(
         splits, head_dim = x.out.shape[2:]
     groups = num_groups(len(out), norm is not None, silu)
     width = tile_width(inputs, values.element_size(), merges=splits > 0)
-    held = HELD_BYTES // (groups * OUTPUTS.value * values.element_size()) // width * width
     constants = dict(
         K=inputs, N=outputs, ROWS=len(out), GROUPS=groups, WIDTH=width,
-        HELD=min(held, -(-inputs // width) * width), NORM=norm is not None, SILU=silu, ADD=add,
+        NORM=norm is not None, SILU=silu, ADD=add,
         SPLITS=splits, D=head_dim, TILE=tile_keys, ASM=target.asm,
     )
     args += (out if norm is None else norm, values, scale, out, eps)
@@ -355,6 +349,11 @@ def num_groups(rows: int, has_norm: bool, silu: bool) -> int:
     if silu:
         return 4 if rows == 1 else 2
     return 2 if has_norm else 1
+
+
+def fits(weight: Any, has_norm: bool = False, silu: bool = False) -> bool:
+    """Return whether the registers of a program hold its part of a weight, for any rows."""
+    return weight.shape[1] * num_groups(1, has_norm, silu) * OUTPUTS.value <= HELD
 
 
 def tile_width(inputs: int, itemsize: int, merges: bool) -> int:
