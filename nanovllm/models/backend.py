@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models import batch, layers, logprobs, sampler
+from nanovllm.models import decode_inputs, layers, logprobs, sampler
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.layers import Linear
 
@@ -92,7 +92,7 @@ class Backend:
         """Return a faster object with the methods `forward` and `logits` of `model`, or None."""
         return None
 
-    decode_inputs = staticmethod(batch.decode_inputs)
+    decode_inputs = staticmethod(decode_inputs.decode_inputs)
 
     def capture_decode(
         self, decode: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], positions: np.ndarray

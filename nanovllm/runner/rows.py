@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device, typed_params
+from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device
+from nanovllm.models.decode_inputs import typed_params
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
 
@@ -128,7 +129,7 @@ class Rows:
         return tokens
 
     def slots(self, tables: Any, rows: Any, positions: Any) -> Any:
-        """Compute the cache slots of tokens, from arrays on the host or tensors on the device."""
+        """Compute the cache slots of tokens, from arrays on the host."""
         blocks = tables[rows, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 

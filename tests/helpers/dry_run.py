@@ -60,7 +60,8 @@ from nanovllm.features.tensor_parallel import ranks as tensor_parallel
 from nanovllm.loading import memory as runner_memory
 from nanovllm.models import layers, sampler
 from nanovllm.models.backend import Backend
-from nanovllm.models.batch import SamplingBatch, decode_inputs
+from nanovllm.models.batch import SamplingBatch
+from nanovllm.models.decode_inputs import decode_inputs
 from nanovllm.models.qwen3 import DecoderLayer, Qwen3
 
 ROOT = f"{Path(__file__).parents[2]}/"

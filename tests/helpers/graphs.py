@@ -15,7 +15,7 @@ from nanovllm.models.backend import Backend
 
 def stand_in(decode: Callable, positions: np.ndarray) -> DecodeGraphs:
     def capture(function: Callable[[], None]) -> Callable[[], None]:
-        function()  # as cuda_capture does, to warm up
+        function()  # as CudaCapture does, to warm up
         return function
 
     return DecodeGraphs(decode, positions, torch.device("cpu"), lambda: capture)

@@ -11,7 +11,9 @@ attention.py           TritonAttention: what a step and each layer launch. Needs
 kernels/sampling.py    Filters and draws tokens without a sort and without a synchronization.
 kernels/int8.py        Products with weights in int8. Needs backends/int8.py.
 kernels/experts.py     Products of rows that are sorted by expert, for mixtures of experts.
+kernels/rows.py        Reads ids, positions, slots and parameters of the rows of a decode.
 graphs.py              DecodeGraphs: a decode step is captured once and replayed. Needs no kernel.
+chunk_graphs.py        ChunkGraphs: the same for steps with chunks, without their attention.
 backend.py             Joins all of it into a Backend, or says why the device cannot run it.
 
 The first two suffice to read any other kernel. The plain torch reference of each kernel is in

@@ -25,7 +25,7 @@ from nanovllm.models.qwen3 import Qwen3
 
 
 def token_sizes(max_tokens: int) -> list[int]:
-    """Return the numbers of tokens to capture: padding is less than 16 or an eighth."""
+    """Return the numbers of tokens to capture: padding is less than 16, or a quarter."""
     sizes = [*range(16, 128, 16), *range(128, 256, 32), *range(256, SHARED_TOKENS + 1, 64)]
     largest = min(max_tokens, SHARED_TOKENS)
     return [size for size in sizes if size < largest] + [largest]

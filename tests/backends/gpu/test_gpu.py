@@ -329,7 +329,7 @@ def test_few_rows(tmp_path: Path, contexts: list[int], quantization: str | None)
     at = torch.arange(rows, device=DEVICE)
     slots = tables[at, (lens - 1) // 16].long() * 16 + (lens - 1) % 16
     starts = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
-    step = ForwardBatch(at, lens - 1, slots, starts, lens, tables, at, np.ones(rows), rows)
+    step = ForwardBatch(at, lens - 1, slots, starts, lens, tables, at, np.ones(rows), num_decodes=rows)
     with torch.inference_mode():
         runner.attention.cache.normal_()
         runner.attention.prepare(step)

@@ -50,7 +50,7 @@ from nanovllm.backends.gpu.kernels.configs import Tile  # noqa: E402
 from nanovllm.backends.int4 import Int4Weight  # noqa: E402
 from nanovllm.backends.int8 import Int8Weight, weight_only  # noqa: E402
 from nanovllm.features.moe.experts import expert_linear  # noqa: E402
-from nanovllm.models import batch, sampler  # noqa: E402
+from nanovllm.models import decode_inputs, sampler  # noqa: E402
 from nanovllm.models.backend import Backend  # noqa: E402
 from nanovllm.models.batch import SamplingBatch  # noqa: E402
 from nanovllm.models.fp8 import FP8  # noqa: E402
@@ -508,7 +508,10 @@ def test_decode_inputs_are_those_of_the_rows(monkeypatch: pytest.MonkeyPatch) ->
     chosen = torch.tensor([4, 2, 0, 1, 4, 3])
     found, wanted = (
         function(chosen, tables, positions, params, seeds, last, size)
-        for function, positions in ((rows.decode_inputs, at), (batch.decode_inputs, at.clone()))
+        for function, positions in (
+            (rows.decode_inputs, at),
+            (decode_inputs.decode_inputs, at.clone()),
+        )
     )
     assert at.tolist() == [4, 1, 12, 5, 0]
     for name, tensor in wanted._asdict().items():

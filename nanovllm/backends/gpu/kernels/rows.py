@@ -1,4 +1,4 @@
-"""What a decode reads of its rows, in one launch. The reference is in models/batch.py."""
+"""What a decode reads of its rows, in one launch. The reference is in models/decode_inputs.py."""
 
 import torch
 import triton
@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.gpu.kernels.launch import launch
-from nanovllm.models.batch import DecodeInputs
+from nanovllm.models.decode_inputs import DecodeInputs
 from nanovllm.plan import FILTERS
 
 # A program copies this many blocks of a block table at a time.
