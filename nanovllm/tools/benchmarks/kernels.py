@@ -77,7 +77,7 @@ def cases() -> Iterator[tuple[str, float, str, list[Any], list[Any]]]:
     rest: tuple[Any, ...]
     lengths = (128, 1024, 8192, 32_768)
     for dtype, batch, length in product(cache_dtypes(), (1, 8, 64, 256), lengths):
-        tile = decode_tile(gpu, D, torch.bfloat16)
+        tile = decode_tile(gpu, D, torch.bfloat16, dtype == FP8)
         size = 2 * dtype.itemsize * batch * length * K * D
         blocks = batch * length // BLOCK
         if 5 / dtype.itemsize * size > torch.cuda.mem_get_info()[0]:

@@ -103,7 +103,7 @@ def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype, f
         needs_fp8()
         cache_dtype, scales = FP8, (0.3, 1.7)
     k, v, tables, lens = paged(contexts, kv_heads, dim, size, cache_dtype)
-    narrow = decode_tile(gpu, dim, dtype)
+    narrow = decode_tile(gpu, dim, dtype, fp8)
     wide = prefill_tile(gpu, dim, dtype)
     for queries in ([1] * 9, [1, 15, 1, 17, 200, 1, 257, 129, 500]):
         starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32).to(DEVICE)
