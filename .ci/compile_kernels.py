@@ -10,32 +10,34 @@ tests/helpers/dry_run.py runs whole engines and checks that this script compiles
 
 It checks that every kernel compiles within the shared memory of the target, that no kernel
 spills registers but those of SPILLS, that as many decode programs fit a multiprocessor as
-configs.py says, that float32 kernels do not use TF32, and that programs of programmatic launches
-load their weights before they wait.
+configs.py says, that float32 kernels do not use TF32, that programs of programmatic launches load
+their weights before they wait, and the instructions of the loops that read the KV cache and weights
+in int8 (LIMITS).
 """
 
 import argparse
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import cache, cached_property, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from sass import dump, product_loops, resources
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from nanovllm.backends.gpu.kernels import (
     attention,
+    convert,
     delta_rule,
     experts,
     few_rows,
@@ -66,22 +68,22 @@ TARGETS = {
     "sm_120": (GPUTarget("cuda", 120, 32), 99, torch.bfloat16),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64, torch.bfloat16),
 }
-# One head size for each row of the tile table, and on sm_90 also sizes that are padded.
+# One head size for each row of the tile table, and on sm_90 also one that is padded.
 HEAD_DIMS = (64, 128, 256)
-PADDED_HEAD_DIMS = (32, 80, 96)
+PADDED_HEAD_DIMS = (80,)
 # The targets whose instructions convert fp8 (compute capability 8.9 and higher).
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 # For these Triton makes the PTX of another target with as much shared memory (sm_86 that of sm_89), to
 # the letter: the kernels of one head size show that the assembler takes it.
 ALIKE = ("sm_86",)
 # (H, K): query heads and KV heads. The first is compiled for every target and head size, the others,
-# whose groups are 1, 5, 7 and 8 query heads, for sm_90 with a head size of 128 and no fp8.
-HEADS = ((16, 8), (8, 8), (40, 8), (28, 4), (64, 8))
-# (Hk, Hv): key heads and value heads of the delta rule. Those after the first are for sm_90 only.
-DELTA_HEADS = ((16, 32), (16, 16), (16, 48))
+# whose groups are 1, 7 and 8 query heads, for sm_90 with a head size of 128 and no fp8.
+HEADS = ((16, 8), (8, 8), (28, 4), (64, 8))
+# (Hk, Hv): key heads and value heads of the delta rule. The second is for sm_90 only.
+DELTA_HEADS = ((16, 32), (16, 48))
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-# The assemblers of older versions also spill elsewhere. With them only decode is checked.
+# The assemblers of older versions also spill elsewhere. With them only decode and int8 are checked.
 NEWEST = VERSION >= (3, 9)
 # What may spill registers, by a regular expression of what `compile_one` calls it, and the reason.
 SPILLS = {
@@ -90,9 +92,23 @@ SPILLS = {
     r"_(solve|chunk_rule) \(float32 ": "it uses no matrix units, and is for comparisons",
     r"sm_(80|86|89|100|120): _(solve|chunk_rule) ": "at most 312 bytes; it has all 255 registers",
     r"sm_75: _expert_linear": "136 to 640 bytes with both tiles, in each kind of weights",
-    r"sm_75: _int[48]_linear": "2 to 3 KB with every tile; use the dtype of the model there",
-    r"sm_90: _int8_linear \(bfloat16 D=64 G=32 ": "8 bytes at 72 registers, which are not too few",
+    r"sm_75: _int[48]_linear": "2 to 8 KB with every tile; use the dtype of the model there",
 }
+# Warp instructions in a loop for each KiB of keys and values, or of weights, at most: with Triton
+# 3.6, and with later versions. More would be a regression, of a kernel or of the compiler.
+LIMITS = {
+    r"sm_90: _attend_decode \(bfloat16 D=64 G=2\)": (57, 50),
+    r"sm_90: _attend_decode \(bfloat16 D=128 G=2\)": (47, 41),
+    r"sm_90: _attend_decode \(bfloat16 D=64 fp8 ": (105, 100),
+    r"sm_90: _attend_decode \(bfloat16 D=128 fp8 ": (95, 90),
+    r"sm_90: _attend_decode \(bfloat16 D=256 fp8 ": (100, 100),
+    r"sm_90: _int8_linear \(bfloat16 D=64 G=16 .*ALIGNED=True": (155, 145),
+    r"sm_90: _int8_linear \(bfloat16 D=64 G=32 .*ALIGNED=True": (166, 166),
+    r"sm_90: _int8_linear \(bfloat16 D=64 G=64 .*ALIGNED=True": (242, 232),
+}
+# Slow instructions that these loops do not need: conversions of integers, and loads of single bytes
+# from shared memory.
+SLOW = re.compile(r"I2F|LDS\.[US]8")
 if not NEWEST:
     SPILLS[r"sm_120: _attend_decode \(bfloat16 D=128 fp8 "] = "16 bytes at 80 registers with 3.7"
 
@@ -132,6 +148,16 @@ class Variant:
         if "M" in self.arguments:
             return self.arguments["H"] // self.arguments["K"]
         return self.arguments.get("ROWS", self.arguments.get("HV", 0))
+
+    @property
+    def step_kib(self) -> float:
+        """KiB of keys and values, or of weights in int8, that a step of the loop reads; else 0."""
+        if self.kernel is attention._attend_decode:
+            cache = self.arguments["k_cache"]
+            return 2 * self.arguments["TILE"] * cache.shape[-1] * cache.itemsize / 1024
+        if self.kernel is int8._int8_linear:
+            return self.arguments["OUTPUTS"] * self.arguments["INPUTS"] / 1024
+        return 0
 
     @property
     def text(self) -> str:
@@ -178,10 +204,10 @@ def variants(
                 row_kernels.decode_inputs(
                     ids[:num_rows], table, ids, torch.ones(4, 33), ids, ids, 16
                 )
-            every = name == "sm_90" and dtype == half
+            every, exact = name == "sm_90" and dtype == half, dtype == torch.float32
             for heads in DELTA_HEADS if every else DELTA_HEADS[:1]:
                 launch_delta_rule(dtype, *heads, only_decode=name == "sm_75")
-            launch_quantized(dtype, every=name == "sm_90" and dtype != torch.float16)
+            launch_quantized(dtype, all_tiles=dtype == torch.bfloat16, odd=every or exact)
             if dtype in (half, torch.float32):
                 launch_experts(dtype)
             # The vocabulary of the embedded model is a single chunk.
@@ -201,7 +227,7 @@ def launch_layer(
     """The kernels between the projections: of 32 sequences and of one, with and without norms."""
     cache = torch.empty((4, kv_heads, 16, head_dim), dtype=cache_dtype)
     wide = prefill_tile(gpu, head_dim, dtype)
-    narrow = decode_tile(gpu, head_dim, dtype)
+    narrow = decode_tile(gpu, head_dim, dtype, cache_dtype == FP8)
     weight = torch.empty(head_dim, dtype=dtype)
     for num in (32, 1):
         q = torch.empty((num, heads, head_dim), dtype=dtype)
@@ -222,7 +248,7 @@ def launch_few_rows(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> 
     gpu, shared_memory_kib, _ = TARGETS[name]
     target = few_rows.Target(gpu.backend == "cuda", gpu.backend == "cuda" and gpu.arch >= 90)
     tile, empty = (
-        decode_tile(GpuInfo(shared_memory_kib), 128, dtype),
+        decode_tile(GpuInfo(shared_memory_kib), 128, dtype, cache_dtype == FP8),
         partial(torch.empty, dtype=dtype),
     )
     cases: list[tuple[int, bool]] = [(1, False), (4, False), (1, True)] if name == "sm_90" else []
@@ -246,18 +272,21 @@ def launch_few_rows(name: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> 
         few_rows.linear(hidden, weight(1024, 3072), x, target, add=True)
 
 
-def launch_quantized(dtype: torch.dtype, every: bool) -> None:
-    """Linear layers with weights in int8 and int4: all tiles, with and without a bias, also of odd sizes.
+def launch_quantized(dtype: torch.dtype, all_tiles: bool, odd: bool) -> None:
+    """Linear layers with weights in int8 and int4: the tile of few rows, or all of them.
 
-    Not `every` combination: each tile with a bias and a multiple of its size, and with neither.
+    With a bias and multiples of the tile's size; `odd`: also without a bias and of other sizes, for
+    which only few rows are compiled.
     """
-    for outputs, inputs in ((4096, 1024), (70, 70)):
-        empty = partial(torch.empty, dtype=dtype)
-        for weight_class, kernels in ((Int8Weight, int8), (Int4Weight, int4)):
+    empty = partial(torch.empty, dtype=dtype)
+    for weight_class, kernels in ((Int8Weight, int8), (Int4Weight, int4)):
+        for outputs, inputs in ((4096, 1024), (70, 70)) if odd else ((4096, 1024),):
             weight = weight_class.empty(empty, outputs, inputs)
-            for bias in (None, empty(outputs)):
-                if every or (bias is None) == (outputs == 70):
-                    kernels.compile_for(SimpleNamespace(weight=weight, bias=bias))
+            for bias in (empty(outputs), None) if odd else (empty(outputs),):
+                module = SimpleNamespace(weight=weight, bias=bias)
+                kernels.linear(empty(1, inputs), module)
+                if all_tiles and outputs == 4096 and bias is not None:
+                    kernels.compile_for(module)
 
 
 def launch_experts(dtype: torch.dtype) -> None:
@@ -297,6 +326,7 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]
     target, limit_kib, _ = TARGETS[name]
     kernel, (options, *specialized) = variant.kernel, variant.packed
     title, start = f"{name}: {kernel.__name__} ({label})", time.perf_counter()
+    convert.PTX = tl.constexpr(target.backend == "cuda")
     try:
         compiled = triton.compile(ASTSource(kernel, *specialized), target, options.__dict__)
     except Exception as error:
@@ -306,27 +336,37 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]
     shared = compiled.metadata.shared
     if shared > limit_kib * 1024:
         errors.append(f"{title}: shared memory {shared}, limit {limit_kib * 1024}")
-    registers = spills = fit = "-"
+    registers = spills = fit = per_kib = "-"
     if target.backend == "cuda":
         registers, spills = resources(compiled.asm["cubin"])
-        fit = resident(target, limit_kib, shared, options.num_warps, int(registers))
-        checked = NEWEST or ("decode" in kernel.__name__ and "float32" not in label)
-        if int(spills) and checked and not any(re.search(x, title) for x in SPILLS):
+        fit = resident(target, limit_kib, shared, options.num_warps, registers)
+        checked = NEWEST or ("float32" not in label and variant.step_kib)
+        if spills and checked and not any(re.search(x, title) for x in SPILLS):
             errors.append(f"{title}: {spills} bytes of spills")
         if kernel is attention._attend_decode:
-            q = variant.arguments["q"]
-            tile = decode_tile(GpuInfo(limit_kib), q.shape[-1], q.dtype)
-            # With 3.6, fp8 and heads of 64 take 96 registers on sm_90 and sm_100: 5 fit and not 6.
-            if fit < tile.programs_per_sm - (VERSION < (3, 7) and "fp8" in label):
+            q, fp8 = variant.arguments["q"], "fp8" in label
+            tile = decode_tile(GpuInfo(limit_kib), q.shape[-1], q.dtype, fp8)
+            if fit < tile.programs_per_sm:
                 errors.append(f"{title}: programs_per_sm={tile.programs_per_sm}, and {fit} fit")
     if getattr(options, "launch_pdl", False):
         errors += check_wait(title, compiled.asm["cubin"], variant)
+        # Compute capability 7.5 and float32 use no matrix units; the tiles of int8 are for 16 bytes.
+        if variant.step_kib and target.arch >= 80 and not re.search("float32|ALIGNED=False", label):
+            loops = product_loops(compiled.asm["cubin"])
+            errors += [] if loops else [f"{title}: no loop with a product"]
+            slow = [name for loop in loops for name in loop if SLOW.search(name)]
+            errors += [f"{title}: slow instructions {slow}"] if slow else []
+            count = min((loop.total() for loop in loops), default=0)  # of the innermost loop
+            per_kib = round(count * options.num_warps / variant.step_kib, 1)
+            limits = [limit for x, limit in LIMITS.items() if re.search(x, title)]
+            if limits and per_kib > limits[0][VERSION >= (3, 7)]:
+                errors.append(f"{title}: {per_kib} instructions per KiB, limit {limits[0]}")
     if "float32" in label and re.search(r"\btf32\b", compiled.asm.get("ptx", "")):
         errors.append(f"{title}: TF32 in a float32 kernel")
     row = (
         f"{name:7} {kernel.__name__:16} {label:34} warps {options.num_warps:2} stages "
         f"{options.num_stages} shared {shared:6} registers {registers:>3} spills {spills:>3} "
-        f"fit {fit:>2} {seconds:5.1f} s"
+        f"fit {fit:>2} per KiB {per_kib:>5} {seconds:5.1f} s"
     )
     return row, errors
 
@@ -346,7 +386,7 @@ def resident(target: GPUTarget, limit_kib: int, shared: int, warps: int, registe
 
 def check_wait(title: str, cubin: bytes, variant: Variant) -> list[str]:
     """What is wrong with the wait (ACQBULK in SASS) of a kernel of a programmatic launch."""
-    code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", cuobjdump(cubin, "--dump-sass"), re.M)
+    code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?);", dump(cubin, "sass"), re.M)
     wait = next((at for at, line in enumerate(code) if line.startswith("ACQBULK")), len(code))
     if any("EXIT" in line or "STG" in line for line in code[:wait]):
         return [f"{title}: not every program waits before it stores or ends"]
@@ -359,30 +399,13 @@ def check_wait(title: str, cubin: bytes, variant: Variant) -> list[str]:
     return [f"{title}: {loads} loads of 16 bytes before the wait"] if loads < wanted else []
 
 
-def cuobjdump(cubin: bytes, option: str) -> str:
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, option, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def resources(cubin: bytes) -> tuple[str, str]:
-    """(registers, bytes of local memory) of a kernel; without spills it uses no local memory."""
-    out = cuobjdump(cubin, "--dump-resource-usage")
-    match = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", out)
-    assert match, out
-    return match[1], str(int(match[2]) + int(match[3]))
-
-
 def jobs(name: str) -> list[tuple[str, torch.dtype, int, torch.dtype]]:
     """The dtypes, head sizes and dtypes of the cache that are compiled for TARGETS[name]."""
     half = TARGETS[name][2]
     cases = [(half, head_dim) for head_dim in (HEAD_DIMS[1:2] if name in ALIKE else HEAD_DIMS)]
     if name == "sm_90":
         cases += [(half, head_dim) for head_dim in PADDED_HEAD_DIMS]
-        cases += [(d, head_dim) for d in (torch.float16, torch.float32) for head_dim in HEAD_DIMS]
+        cases += [(torch.float16, 64)] + [(torch.float32, head_dim) for head_dim in HEAD_DIMS]
     found = [(name, dtype, head_dim, dtype) for dtype, head_dim in cases]
     if name in FP8_TARGETS:
         found += [(name, half, head_dim, FP8) for head_dim in HEAD_DIMS]

@@ -41,7 +41,7 @@ class TritonAttention(PlainAttention):
         super().__init__(config, num_blocks, block_size, dtype, device, fp8_scales)
         self.layers = [(k, v) for k, v in self.cache]  # indexing the cache takes 10 us
         self.gpu = GpuInfo.of(device)
-        self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype)
+        self.decode_tile = decode_tile(self.gpu, config.head_dim, dtype, bool(fp8_scales))
         self.prefill_tile = prefill_tile(self.gpu, config.head_dim, dtype)
         self.group_size = config.num_heads // config.num_kv_heads
         if self.group_size > (limit := self.decode_tile.num_rows):

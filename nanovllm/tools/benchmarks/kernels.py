@@ -67,7 +67,7 @@ class Decode:
 
     def table_tile(self) -> Tile:
         """Return the tile of the table for this GPU."""
-        return decode_tile(GpuInfo.of(DEVICE), D, self.q.dtype)
+        return decode_tile(GpuInfo.of(DEVICE), D, self.q.dtype, self.kv.dtype == FP8)
 
     def calls(self, tile: Tile) -> list[Callable[[], None]]:
         """Return a call of the kernel for each of the caches."""

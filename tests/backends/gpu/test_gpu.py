@@ -108,7 +108,7 @@ def test_attention(shape: tuple[int, int, int], size: int, dtype: torch.dtype, f
         needs_fp8()
         cache_dtype, scales = FP8, (0.3, 1.7)
     k, v, tables, lens = paged(contexts, kv_heads, dim, size, cache_dtype)
-    narrow = decode_tile(gpu, dim, dtype)
+    narrow = decode_tile(gpu, dim, dtype, fp8)
     wide = prefill_tile(gpu, dim, dtype)
     for queries in ([1] * 9, [1, 15, 1, 17, 200, 1, 257, 129, 500]):
         starts = torch.tensor([0, *torch.tensor(queries).cumsum(0)], dtype=torch.int32).to(DEVICE)
@@ -329,7 +329,9 @@ def test_few_rows(tmp_path: Path, contexts: list[int], quantization: str | None)
     at = torch.arange(rows, device=DEVICE)
     slots = tables[at, (lens - 1) // 16].long() * 16 + (lens - 1) % 16
     starts = torch.arange(rows + 1, dtype=torch.int32, device=DEVICE)
-    step = ForwardBatch(at, lens - 1, slots, starts, lens, tables, at, np.ones(rows), num_decodes=rows)
+    step = ForwardBatch(
+        at, lens - 1, slots, starts, lens, tables, at, np.ones(rows), num_decodes=rows
+    )
     with torch.inference_mode():
         runner.attention.cache.normal_()
         runner.attention.prepare(step)

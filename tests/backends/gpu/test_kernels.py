@@ -37,6 +37,7 @@ from nanovllm import LLM, SamplingParams  # noqa: E402
 from nanovllm.backends import int4 as plain_int4  # noqa: E402
 from nanovllm.backends.gpu.kernels import (  # noqa: E402
     attention,
+    convert,
     experts,
     int4,
     int8,
@@ -305,7 +306,7 @@ def test_silu_and_mul(seed: int, rows: int, size: int, dtype: torch.dtype) -> No
 @BRIEF
 @given(
     seed=SEEDS,
-    rows=st.sampled_from([1, 2, 16, 17, 33, 65, 128, 129, 257]),
+    rows=st.sampled_from([1, 2, 16, 17, 33, 65, 128, 129, 257, 513]),
     shape=st.sampled_from([(64, 64), (70, 70), (16, 300), (199, 96)]),
     bias=st.booleans(),
     dtype=DTYPES,
@@ -319,6 +320,82 @@ def test_int8_linear(
     module = SimpleNamespace(weight=weight, bias=torch.randn(shape[0]).to(dtype) if bias else None)
     x = torch.randn(rows, shape[1]).to(dtype)
     close(int8.linear(x, module), weight_only(x, module))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weight_class", [Int8Weight, Int4Weight])
+def test_many_rows_convert_a_part_of_the_weights_at_a_time(
+    weight_class: type[Int8Weight], bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    kernels = int8 if weight_class is Int8Weight else int4
+    weight = weight_class.empty(torch.empty, 70, 64)
+    weight.copy_(torch.randn(70, 64))
+    module = SimpleNamespace(weight=weight, bias=torch.randn(70) if bias else None)
+    x = torch.randn(max(int8.HALF) + 1, 64)
+    expected, sizes, dequantized = weight_only(x, module), [], weight_class.dequantized
+
+    def spy(part: Int8Weight) -> Tensor:
+        sizes.append(part.values.shape[0])
+        return dequantized(part)
+
+    monkeypatch.setattr(weight_class, "dequantized", spy)
+    monkeypatch.setattr(int8, "PART", 32 * 64)
+    close(kernels.linear(x, module), expected)
+    assert sizes == [32, 32, 6]
+
+
+def run_ptx(code: str, x: Tensor) -> list[Tensor]:
+    """Return $0 and $1 [N, 1] int32 for x [N, 1] int32, by the definitions of the PTX ISA."""
+
+    def permute(a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
+        both = torch.cat((a, b), 1).view(torch.uint8)
+        chosen = [int(selector[0]) >> shift & 7 for shift in (0, 4, 8, 12)]
+        return both[:, chosen].view(torch.int32)
+
+    def fma(*args: Tensor) -> Tensor:
+        a, b, c = (y.view(torch.bfloat16).double() for y in args)
+        return (a * b + c).bfloat16().view(torch.int32)
+
+    operations: dict[str, Callable[..., Tensor]] = {
+        "mov.b32": lambda a: a,
+        "xor.b32": lambda a, b: a ^ b,
+        "prmt.b32": permute,
+        # The table of a lop3 is the function's value for 0xF0, 0xCC and 0xAA.
+        "lop3.b32": lambda a, b, c, table: a & b | c if table[0] == 0xF0 & 0xCC | 0xAA else None,
+        "sub.f16x2": lambda a, b: (a.view(torch.half) - b.view(torch.half)).view(torch.int32),
+        "fma.rn.bf16x2": fma,
+        "cvt.rn.f16x2.e4m3x2": lambda a: a.view(FP8).half().view(torch.int32),
+    }
+    registers = {"$2": x}
+    for line in code.strip("{}").split(";"):
+        operation, _, rest = line.strip().partition(" ")
+        if operation == "mov.b32" and rest.startswith("{low, high}"):
+            registers["low"], registers["high"] = x.view(torch.int16).split(1, 1)
+        elif operation not in ("", ".reg"):
+            target, *names = rest.split(", ")
+            numbers = [np.int64(int(n, 0)).astype(np.int32) for n in names if n not in registers]
+            constants = iter([torch.full_like(x, int(n)) for n in numbers])
+            values = [registers[n] if n in registers else next(constants) for n in names]
+            registers[target] = operations[operation](*values)
+    return [registers["$0"], registers["$1"]]
+
+
+@pytest.mark.parametrize(
+    ("code", "source", "dtype"),
+    [
+        (convert.FP8_TO_FLOAT16, FP8, torch.float16),
+        (convert.INT8_TO_FLOAT16, torch.int8, torch.float16),
+        (convert.INT8_TO_BFLOAT16, torch.int8, torch.bfloat16),
+    ],
+)
+def test_ptx_converts_every_byte_exactly(
+    code: tl.constexpr, source: torch.dtype, dtype: torch.dtype
+) -> None:
+    every = torch.arange(256).to(torch.uint8).view(64, 4)
+    found = torch.cat(run_ptx(code.value, every.view(torch.int32)), 1).view(dtype)
+    expected = every.view(source).to(dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.gpu.kernels.configs import Tile
+from nanovllm.backends.gpu.kernels.convert import fp8_to
 from nanovllm.backends.gpu.kernels.launch import launch
 
 LOG2E = 1.4426950408889634
@@ -77,18 +78,9 @@ def _attend_tile(
     offset = blocks.to(tl.int64) * (K * BLOCK * D) + (position % BLOCK) * D
     k_ptrs = k_cache + offset[None, :] + dim[:, None]  # [D, TILE]
     k = tl.load(k_ptrs, mask=in_range[None, :] & in_head[:, None], other=0.0).to(q.dtype)
-    if v_cache.dtype.element_ty == tl.float8e4nv:
-        # Load pairs along D: shared memory is then read 16 bits at a time, not 8.
-        pair = tl.arange(0, D_PAD // 2)
-        in_head = (pair < D // 2) | (D == D_PAD)
-        v_ptrs = v_cache.to(tl.pointer_type(tl.uint16)) + (offset // 2)[:, None] + pair[None, :]
-        pairs = tl.load(v_ptrs, mask=in_range[:, None] & in_head[None, :], other=0)
-        low = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
-        high = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(q.dtype)
-        v = tl.interleave(low, high)
-    else:
-        v_ptrs = v_cache + offset[:, None] + dim[None, :]  # [TILE, D]
-        v = tl.load(v_ptrs, mask=in_range[:, None] & in_head[None, :], other=0.0).to(q.dtype)
+    v_ptrs = v_cache + offset[:, None] + dim[None, :]  # [TILE, D]
+    v = tl.load(v_ptrs, mask=in_range[:, None] & in_head[None, :], other=0.0)
+    v = fp8_to(v, q.dtype) if v.dtype == tl.float8e4nv else v.to(q.dtype)
     # `scale` contains log2(e), so that exp2, which is one instruction, replaces exp below.
     scores = tl.dot(q, k, input_precision="ieee") * scale  # [M, TILE]
     if MASKED:
@@ -269,8 +261,7 @@ def attend(
 
     The queries are the last tokens of their context. k_cache, v_cache [blocks, K, block size, D];
     tiles from `query_tiles`; query_start_loc [S + 1] int32; context_lens [S]; block_tables [S, B]
-    int32. All tensors are contiguous, and D is even. The numbers in the caches are multiplied by
-    the scales.
+    int32. All tensors are contiguous. The numbers in the caches are multiplied by the scales.
     """
     _, H, D = q.shape
     _, K, BLOCK, _ = k_cache.shape

@@ -5,11 +5,11 @@ and the same input could give different results. The number of keys of a tile do
 block size of the cache. The entries follow from shared memory, registers and spills, which
 `.ci/compile_kernels.py --table` reports without a GPU, and from sizes published for Hopper GPUs: 16
 rows, 32 to 64 keys and 3 to 4 stages for decode; 64 to 128 rows, 64 keys and 2 to 3 stages for
-prefill. Only the entries for heads of 128 in half precision have been timed, on an H100.
+prefill. Prefill with heads of 128 in half precision has been timed on an H100. The decode tiles of
+one and two warps, and all others, have not been timed.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -53,7 +53,7 @@ class GpuInfo:
 # (TF32 would lose precision). The others are for half precision, by the shared memory of a program:
 # largest from 200 KiB (sm_90, sm_100), large from 160 KiB (sm_80), medium from 96 KiB (sm_86,
 # sm_89, sm_120), small below. `.ci/compile_kernels.py` checks that `programs_per_sm` fit at the
-# same time. They serve a cache in fp8 too: with more keys or stages, decode was slower on an H100.
+# same time.
 LARGE = {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)}
 PREFILL = {
     "float32": {64: Tile(64, 32, 8, 2), 128: Tile(32, 16, 8, 2), 256: Tile(16, 16, 4, 2)},
@@ -62,12 +62,20 @@ PREFILL = {
     "medium": {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 8, 2)},
     "small": {64: Tile(32, 32, 4, 2), 128: Tile(32, 16, 4, 2), 256: Tile(16, 16, 4, 2)},
 }
+# The warps of a decode program share the keys of a tile, so that every tile needs sums over warps
+# and barriers. A single warp needs neither, and fewer instructions in all. Where shared memory
+# holds only two or three programs, four warps each hide more of the latencies.
 DECODE = {
     "float32": {64: Tile(16, 32, 8, 3, 2), 128: Tile(16, 16, 4, 3, 2), 256: Tile(16, 16, 4, 2, 1)},
-    "largest": {64: Tile(16, 64, 4, 3, 6), 128: Tile(16, 64, 4, 3, 3), 256: Tile(16, 32, 4, 3, 3)},
-    "large": {64: Tile(16, 64, 4, 3, 4), 128: Tile(16, 64, 4, 3, 2), 256: Tile(16, 32, 4, 3, 2)},
+    "largest": {64: Tile(16, 32, 1, 3, 11), 128: Tile(16, 32, 1, 3, 6), 256: Tile(16, 32, 4, 3, 3)},
+    "large": {64: Tile(16, 32, 1, 3, 8), 128: Tile(16, 32, 1, 3, 4), 256: Tile(16, 32, 4, 3, 2)},
     "medium": {64: Tile(16, 64, 4, 3, 2), 128: Tile(16, 32, 4, 3, 2), 256: Tile(16, 16, 4, 3, 2)},
     "small": {64: Tile(16, 32, 4, 3, 2), 128: Tile(16, 32, 4, 3, 2), 256: Tile(16, 16, 4, 2, 2)},
+}
+# A key in fp8 has half as many bytes, and its conversion needs registers.
+DECODE_FP8 = DECODE | {
+    "largest": {64: Tile(16, 64, 1, 3, 8), 128: Tile(16, 64, 2, 3, 4), 256: Tile(16, 32, 2, 3, 3)},
+    "medium": {64: Tile(16, 64, 2, 3, 3), 128: Tile(16, 32, 2, 3, 3), 256: Tile(16, 16, 2, 3, 2)},
 }
 
 
@@ -86,6 +94,10 @@ def _look_up(
     return tiles[min(limit for limit in tiles if limit >= head_dim)]
 
 
-# (gpu, head_dim, dtype) -> Tile.
-prefill_tile = partial(_look_up, PREFILL)
-decode_tile = partial(_look_up, DECODE)
+def prefill_tile(gpu: GpuInfo, head_dim: int, dtype: torch.dtype) -> Tile:
+    return _look_up(PREFILL, gpu, head_dim, dtype)
+
+
+def decode_tile(gpu: GpuInfo, head_dim: int, dtype: torch.dtype, fp8: bool = False) -> Tile:
+    """Return the tile for queries of `dtype`. `fp8`: whether the cache is in fp8."""
+    return _look_up(DECODE_FP8 if fp8 else DECODE, gpu, head_dim, dtype)

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from nanovllm.backends.gpu.kernels import int8
 from nanovllm.backends.gpu.kernels.launch import launch
@@ -21,8 +20,8 @@ from nanovllm.models.layers import Linear
 @triton.jit(do_not_specialize=["num_rows", "num_outputs", "num_inputs"])
 def _int4_linear(
     x, weight, scale, bias, out, num_rows, num_outputs, num_inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, BIAS: tl.constexpr,
-    GROUP: tl.constexpr, ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SLICES: tl.constexpr,
+    BIAS: tl.constexpr, GROUP: tl.constexpr, ALIGNED: tl.constexpr,
 ):
     """One program computes ROWS x OUTPUTS of out = x weight^T + bias.
 
@@ -38,27 +37,32 @@ def _int4_linear(
     num_groups = (num_inputs + GROUP - 1) // GROUP
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    byte = tl.arange(0, INPUTS // 2)
-    group = byte // HALF
-    # A weight may have more than 2^31 elements.
-    weight_ptrs = weight + output.to(tl.int64)[:, None] * (num_groups * HALF) + byte[None, :]
-    scale_ptrs = scale + output.to(tl.int64)[:, None] * num_groups + group[None, :]
-    low = group * GROUP + byte % HALF  # the input of the low half of a byte
-    x_ptrs = x + row.to(tl.int64)[None, :] * num_inputs + low[:, None]
-    is_output, is_row = (output < num_outputs)[:, None], (row < num_rows)[None, :]
+    byte = tl.arange(0, INPUTS // 2 // SLICES)
+    weight_byte, x_byte = byte[None, :], byte[:, None]
     acc = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    if SLICES > 1:
+        first = tl.arange(0, SLICES)[:, None, None] * (INPUTS // 2 // SLICES)
+        weight_byte, x_byte = first + weight_byte, first + x_byte
+        acc = tl.zeros([SLICES, OUTPUTS, ROWS], tl.float32)
+    group = weight_byte // HALF
+    # A weight may have more than 2^31 elements.
+    weight_ptrs = weight + output.to(tl.int64)[:, None] * (num_groups * HALF) + weight_byte
+    scale_ptrs = scale + output.to(tl.int64)[:, None] * num_groups + group
+    low = x_byte // HALF * GROUP + x_byte % HALF  # the input of the low half of a byte
+    x_ptrs = x + row.to(tl.int64)[None, :] * num_inputs + low
+    is_output, is_row = (output < num_outputs)[:, None], (row < num_rows)[None, :]
     for start in range(0, num_inputs, INPUTS):
-        is_group = is_output & (group < num_groups - start // GROUP)[None, :]
+        is_group = is_output & (group < num_groups - start // GROUP)
         both = tl.load(weight_ptrs + start // 2, mask=is_group, other=0)
         s = tl.load(scale_ptrs + start // GROUP, mask=is_group, other=0.0).to(tl.float32)
         for high in tl.static_range(2):
             value = ((both >> 4) if high else (both & 15)).to(tl.int32) - 8
             w = (value.to(tl.float32) * s).to(dtype)
             is_input = low + high * HALF < num_inputs - start
-            columns = tl.load(
-                x_ptrs + start + high * HALF, mask=is_row & is_input[:, None], other=0.0
-            )
+            columns = tl.load(x_ptrs + start + high * HALF, mask=is_row & is_input, other=0.0)
             acc = tl.dot(w, columns, acc, input_precision="ieee")
+    if SLICES > 1:
+        acc = tl.sum(acc, 0)
     if BIAS:
         acc += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
@@ -72,7 +76,7 @@ def linear(x: Tensor, module: Linear) -> Tensor:
         return int8.linear(x, module)
     tiles = int8.FLOAT32 if x.dtype == torch.float32 else int8.HALF
     if rows > max(tiles):
-        return F.linear(x, weight.dequantized(), bias)
+        return int8.linear_in_parts(x, module)
     tile = tiles[min(limit for limit in tiles if limit >= rows)]
     outputs, inputs = weight.shape
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
@@ -81,7 +85,7 @@ def linear(x: Tensor, module: Linear) -> Tensor:
     args = (x, packed, weight.scale, addend, out, rows, outputs, inputs)
     constants = dict(
         ROWS=tile.num_rows, OUTPUTS=tile.num_outputs, INPUTS=max(tile.num_inputs, GROUP),
-        BIAS=bias is not None, GROUP=GROUP, ALIGNED=inputs % GROUP == 0,
+        SLICES=tile.num_slices, BIAS=bias is not None, GROUP=GROUP, ALIGNED=inputs % GROUP == 0,
     )
     grid = (-(-outputs // tile.num_outputs), -(-rows // tile.num_rows), 1)
     options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
