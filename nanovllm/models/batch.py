@@ -47,14 +47,6 @@ class SamplingBatch:
     all_greedy: bool = False
 
 
-def longest_first(context_lens: np.ndarray) -> np.ndarray:
-    """Return the indices [S] int64 of sequences by length, for a device that starts them so.
-
-    No long sequence is then still computed when the others have ended.
-    """
-    return np.argsort(-context_lens, kind="stable")
-
-
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """Copy to the device without waiting for it. A CPU tensor may share memory with `array`."""
     tensor = torch.from_numpy(array)

@@ -2,9 +2,18 @@
 
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from nanovllm.plan import FILTERS
+
+
+def longest_first(context_lens: np.ndarray) -> np.ndarray:
+    """Return the indices [S] int64 of sequences by length, for a device that starts them so.
+
+    No long sequence is then still computed when the others have ended.
+    """
+    return np.argsort(-context_lens, kind="stable")
 
 
 class DecodeInputs(NamedTuple):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.batch import SamplingBatch, longest_first, to_device
+from nanovllm.models.batch import SamplingBatch, to_device
+from nanovllm.models.decode_inputs import longest_first
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.plan import StepOutput, StepPlan
 from nanovllm.runner.chunk_results import add_chunk_results
@@ -95,10 +96,7 @@ class ModelRunner:
         return self._sample(hidden, device_rows.sampling_batch(rows), rows, rules)
 
     def decode(self, rows: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample a token for each of `rows` [S] -> hidden states [S, E] and tokens [S].
-
-        `order` [S] has the indices of the rows as in `longest_first`.
-        """
+        """Decode `rows` [S], `order` [S] is longest_first -> hidden states [S, E], tokens [S]."""
         assert self.device_rows is not None
         batch, sampling = self.device_rows.decode_batch(rows, order)
         if self.states is not None:

@@ -8,8 +8,9 @@ from torch import Tensor
 from nanovllm.backends.gpu.kernels import attention, store
 from nanovllm.backends.gpu.kernels.configs import GpuInfo, decode_tile, prefill_tile
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.batch import ForwardBatch, longest_first, to_device
+from nanovllm.models.batch import ForwardBatch, to_device
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.decode_inputs import longest_first
 from nanovllm.models.fp8 import Scales
 from nanovllm.models.layers import Norms, Rope
 
