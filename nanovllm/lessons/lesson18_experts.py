@@ -28,7 +28,8 @@ from nanovllm.features.moe.config import Experts, MoeConfig
 from nanovllm.features.moe.experts import Groups, expert_linear
 from nanovllm.features.moe.model import SparseMLP
 from nanovllm.lessons.lesson import make_llm, runner_of, timed
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_plot
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.loading.make_runner import model_class
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.backend import Backend
@@ -51,7 +52,6 @@ QWEN3_MOE = dict(
     norm_topk_prob=True,
     max_position_embeddings=40_960,
 )
-CHOICES = [[3, 0], [1, 3], [0, 3]]  # of the picture
 ROWS = (1, 2, 4, 16, 64)
 NUMBERS = (64, 128, 256)  # of experts
 USED, BATCH = 8, 16
@@ -174,7 +174,7 @@ def reads() -> list[tuple[object, ...]]:
 
 
 @torch.inference_mode()
-def run() -> list[Question]:
+def run() -> None:
     rows, difference = route_four()
     say("""A router with random weights, four tokens, and four experts of which a token uses two.
         The probabilities are the softmax of the scores. The weights of the two experts are divided
@@ -183,11 +183,13 @@ def run() -> list[Question]:
     say(f"""The engine sorts these eight rows by expert and computes one product for each expert
         that has rows. The largest difference to a loop over tokens and their experts is
         {difference:.0e}.""")
+    QUESTIONS.show(1)
     say(f"""A layer with {NUMBERS[0]} experts, of which a token uses {USED}, in plain torch. The
         last column is one MLP with as many weights as a token uses, {USED * SIZE:,} inner units. It
         reads all of them at every number of tokens. The mixture reads the experts that are
         used:""")
     show_table(("tokens", "experts used", "ms", "ms of one MLP"), time_rows())
+    QUESTIONS.show(2)
     say(f"""How many experts a step uses depends on the router. If each token used any {USED} of X
         experts with equal probability, an expert would be left out by one token with the
         probability 1 - {USED}/X, and by T tokens with (1 - {USED}/X)^T. A step of T tokens would
@@ -204,7 +206,9 @@ def run() -> list[Question]:
         every number of requests:""")
     rows = reads()
     show_table(("requests", "experts used", "billion weights", "GB", "GB / token"), rows)
-    read = {tokens: float(str(gigabytes)) for tokens, _, _, gigabytes, _ in rows}
+    read = {float(str(row[0])): float(str(row[3])) for row in rows}
+    lines = {"mixture": [*read.items()], "one MLP": [(num, read[1]) for num in read]}
+    show_plot("What a decode step reads", "requests", "GB", lines, log=True)
     say(f"""A batch therefore gains less than with one MLP (lesson 4): a step of {BATCH} requests
         reads {read[BATCH] / read[1]:.1f} times as much as a step of one. Attention, the head and
         the embeddings are read once in both, so it is less than the ratio of the experts. The more
@@ -217,19 +221,19 @@ def run() -> list[Question]:
         link(SparseMLP.__call__, "embedding_bag"),
         link(Experts.expected_hits),
     )
-    groups = Groups.of(torch.tensor(CHOICES), 4)
-    return [
-        Question(
-            "A layer has 128 experts, and a token uses 8. How many does a step of 2 tokens use on "
-            "average, if all are equally likely?",
-            f"{expected(128, 2):g}",
-            "The second token shares 8 * 8 / 128 = 0.5 of its experts with the first.",
-            "The first token uses 8. How many of the 8 of the second did the first choose already?",
-        ),
-        Question(
-            "In the picture, which sorted row, counted from 0, has token 1 and expert 3?",
-            str(groups.places[1, 1].item()),
-            "Three rows belong to experts 0 and 1. Of the rows of expert 3, token 0 has the first.",
-            "Find the rows of expert 3. Among the rows of an expert, tokens keep their order.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    A step has 16 tokens. Why does it read more weights with the mixture than with one MLP that has
+    as many weights as a token uses?
+    (a) The router reads the weights of all experts to score them.
+    (b) Sorting the rows copies the weights of their experts.
+    (c) The tokens use different experts, and each expert that is used is read.
+    Answer: c. One MLP is read once for all tokens, and each expert once for its own tokens only.
+    Hint: How many experts does a step of one token read, and how many can a step of two?
+
+    A layer has 128 experts, and a token uses 8. How many does a step of 2 tokens use on average, if
+    all are equally likely?
+    Answer: 15.5. The second token shares 8 * 8 / 128 = 0.5 of its experts with the first.
+    Hint: The first token uses 8. How many of the 8 of the second did the first choose already?
+""")

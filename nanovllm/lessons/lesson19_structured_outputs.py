@@ -23,7 +23,8 @@ from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.features.logit_rules.rows import RulesBatch
 from nanovllm.features.structured import GrammarCompiler, Matcher
 from nanovllm.lessons.lesson import ask, make_llm, optional, timed
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.runner.model_runner import ModelRunner
 
 PROMPT = "What is 12 + 30?\n"
@@ -45,24 +46,29 @@ def show_masks(llm: LLM, params: StructuredOutputsParams) -> str:
     """Print the output, token by token, with the size of each mask. Returns the text."""
     options = dict(max_tokens=40, logprobs=1, structured_outputs=params)
     output = ask(llm, [PROMPT], **options)[0].outputs[0]
-    matcher, decode, rows = make_matcher(llm, params), llm.get_tokenizer().decode, []
+    matcher, decode = make_matcher(llm, params), llm.get_tokenizer().decode
+    rows = list[tuple[int, int, str, str, int]]()
     for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
         mask = matcher.mask(output.token_ids[:i]) or b""
         assert mask[token >> 3] >> (token & 7) & 1
         best = min(entry, key=lambda candidate: entry[candidate].rank)
         allowed = int.from_bytes(mask, "little").bit_count()
-        texts = [repr(decode([t])) for t in (best, token)]
-        rows.append((i, allowed, *texts, entry[token].rank))
+        likely, drawn = (repr(decode([t])) for t in (best, token))
+        rows.append((i, allowed, likely, drawn, entry[token].rank))
     show_table(("position", "allowed", "most likely", "drawn", "its rank"), rows)
+    cells = [(i, 1, drawn, 3 if allowed > 1 else 0) for i, allowed, _, drawn, _ in rows[:-1]]
+    title = "Where the grammar leaves the model a choice"
+    show_lanes(title, [("output", cells)], "token", one_token_allowed=0, several_allowed=3)
     return output.text
 
 
-def run() -> list[Question]:
+def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
     if optional("llguidance") is None:
         say("llguidance is not installed: pip install -e '.[structured]'")
-        return []
+        return
     vocab_size = llm.engine.input_processor.vocab_size
+    QUESTIONS.show(1)
     say(f"""The embedded model was not trained to write JSON. It is asked {PROMPT!r} with a schema
         of an integer `answer`. At each position some of the {vocab_size:,} tokens are
         allowed; "most likely" is the model's own choice, before the mask:""")
@@ -71,6 +77,7 @@ def run() -> list[Question]:
     say(f"""The output is {text!r}: valid, which does not mean right. Where one token is allowed the
         model has no choice, and its rank does not matter. A mask cannot make a model better; it can
         make it worse, if the format keeps it from what it has learned to write.""")
+    QUESTIONS.show(2)
     matcher = make_matcher(llm, StructuredOutputsParams(json=SCHEMA))
     prompt = [llm.get_tokenizer().encode(PROMPT)]
     _, mask = timed(lambda: matcher.mask([]), repeats=21)
@@ -83,22 +90,22 @@ def run() -> list[Question]:
         link(ModelRunner._sample, "rules.apply"),
         link(RulesBatch._apply_on_host, "row.matcher.mask"),
     )
-    return [
-        Question(
-            "Why can the host not compute the masks of the next three steps at once? (a) Masks are "
-            "too large. (b) A mask depends on the tokens that are sampled before it. (c) The GPU "
-            "is busy.",
-            "b",
-            "After an opening quote other tokens are valid than after a digit. The layers of the "
-            "next step, however, need only the token, which the device has already.",
-            "What does Matcher.mask take as its argument?",
-        ),
-        Question(
-            "At a position only one token is allowed. Does the temperature change what is drawn "
-            "there: yes or no?",
-            "no",
-            "All other logits are -inf at any temperature. An engine could even skip the model "
-            "there, which is called jump-forward decoding; this engine does not.",
-            "What is -inf divided by a temperature?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    At a position only one token is allowed. What does the temperature change there?
+    (a) Nothing: all other logits are -inf at any temperature.
+    (b) A high temperature can draw a token that is not allowed.
+    (c) A low temperature makes the draw more certain.
+    Answer: a. An engine could even skip the model there, which is called jump-forward decoding;
+    this engine does not.
+    Hint: What is -inf divided by a temperature?
+
+    Why can the host not compute the masks of the next three steps at once?
+    (a) Masks are too large.
+    (b) A mask depends on the tokens that are sampled before it.
+    (c) The GPU is busy.
+    Answer: b. After an opening quote other tokens are valid than after a digit. The layers of the
+    next step, however, need only the token, which the device has already.
+    Hint: What does Matcher.mask take as its argument?
+""")
