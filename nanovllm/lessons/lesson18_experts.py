@@ -17,7 +17,9 @@ experts in each layer. A batch reads all experts that one of its tokens uses.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -106,14 +108,10 @@ def time_rows() -> list[tuple[object, ...]]:
         linear.weight.normal_(std=0.05)
     for num in TIMED:
         steps = torch.randn(5, num, HIDDEN)
-
-        def median(function: Any, steps: Tensor = steps) -> float:
-            inputs = iter(steps)  # other tokens each time, which read other experts
-            return timed(lambda: function(next(inputs)), len(steps))[1]
-
-        used = sum(hits(layer, x) for x in steps) / len(steps)
-        times = (f"{median(function) * 1e3:.1f}" for function in (layer, mlp))
-        rows.append((num, f"{used:.1f}", *times))
+        used = mean(hits(layer, x) for x in steps)
+        results = [map(function, steps) for function in (layer, mlp)]
+        times = (timed(partial(next, each), len(steps))[1] for each in results)
+        rows.append((num, f"{used:.1f}", *(f"{seconds * 1e3:.1f}" for seconds in times)))
     return rows
 
 
@@ -129,23 +127,8 @@ def hidden_states(llm: LLM, prompts: list[Any]) -> Iterator[Tensor]:
         return result
 
     layer.mlp = record
-    try:
-        llm.chat(prompts, use_tqdm=False)
-    finally:
-        layer.mlp = mlp
+    llm.chat(prompts, use_tqdm=False)
     return (x for x in seen if len(x) == len(prompts))
-
-
-def measured_hits(steps: list[Tensor], num_experts: int) -> float:
-    """Route the tokens of steps by a random router -> the mean number of experts of a step."""
-    layer = make_layer(num_experts, steps[0].shape[1])
-    return sum(hits(layer, x) for x in steps) / len(steps)
-
-
-def expected(num_experts: int, num_tokens: int) -> float:
-    """Return how many experts a step uses if each token draws USED of them."""
-    experts = Experts(num_experts, USED, 1, normalized=True, layers=frozenset())
-    return experts.expected_hits(num_tokens)
 
 
 def compare_routers() -> list[tuple[object, ...]]:
@@ -155,7 +138,9 @@ def compare_routers() -> list[tuple[object, ...]]:
     chats = [[{"role": "user", "content": sample.question}] for sample in samples]
     steps, rows = list(hidden_states(llm, chats)), list[tuple[object, ...]]()
     for num in NUMBERS:
-        by_formula, by_router = expected(num, BATCH), measured_hits(steps, num)
+        layer = make_layer(num, steps[0].shape[1])
+        by_router = mean(hits(layer, x) for x in steps)
+        by_formula = layer.config.expected_hits(BATCH)
         counts = by_formula, by_formula / USED, by_router, by_router / USED
         rows.append((f"{USED} of {num}", *(f"{count:.1f}" for count in counts)))
     return rows

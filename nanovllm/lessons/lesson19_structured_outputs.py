@@ -34,20 +34,20 @@ SCHEMA = {
     "required": ["answer"],
     "additionalProperties": False,
 }
+PARAMS = StructuredOutputsParams(json=SCHEMA)
 
 
-def make_matcher(llm: LLM, params: StructuredOutputsParams) -> Matcher:
+def make_matcher(llm: LLM) -> Matcher:
     inputs = llm.engine.input_processor
     compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
-    return compiler.compile(params, sorted(inputs.eos_token_ids)).matcher()
+    return compiler.compile(PARAMS, sorted(inputs.eos_token_ids)).matcher()
 
 
-def show_masks(llm: LLM, params: StructuredOutputsParams) -> str:
+def show_masks(llm: LLM, matcher: Matcher) -> str:
     """Print the output, token by token, with the size of each mask. Returns the text."""
-    options = dict(max_tokens=40, logprobs=1, structured_outputs=params)
+    options = dict(max_tokens=40, logprobs=1, structured_outputs=PARAMS)
     output = ask(llm, [PROMPT], **options)[0].outputs[0]
-    matcher, decode = make_matcher(llm, params), llm.get_tokenizer().decode
-    rows = list[tuple[int, int, str, str, int]]()
+    decode, rows = llm.get_tokenizer().decode, list[tuple[int, int, str, str, int]]()
     for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
         mask = matcher.mask(output.token_ids[:i]) or b""
         assert mask[token >> 3] >> (token & 7) & 1
@@ -72,13 +72,13 @@ def run() -> None:
     say(f"""The embedded model was not trained to write JSON. It is asked {PROMPT!r} with a schema
         of an integer `answer`. At each position some of the {vocab_size:,} tokens are
         allowed; "most likely" is the model's own choice, before the mask:""")
-    text = show_masks(llm, StructuredOutputsParams(json=SCHEMA))
+    matcher = make_matcher(llm)
+    text = show_masks(llm, matcher)
     assert list(json.loads(text)) == SCHEMA["required"]
     say(f"""The output is {text!r}: valid, which does not mean right. Where one token is allowed the
         model has no choice, and its rank does not matter. A mask cannot make a model better; it can
         make it worse, if the format keeps it from what it has learned to write.""")
     QUESTIONS.show(2)
-    matcher = make_matcher(llm, StructuredOutputsParams(json=SCHEMA))
     prompt = [llm.get_tokenizer().encode(PROMPT)]
     _, mask = timed(lambda: matcher.mask([]), repeats=21)
     _, step = timed(lambda: ask(llm, prompt, max_tokens=1), repeats=9)

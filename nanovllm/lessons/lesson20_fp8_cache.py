@@ -15,8 +15,7 @@ beyond it a checkpoint's scale for each layer (k_scale, v_scale) is needed, else
 
 import torch
 
-from nanovllm import LLM
-from nanovllm.lessons.lesson import ask, make_llm, shape_of
+from nanovllm.lessons.lesson import ask, make_llm, mean_logprob, shape_of
 from nanovllm.lessons.pictures import show_plot
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
@@ -56,13 +55,6 @@ def show_errors() -> None:
     )
 
 
-def score(llm: LLM, outputs: list[list[int]]) -> float:
-    """Return the mean log-probability of `outputs`, tokens after the questions."""
-    prompts = [llm.get_tokenizer().encode(sample.question) for sample in SAMPLES]
-    scores = llm.loglikelihood(prompts, outputs, use_tqdm=False)
-    return sum(s.logprob for s in scores) / sum(len(s.token_ids) for s in scores)
-
-
 def run() -> None:
     QUESTIONS.show(1)
     say("Some numbers, as the cache stores them. A scale moves the range:")
@@ -75,10 +67,12 @@ def run() -> None:
     said, rows = list[list[int]](), []
     for dtype in ("auto", "fp8"):
         llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=128, kv_cache_dtype=dtype)
-        tokens = [output["token_ids"] for output in ask(llm, prompts, max_tokens=12)]
+        outputs = ask(llm, prompts, max_tokens=12)
+        tokens = [output["token_ids"] for output in outputs]
         said = said or tokens
         same = sum(a == b for a, b in zip(tokens, said, strict=True))
-        rows.append((dtype, f"{same} of {len(said)}", f"{score(llm, said):.6f}"))
+        score = mean_logprob(llm, [output.prompt_token_ids for output in outputs], said)
+        rows.append((dtype, f"{same} of {len(said)}", f"{score:.6f}"))
     show_table(("kv_cache_dtype", "same answers", "log-probability"), rows)
     say("""What it gains, calculated: the tokens that fit into 10 GB, and what a decode of 64
         sequences of 4,000 tokens reads of the cache:""")

@@ -30,7 +30,8 @@ from nanovllm.lessons.show import Questions
 from nanovllm.models.layers import Linear
 
 LESSONS = Path(command.__file__).parent
-MISSING = re.escape("not installed")  # what a lesson says only without an optional package
+# What a lesson says only without an optional package, and while other programs run.
+SELDOM = (re.escape("not installed"), re.escape("THE MACHINE IS BUSY"))
 TABLE = "| step | ms | tokens |\n| --- | ---: | ---: |\n| a | {} | {} |"
 
 
@@ -88,7 +89,7 @@ def test_a_page_says_what_its_lesson_says(number: str) -> None:
         assert any(re.fullmatch(pattern, part) for pattern in patterns), part
     for each in patterns:
         found = any(re.fullmatch(each, part) for part in on_page)
-        assert found or MISSING in each, each
+        assert found or any(words in each for words in SELDOM), each
 
 
 @pytest.mark.parametrize("number", STEMS)

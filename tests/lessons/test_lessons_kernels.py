@@ -442,6 +442,10 @@ def test_few_slots_lose_what_is_computed() -> None:
     assert (runs[0][2], runs[-1][3]) == (0, 0)
 
 
+def expected_hits(num_experts: int, num_tokens: int) -> float:
+    return experts.make_layer(num_experts, 1).config.expected_hits(num_tokens)
+
+
 def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(experts, "HIDDEN", 32)
     experts.run()
@@ -459,7 +463,7 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     used = [float(row[1]) for row in table(printed, "tokens")]
     assert used[0] == 8
     assert used == sorted(used)
-    assert experts.QUESTIONS[1].answer == f"{experts.expected(128, 2):g}"
+    assert experts.QUESTIONS[1].answer == f"{expected_hits(128, 2):g}"
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -477,7 +481,7 @@ def test_the_formula_is_the_mean_of_random_choices() -> None:
     torch.manual_seed(0)
     choices = torch.rand(500, experts.BATCH, 64).topk(experts.USED).indices
     found = sum(len(step.unique()) for step in choices) / len(choices)
-    assert found == pytest.approx(experts.expected(64, experts.BATCH), rel=0.01)
+    assert found == pytest.approx(expected_hits(64, experts.BATCH), rel=0.01)
 
 
 def test_experts_token_by_token() -> None:
