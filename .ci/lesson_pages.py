@@ -29,10 +29,10 @@ PAGES = ROOT / "docs" / "lessons"
 TITLES = {number: command.title(number).rstrip(".") for number in command.NUMBERS}
 # A number of a sentence, column or picture that has one of these words is measured.
 UNITS = re.compile(
-    r"\b(ms|us|seconds?|GB/s|[GT]FLOPs/s|tokens/s|measured)\b|times as (?:fast|slow)|about as fast",
+    r"\b(ms|us|seconds?|GB/s|[GT]FLOPs/s|tokens/s|requests/s|goodput|measured)\b|times as (?:fast|slow)|about as fast",
     re.I,
 )
-NUMBER = re.compile(r"[\w.]+ times as (?:fast|slow)|about as fast|\d[\d,.%:-]*\b%?")
+NUMBER = re.compile(r"[\w.]+ times as (?:fast|slow)|about as fast|\d[\d,.%:-]*\b%?(?: \(noisy\))?")
 LINK = re.compile(r"^\| \[`\S+`\]\(\.\./\.\./(\S+)#L\d+\) \| `(.+?)` \| `` (.*) `` \|$", re.M)
 
 
@@ -55,7 +55,7 @@ def run(number: str, page: Page) -> dict[str, str]:
     since = machine.cpu_seconds()
     with contextlib.redirect_stdout(page):
         page.say(text)
-        command.run(lesson)
+        lesson.run()
     page.add()
     others = machine.describe_load(machine.other_load(since))
     head = (

@@ -12,15 +12,12 @@ nanovllm lessons build             lists parts of the engine to write yourself
 
 import argparse
 import ast
-import contextlib
 import importlib
-import io
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from nanovllm.lessons.show import Question, fill, say, show_answers, show_command, show_question
+from nanovllm.lessons.show import fill, say, show_answers, show_command
 
 LESSONS = tuple(sorted(path.stem for path in Path(__file__).parent.glob("lesson[0-9]*.py")))
 NUMBERS = tuple(str(int(name[6:8])) for name in LESSONS)
@@ -55,26 +52,15 @@ def title(number: str) -> str:
     return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
 
 
-def run(lesson: ModuleType) -> Sequence[Question]:
-    """Run a lesson -> its questions. The questions that its `run` returns are shown at the end."""
-    returned: list[Question] | None = lesson.run()
-    for number, _ in enumerate(returned or (), 1):
-        show_question(returned or (), number)
-    return returned or lesson.QUESTIONS
-
-
 def run_lesson(number: str, answers: list[str] | None) -> None:
     """Run a lesson. With `answers`, compare them to those of its questions, or show these."""
     lesson = load(number)
     if answers is None:
         say(str(lesson.__doc__))
-        show_command(run(lesson), f"nanovllm lessons {number} --answers")
-    elif hasattr(lesson, "QUESTIONS"):
+        lesson.run()
+        show_command(lesson.QUESTIONS, f"nanovllm lessons {number} --answers")
+    else:
         show_answers(lesson.QUESTIONS, answers)
-    else:  # the lesson computes its answers
-        with contextlib.redirect_stdout(io.StringIO()):
-            questions = lesson.run()
-        show_answers(questions, answers)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -46,6 +46,12 @@ def ask(llm: LLM, prompts: Sequence[Any], **params: Any) -> list[RequestOutput]:
     return llm.generate(prompts, SamplingParams(**{"temperature": 0} | params), use_tqdm=False)
 
 
+def mean_logprob(llm: LLM, prompts: list[list[int]], outputs: list[list[int]]) -> float:
+    """Return the mean log-probability of the tokens `outputs` after `prompts`."""
+    scores = llm.loglikelihood(prompts, outputs, use_tqdm=False)
+    return sum(s.logprob for s in scores) / sum(len(s.token_ids) for s in scores)
+
+
 @dataclass
 class Counters(Observer):
     """Counts what the steps of an engine compute; see nanovllm/engine/observer.py."""

@@ -81,10 +81,9 @@ def count_running(llm: LLM, num_requests: int) -> tuple[int, int]:
 
 def run() -> None:
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=16)
-    say("""A sequence has as many blocks as its tokens need. A prompt takes several blocks at once.
-        Later the sequence takes a block when its last block is full. Here two sequences take blocks
-        of 4 slots in turn. Block 0 is missing, because it is the null block: padding is written
-        there, and no sequence owns it.""")
+    say("""A prompt takes several blocks at once, and later the sequence takes one when its last one
+        is full. Here two sequences take blocks of 4 slots in turn. Block 0 is missing, because it
+        is the null block: padding is written there, and no sequence owns it.""")
     QUESTIONS.show(1)
     slots_of_a_sequence(llm)
     say("""Attention reads keys and values through the block table, so the order of the blocks in
@@ -98,10 +97,9 @@ def run() -> None:
 
     QUESTIONS.show(2)
     say("""Paging saves memory. Without it each request would get contiguous memory for the 256
-        tokens that it may need here, which is the same as one block of 256 slots. With small blocks
-        a request takes only what it needs. 24 requests of about 20 tokens, and 1,024 slots:""")
-    rows = []
-    max_running = []
+        tokens that it may need here, which is the same as one block of 256 slots. 24 requests of
+        about 20 tokens, and 1,024 slots:""")
+    rows, max_running = [], []
     for size in (256, 16):
         options = dict(num_kvcache_blocks=1024 // size, max_model_len=256)
         small = make_llm(kvcache_block_size=size, enable_prefix_caching=False, **options)

@@ -97,12 +97,11 @@ def run() -> None:
         runs.append(timed(partial(generate, llm, LENGTHS, group_size)))
         rows.append((name, *count(lines), f"{sum(LENGTHS) / runs[-1][1]:.0f}"))
     assert runs[0][0] == runs[1][0]
-    say(f"""Both compute the same tokens. A static batch takes as many steps as its longest request.
-        With continuous batching request 4 computes its prompt in the step after requests 0 and 3
-        end. {rows[0][1]} steps become {rows[1][1]}, and all requests together are
-        {faster(runs[0][1], runs[1][1])}. Fewer steps do the same work, so each has more rows and
-        takes a little longer: time shrinks less than the number of steps, as far as the timing of
-        {len(LENGTHS)} short requests can show that.""")
+    say(f"""Both compute the same tokens. With continuous batching request 4 computes its prompt in
+        the step after requests 0 and 3 end. {rows[0][1]} steps become {rows[1][1]}, and all
+        requests together are {faster(runs[0][1], runs[1][1])}. Fewer steps do the same work, so
+        each has more rows and takes a little longer: time shrinks less than the number of steps, as
+        far as the timing of {len(LENGTHS)} short requests can show that.""")
     show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
     show_source(
         link(Scheduler._admit, "self.max_num_seqs"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanovllm import LLM
 from nanovllm.api.outputs import RequestOutput
 from nanovllm.backends.int8 import Int8Weight, dynamic, quantize
-from nanovllm.lessons.lesson import make_llm, runner_of
+from nanovllm.lessons.lesson import make_llm, mean_logprob, runner_of
 from nanovllm.lessons.pictures import show_formula, show_lanes
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.tools.training.data import OPEN_TASKS, graded_samples
@@ -41,8 +41,7 @@ def grade(llm: LLM, said: list[RequestOutput]) -> tuple[str, str]:
     llm.reset_prefix_cache()  # the keys and values are of other weights
     right = len(SAMPLES) - len(wrong_answers(llm, SAMPLES))
     prompts = [output.prompt_token_ids for output in said]
-    scores = llm.loglikelihood(prompts, [out["token_ids"] for out in said], use_tqdm=False)
-    mean = sum(s.logprob for s in scores) / sum(len(s.token_ids) for s in scores)
+    mean = mean_logprob(llm, prompts, [output["token_ids"] for output in said])
     return f"{right} of {len(SAMPLES)}", f"{mean:.6f}"
 
 

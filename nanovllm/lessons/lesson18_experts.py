@@ -17,7 +17,9 @@ experts in each layer. A batch reads all experts that one of its tokens uses.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ from nanovllm.features.moe.config import Experts, MoeConfig
 from nanovllm.features.moe.experts import Groups, expert_linear
 from nanovllm.features.moe.model import SparseMLP
 from nanovllm.lessons.lesson import make_llm, runner_of, timed
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_plot
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.loading.make_runner import model_class
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.backend import Backend
@@ -51,7 +54,6 @@ QWEN3_MOE = dict(
     norm_topk_prob=True,
     max_position_embeddings=40_960,
 )
-CHOICES = [[3, 0], [1, 3], [0, 3]]  # of the picture
 ROWS = (1, 2, 4, 16, 64)
 NUMBERS = (64, 128, 256)  # of experts
 USED, BATCH = 8, 16
@@ -106,14 +108,10 @@ def time_rows() -> list[tuple[object, ...]]:
         linear.weight.normal_(std=0.05)
     for num in TIMED:
         steps = torch.randn(5, num, HIDDEN)
-
-        def median(function: Any, steps: Tensor = steps) -> float:
-            inputs = iter(steps)  # other tokens each time, which read other experts
-            return timed(lambda: function(next(inputs)), len(steps))[1]
-
-        used = sum(hits(layer, x) for x in steps) / len(steps)
-        times = (f"{median(function) * 1e3:.1f}" for function in (layer, mlp))
-        rows.append((num, f"{used:.1f}", *times))
+        used = mean(hits(layer, x) for x in steps)
+        results = [map(function, steps) for function in (layer, mlp)]
+        times = (timed(partial(next, each), len(steps))[1] for each in results)
+        rows.append((num, f"{used:.1f}", *(f"{seconds * 1e3:.1f}" for seconds in times)))
     return rows
 
 
@@ -129,23 +127,8 @@ def hidden_states(llm: LLM, prompts: list[Any]) -> Iterator[Tensor]:
         return result
 
     layer.mlp = record
-    try:
-        llm.chat(prompts, use_tqdm=False)
-    finally:
-        layer.mlp = mlp
+    llm.chat(prompts, use_tqdm=False)
     return (x for x in seen if len(x) == len(prompts))
-
-
-def measured_hits(steps: list[Tensor], num_experts: int) -> float:
-    """Route the tokens of steps by a random router -> the mean number of experts of a step."""
-    layer = make_layer(num_experts, steps[0].shape[1])
-    return sum(hits(layer, x) for x in steps) / len(steps)
-
-
-def expected(num_experts: int, num_tokens: int) -> float:
-    """Return how many experts a step uses if each token draws USED of them."""
-    experts = Experts(num_experts, USED, 1, normalized=True, layers=frozenset())
-    return experts.expected_hits(num_tokens)
 
 
 def compare_routers() -> list[tuple[object, ...]]:
@@ -155,7 +138,9 @@ def compare_routers() -> list[tuple[object, ...]]:
     chats = [[{"role": "user", "content": sample.question}] for sample in samples]
     steps, rows = list(hidden_states(llm, chats)), list[tuple[object, ...]]()
     for num in NUMBERS:
-        by_formula, by_router = expected(num, BATCH), measured_hits(steps, num)
+        layer = make_layer(num, steps[0].shape[1])
+        by_router = mean(hits(layer, x) for x in steps)
+        by_formula = layer.config.expected_hits(BATCH)
         counts = by_formula, by_formula / USED, by_router, by_router / USED
         rows.append((f"{USED} of {num}", *(f"{count:.1f}" for count in counts)))
     return rows
@@ -174,7 +159,7 @@ def reads() -> list[tuple[object, ...]]:
 
 
 @torch.inference_mode()
-def run() -> list[Question]:
+def run() -> None:
     rows, difference = route_four()
     say("""A router with random weights, four tokens, and four experts of which a token uses two.
         The probabilities are the softmax of the scores. The weights of the two experts are divided
@@ -183,11 +168,13 @@ def run() -> list[Question]:
     say(f"""The engine sorts these eight rows by expert and computes one product for each expert
         that has rows. The largest difference to a loop over tokens and their experts is
         {difference:.0e}.""")
+    QUESTIONS.show(1)
     say(f"""A layer with {NUMBERS[0]} experts, of which a token uses {USED}, in plain torch. The
         last column is one MLP with as many weights as a token uses, {USED * SIZE:,} inner units. It
         reads all of them at every number of tokens. The mixture reads the experts that are
         used:""")
     show_table(("tokens", "experts used", "ms", "ms of one MLP"), time_rows())
+    QUESTIONS.show(2)
     say(f"""How many experts a step uses depends on the router. If each token used any {USED} of X
         experts with equal probability, an expert would be left out by one token with the
         probability 1 - {USED}/X, and by T tokens with (1 - {USED}/X)^T. A step of T tokens would
@@ -204,7 +191,9 @@ def run() -> list[Question]:
         every number of requests:""")
     rows = reads()
     show_table(("requests", "experts used", "billion weights", "GB", "GB / token"), rows)
-    read = {tokens: float(str(gigabytes)) for tokens, _, _, gigabytes, _ in rows}
+    read = {float(str(row[0])): float(str(row[3])) for row in rows}
+    lines = {"mixture": [*read.items()], "one MLP": [(num, read[1]) for num in read]}
+    show_plot("What a decode step reads", "requests", "GB", lines, log=True)
     say(f"""A batch therefore gains less than with one MLP (lesson 4): a step of {BATCH} requests
         reads {read[BATCH] / read[1]:.1f} times as much as a step of one. Attention, the head and
         the embeddings are read once in both, so it is less than the ratio of the experts. The more
@@ -217,19 +206,19 @@ def run() -> list[Question]:
         link(SparseMLP.__call__, "embedding_bag"),
         link(Experts.expected_hits),
     )
-    groups = Groups.of(torch.tensor(CHOICES), 4)
-    return [
-        Question(
-            "A layer has 128 experts, and a token uses 8. How many does a step of 2 tokens use on "
-            "average, if all are equally likely?",
-            f"{expected(128, 2):g}",
-            "The second token shares 8 * 8 / 128 = 0.5 of its experts with the first.",
-            "The first token uses 8. How many of the 8 of the second did the first choose already?",
-        ),
-        Question(
-            "In the picture, which sorted row, counted from 0, has token 1 and expert 3?",
-            str(groups.places[1, 1].item()),
-            "Three rows belong to experts 0 and 1. Of the rows of expert 3, token 0 has the first.",
-            "Find the rows of expert 3. Among the rows of an expert, tokens keep their order.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    A step has 16 tokens. Why does it read more weights with the mixture than with one MLP that has
+    as many weights as a token uses?
+    (a) The router reads the weights of all experts to score them.
+    (b) Sorting the rows copies the weights of their experts.
+    (c) The tokens use different experts, and each expert that is used is read.
+    Answer: c. One MLP is read once for all tokens, and each expert once for its own tokens only.
+    Hint: How many experts does a step of one token read, and how many can a step of two?
+
+    A layer has 128 experts, and a token uses 8. How many does a step of 2 tokens use on average, if
+    all are equally likely?
+    Answer: 15.5. The second token shares 8 * 8 / 128 = 0.5 of its experts with the first.
+    Hint: The first token uses 8. How many of the 8 of the second did the first choose already?
+""")

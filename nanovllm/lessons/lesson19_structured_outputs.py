@@ -23,7 +23,8 @@ from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.features.logit_rules.rows import RulesBatch
 from nanovllm.features.structured import GrammarCompiler, Matcher
 from nanovllm.lessons.lesson import ask, make_llm, optional, timed
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_lanes
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.runner.model_runner import ModelRunner
 
 PROMPT = "What is 12 + 30?\n"
@@ -33,45 +34,51 @@ SCHEMA = {
     "required": ["answer"],
     "additionalProperties": False,
 }
+PARAMS = StructuredOutputsParams(json=SCHEMA)
 
 
-def make_matcher(llm: LLM, params: StructuredOutputsParams) -> Matcher:
+def make_matcher(llm: LLM) -> Matcher:
     inputs = llm.engine.input_processor
     compiler = GrammarCompiler(llm.get_tokenizer(), inputs.vocab_size, inputs.eos_token_ids)
-    return compiler.compile(params, sorted(inputs.eos_token_ids)).matcher()
+    return compiler.compile(PARAMS, sorted(inputs.eos_token_ids)).matcher()
 
 
-def show_masks(llm: LLM, params: StructuredOutputsParams) -> str:
+def show_masks(llm: LLM, matcher: Matcher) -> str:
     """Print the output, token by token, with the size of each mask. Returns the text."""
-    options = dict(max_tokens=40, logprobs=1, structured_outputs=params)
+    options = dict(max_tokens=40, logprobs=1, structured_outputs=PARAMS)
     output = ask(llm, [PROMPT], **options)[0].outputs[0]
-    matcher, decode, rows = make_matcher(llm, params), llm.get_tokenizer().decode, []
+    decode, rows = llm.get_tokenizer().decode, list[tuple[int, int, str, str, int]]()
     for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
         mask = matcher.mask(output.token_ids[:i]) or b""
         assert mask[token >> 3] >> (token & 7) & 1
         best = min(entry, key=lambda candidate: entry[candidate].rank)
         allowed = int.from_bytes(mask, "little").bit_count()
-        texts = [repr(decode([t])) for t in (best, token)]
-        rows.append((i, allowed, *texts, entry[token].rank))
+        likely, drawn = (repr(decode([t])) for t in (best, token))
+        rows.append((i, allowed, likely, drawn, entry[token].rank))
     show_table(("position", "allowed", "most likely", "drawn", "its rank"), rows)
+    cells = [(i, 1, drawn, 3 if allowed > 1 else 0) for i, allowed, _, drawn, _ in rows[:-1]]
+    title = "Where the grammar leaves the model a choice"
+    show_lanes(title, [("output", cells)], "token", one_token_allowed=0, several_allowed=3)
     return output.text
 
 
-def run() -> list[Question]:
+def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
     if optional("llguidance") is None:
         say("llguidance is not installed: pip install -e '.[structured]'")
-        return []
+        return
     vocab_size = llm.engine.input_processor.vocab_size
+    QUESTIONS.show(1)
     say(f"""The embedded model was not trained to write JSON. It is asked {PROMPT!r} with a schema
         of an integer `answer`. At each position some of the {vocab_size:,} tokens are
         allowed; "most likely" is the model's own choice, before the mask:""")
-    text = show_masks(llm, StructuredOutputsParams(json=SCHEMA))
+    matcher = make_matcher(llm)
+    text = show_masks(llm, matcher)
     assert list(json.loads(text)) == SCHEMA["required"]
     say(f"""The output is {text!r}: valid, which does not mean right. Where one token is allowed the
         model has no choice, and its rank does not matter. A mask cannot make a model better; it can
         make it worse, if the format keeps it from what it has learned to write.""")
-    matcher = make_matcher(llm, StructuredOutputsParams(json=SCHEMA))
+    QUESTIONS.show(2)
     prompt = [llm.get_tokenizer().encode(PROMPT)]
     _, mask = timed(lambda: matcher.mask([]), repeats=21)
     _, step = timed(lambda: ask(llm, prompt, max_tokens=1), repeats=9)
@@ -83,22 +90,22 @@ def run() -> list[Question]:
         link(ModelRunner._sample, "rules.apply"),
         link(RulesBatch._apply_on_host, "row.matcher.mask"),
     )
-    return [
-        Question(
-            "Why can the host not compute the masks of the next three steps at once? (a) Masks are "
-            "too large. (b) A mask depends on the tokens that are sampled before it. (c) The GPU "
-            "is busy.",
-            "b",
-            "After an opening quote other tokens are valid than after a digit. The layers of the "
-            "next step, however, need only the token, which the device has already.",
-            "What does Matcher.mask take as its argument?",
-        ),
-        Question(
-            "At a position only one token is allowed. Does the temperature change what is drawn "
-            "there: yes or no?",
-            "no",
-            "All other logits are -inf at any temperature. An engine could even skip the model "
-            "there, which is called jump-forward decoding; this engine does not.",
-            "What is -inf divided by a temperature?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    At a position only one token is allowed. What does the temperature change there?
+    (a) Nothing: all other logits are -inf at any temperature.
+    (b) A high temperature can draw a token that is not allowed.
+    (c) A low temperature makes the draw more certain.
+    Answer: a. An engine could even skip the model there, which is called jump-forward decoding;
+    this engine does not.
+    Hint: What is -inf divided by a temperature?
+
+    Why can the host not compute the masks of the next three steps at once?
+    (a) Masks are too large.
+    (b) A mask depends on the tokens that are sampled before it.
+    (c) The GPU is busy.
+    Answer: b. After an opening quote other tokens are valid than after a digit. The layers of the
+    next step, however, need only the token, which the device has already.
+    Hint: What does Matcher.mask take as its argument?
+""")

@@ -15,9 +15,9 @@ beyond it a checkpoint's scale for each layer (k_scale, v_scale) is needed, else
 
 import torch
 
-from nanovllm import LLM
-from nanovllm.lessons.lesson import ask, make_llm, shape_of
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.lesson import ask, make_llm, mean_logprob, shape_of
+from nanovllm.lessons.pictures import show_plot
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.fp8 import FP8_MAX, to_fp8
 from nanovllm.tools.training.data import OPEN_TASKS, graded_samples
@@ -38,27 +38,41 @@ def show_rounding() -> float:
     return float((to_fp8(many, 1.0).float() / many - 1).abs().max())
 
 
-def score(llm: LLM, outputs: list[list[int]]) -> float:
-    """Return the mean log-probability of `outputs`, tokens after the questions."""
-    prompts = [llm.get_tokenizer().encode(sample.question) for sample in SAMPLES]
-    scores = llm.loglikelihood(prompts, outputs, use_tqdm=False)
-    return sum(s.logprob for s in scores) / sum(len(s.token_ids) for s in scores)
+def show_errors() -> None:
+    """Draw the largest relative error between each power of two and the next one."""
+    lines: dict[str, list[tuple[float, float]]] = {"fp8": [], "int8": []}
+    step = FP8_MAX / 127  # of int8, if 127 stands for the largest number of fp8
+    for exponent in range(-9, 8):
+        x = 2.0**exponent * torch.linspace(1, 2, 1001)
+        for name, stored in (("fp8", to_fp8(x, 1.0).float()), ("int8", (x / step).round() * step)):
+            lines[name].append((2.0**exponent, float((stored / x - 1).abs().max())))
+    show_plot(
+        "The largest relative error, of int8 with a scale for 448",
+        "number",
+        "error",
+        lines,
+        log=True,
+    )
 
 
-def run() -> list[Question]:
+def run() -> None:
+    QUESTIONS.show(1)
     say("Some numbers, as the cache stores them. A scale moves the range:")
     worst = show_rounding()
     say(f"The largest error between 2^-6 and 448 is {worst:.1%}. Above 448 numbers are cut off.")
+    show_errors()
     say("""What it loses: the embedded model continues questions in float32, and its tokens are
         scored with both caches. 0 is certainty. Sums over many keys average the errors out:""")
     prompts = [sample.question for sample in SAMPLES]
     said, rows = list[list[int]](), []
     for dtype in ("auto", "fp8"):
         llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=128, kv_cache_dtype=dtype)
-        tokens = [output["token_ids"] for output in ask(llm, prompts, max_tokens=12)]
+        outputs = ask(llm, prompts, max_tokens=12)
+        tokens = [output["token_ids"] for output in outputs]
         said = said or tokens
         same = sum(a == b for a, b in zip(tokens, said, strict=True))
-        rows.append((dtype, f"{same} of {len(said)}", f"{score(llm, said):.6f}"))
+        score = mean_logprob(llm, [output.prompt_token_ids for output in outputs], said)
+        rows.append((dtype, f"{same} of {len(said)}", f"{score:.6f}"))
     show_table(("kv_cache_dtype", "same answers", "log-probability"), rows)
     say("""What it gains, calculated: the tokens that fit into 10 GB, and what a decode of 64
         sequences of 4,000 tokens reads of the cache:""")
@@ -72,26 +86,29 @@ def run() -> list[Question]:
     say("""The gain in time is smaller than in bytes, because numbers must be converted before they
         are multiplied. docs/performance.md says what was measured: on an H100 fp8 was no longer
         limited by memory, and on a CPU it can be slower.""")
+    QUESTIONS.show(2)
     show_source(
-        link(to_fp8, "clamp"),
+        link(to_fp8, ".clamp("),
         link(PlainAttention.store, "to_fp8"),
         link(PlainAttention.attend, "k_scale"),
     )
-    return [
-        Question(
-            "All keys of a layer have one scale, s. Why does attention need no multiplication of "
-            "each cached key by s? (a) The scale is always 1. (b) Softmax removes it. (c) It can "
-            "multiply the query once, because q (s k) = (s q) k.",
-            "c",
-            "For the same reason the scale of values multiplies the output, once for each token.",
-            "How many multiplications by s does each way take, for 4,000 keys?",
-        ),
-        Question(
-            "Which of two caches stores 0.01 with a smaller relative error, if the largest number "
-            "of its row is 100: int8 with a scale for the row, or fp8?",
-            "fp8",
-            "Int8 has steps of 100 / 127, so 0.01 becomes 0. fp8 has relative steps down to 2^-6, "
-            "and absolute ones of 2^-9 below it, so 0.01 becomes 0.0098.",
-            "How large is a step of int8, if 127 stands for 100?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    The largest number of a row is 100, and int8 has a scale for the row. Which cache stores 0.01
+    with a smaller relative error, int8 or fp8?
+    (a) Int8: its scale is made for this row.
+    (b) fp8: its steps are smaller for smaller numbers.
+    (c) Neither: both have 256 values.
+    Answer: b. Int8 has steps of 100 / 127, so 0.01 becomes 0. fp8 has relative steps down to 2^-6,
+    and absolute ones of 2^-9 below it, so 0.01 becomes 0.0098.
+    Hint: How large is a step of int8, if 127 stands for 100?
+
+    All keys of a layer have one scale, s. Why does attention need no multiplication of each cached
+    key by s?
+    (a) The scale is always 1.
+    (b) Softmax removes it.
+    (c) It can multiply the query once, because q (s k) = (s q) k.
+    Answer: c. For the same reason the scale of values multiplies the output, once for each token.
+    Hint: How many multiplications by s does each way take, for 4,000 keys?
+""")

@@ -22,8 +22,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.api.outputs import RequestMetrics
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import make_llm
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
-from nanovllm.tools.benchmarks.machine import cpu_seconds, other_load
+from nanovllm.lessons.pictures import show_plot
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
+from nanovllm.tools.benchmarks.machine import cpu_seconds, describe_load, other_load
 
 REQUESTS, TOKENS = 24, 16
 LOADS = (0.3, 0.6, 0.9, 1.5, 3.0)  # arrivals, as parts of what the engine can serve
@@ -65,7 +66,8 @@ def goodput(latencies: list[Latency], limits: Latency, seconds: float) -> float:
     return len(good) / seconds
 
 
-def run() -> list[Question]:
+def run() -> None:
+    QUESTIONS.show(1)
     options = dict(enable_prefix_caching=False, num_kvcache_blocks=256, max_num_seqs=8)
     llm = make_llm(attention_backend="sdpa", **options)
     serve(llm, [0.0] * 4)  # prepares buffers
@@ -91,10 +93,14 @@ def run() -> list[Question]:
         times = (median(first), quantiles(first, n=20)[-1], median(between))
         served = (REQUESTS / seconds, goodput(latencies, limits, seconds))
         rows.append((f"{load:.1f}", *(f"{x:.0f}" for x in times), *(f"{x:.1f}" for x in served)))
-    head = ("load", "first ms", "p95", "between ms", "requests/s", "goodput")
+    head = ("load", "first ms", "p95 ms", "between ms", "requests/s", "goodput")
     show_table(head, rows)
-    if busy := other_load(since):
-        say(f"Other programs used {busy:.0%} of the machine's processors, and change the table.")
+    columns = [[(float(row[0]), float(row[i])) for row in rows] for i in (-2, -1)]
+    lines = dict(zip(("served", "goodput"), columns, strict=True))
+    show_plot("Throughput and goodput", "load", "requests/s", lines)
+    busy = describe_load(other_load(since))
+    say(f"While this was measured, other processes took {busy} of the CPU time.")
+    QUESTIONS.show(2)
     say("""Up to a load of about 1 the engine serves what arrives. Above, the queue grows with each
         request, so its wait has no limit, and more requests in a test make the table worse.
         A smaller token budget trades the time to the first token for the time between tokens
@@ -103,22 +109,21 @@ def run() -> list[Question]:
         link(RequestMetrics, "first_token_time"),
         link(Scheduler._admit, "self.max_num_seqs"),
     )
-    example = latency(RequestMetrics(10.0, 10.5, 12.0, 16.5), 10.0, 10)
-    return [
-        Question(
-            "A request arrives at second 10, has its first token at 12.0, and its tenth and last "
-            "at 16.5. What is its time between tokens in seconds?",
-            f"{example.between:g}",
-            "4.5 seconds have 9 intervals. The time to the first token, 2 seconds, is not in it: "
-            "it is queue and prompt, and grows for other reasons.",
-            "How many intervals do ten tokens have?",
-        ),
-        Question(
-            "An engine has twice as many rows. Its tokens per second grow by a third. What happens "
-            "to the time between tokens at full load? (a) It falls. (b) It stays. (c) It grows.",
-            "c",
-            "Twice as many requests share 4/3 of the tokens per second: each gets 2/3 of what it "
-            "had. Batching buys throughput with latency.",
-            "How many tokens per second does one request get, before and after?",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    A request arrives at second 10, has its first token at 12.0, and its tenth and last at 16.5.
+    What is its time between tokens in seconds?
+    Answer: 0.5. 4.5 seconds have 9 intervals. The time to the first token, 2 seconds, is not in it:
+    it is queue and prompt, and grows for other reasons.
+    Hint: How many intervals do ten tokens have?
+
+    An engine has twice as many rows. Its tokens per second grow by a third. What happens to the
+    time between tokens at full load?
+    (a) It falls, because the engine computes more tokens per second.
+    (b) It stays, because each request has a row in every step.
+    (c) It grows, because twice as many requests share 4/3 of the tokens per second.
+    Answer: c. Each request gets 2/3 of the tokens per second that it had. Batching buys throughput
+    with latency.
+    Hint: How many tokens per second does one request get, before and after?
+""")

@@ -28,13 +28,26 @@ from torch.nn import functional as F
 
 from nanovllm.api.config import EMBEDDED
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm
-from nanovllm.lessons.show import Question, link, say, show_source, show_table
+from nanovllm.lessons.pictures import show_graph
+from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models import layers
 from nanovllm.models.qwen3 import DecoderLayer, SelfAttention
 
 # (layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+DIAGRAM = """
+    flowchart LR
+        ids[token ids] --> E[embedding] -- x --> N1
+        subgraph layer [each layer]
+            N1[RMSNorm] --> qkv[q, k, v] --> R[RMSNorm and rope of q and k] --> A[attention] --> P
+            P((+)) -- x --> N2[RMSNorm] --> S[SwiGLU] --> Q((+))
+            P -- x --> Q
+        end
+        E -- x --> P
+        cache[(KV cache)] <--> A
+        Q -- x --> N[RMSNorm] --> H[head] --> logits
+"""
 PROMPT = "What is 12 + 30?\n"
 
 
@@ -92,7 +105,9 @@ def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, -torch.inf).softmax(-1), v)
 
 
-def run() -> list[Question]:
+def run() -> None:
+    show_graph(DIAGRAM)
+    QUESTIONS.show(1)
     model, llm = Model(), make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
     tokenizer, c = llm.get_tokenizer(), model.config
     ids: list[int] = tokenizer.encode(PROMPT)
@@ -113,6 +128,7 @@ def run() -> list[Question]:
         {c.num_heads * c.head_dim} numbers a token, k and v have {c.num_kv_heads * c.head_dim} each,
         and only these are in the KV cache (lesson 2).""")
 
+    QUESTIONS.show(2)
     say("""Rope: the score of a query and a key depends on their distance, and not on where they
         are. The same q and k at different positions:""")
     q, k = torch.randn(2, 1, 1, c.head_dim, generator=torch.Generator().manual_seed(0))
@@ -130,21 +146,20 @@ def run() -> list[Question]:
         link(layers.rotate),
         link(layers.silu_and_mul),
     )
-    return [
-        Question(
-            "Which of these reads other tokens than its own: embedding, RMSNorm, attention, SwiGLU "
-            "or the head?",
-            "attention",
-            "All others work on each row of x alone. That is why a KV cache only needs the keys "
-            "and values of earlier tokens, and why tokens of different requests can share a step.",
-            "Look at the formulas: which of them has more than one row of x?",
-        ),
-        Question(
-            "A query at position 1,000 and a key at position 940 have a score. The same query is "
-            "at position 70. At which position must the same key be for the same score?",
-            "10",
-            "The distance is 60 in both cases. Cached keys are rotated by their own position, so a "
-            "block can only be shared at the same position: the prefix cache needs the beginning.",
-            "Rotations by a and b differ by a rotation by a - b.",
-        ),
-    ]
+
+
+QUESTIONS = Questions("""
+    Why are keys and values all that a cache has to keep of earlier tokens?
+    (a) They are the largest results of a layer.
+    (b) All other results can be computed from them.
+    (c) Only attention reads other tokens than its own, and of these only k and v.
+    Answer: c. Embedding, RMSNorm, SwiGLU and the head compute each row of x alone. That is also why
+    tokens of different requests can share a step.
+    Hint: Which of the formulas has more than one row of x?
+
+    A query at position 1,000 and a key at position 940 have a score. The same query is at position
+    70. At which position must the same key be for the same score?
+    Answer: 10. The distance is 60 in both cases. Cached keys are rotated by their own position, so
+    a block can only be shared at the same position: the prefix cache needs the beginning.
+    Hint: Rotations by a and b differ by a rotation by a - b.
+""")

@@ -30,7 +30,8 @@ from nanovllm.lessons.show import Questions
 from nanovllm.models.layers import Linear
 
 LESSONS = Path(command.__file__).parent
-MISSING = re.escape("not installed")  # what a lesson says only without an optional package
+# What a lesson says only without an optional package, and while other programs run.
+SELDOM = (re.escape("not installed"), re.escape("THE MACHINE IS BUSY"))
 TABLE = "| step | ms | tokens |\n| --- | ---: | ---: |\n| a | {} | {} |"
 
 
@@ -88,13 +89,13 @@ def test_a_page_says_what_its_lesson_says(number: str) -> None:
         assert any(re.fullmatch(pattern, part) for pattern in patterns), part
     for each in patterns:
         found = any(re.fullmatch(each, part) for part in on_page)
-        assert found or MISSING in each, each
+        assert found or any(words in each for words in SELDOM), each
 
 
 @pytest.mark.parametrize("number", STEMS)
 def test_a_page_has_its_questions_before_the_answers(number: str) -> None:
     lesson, text = command.load(number), plain(page(number))
-    for i, question in enumerate(getattr(lesson, "QUESTIONS", ()), 1):
+    for i, question in enumerate(lesson.QUESTIONS, 1):
         asked = text.index(f"**Question {i}.** ")
         for line in question.text.splitlines():
             assert plain(line) in text[asked:], line
@@ -209,8 +210,6 @@ def test_questions_are_read_from_text() -> None:
 def test_answers_do_not_run_the_lesson(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     lessons = {number: command.load(number) for number in command.NUMBERS}
     for number, lesson in lessons.items():
-        if not hasattr(lesson, "QUESTIONS"):
-            continue  # it computes its answers
         monkeypatch.setattr(lesson, "run", lambda: pytest.fail("the lesson ran"))
         command.run_lesson(number, [])
         assert len(lesson.QUESTIONS) >= 2

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from lesson_runs import run_lesson
 
 from nanovllm.api.outputs import RequestMetrics
 from nanovllm.lessons import lesson19_structured_outputs as structured
@@ -20,9 +21,8 @@ def row(printed: str, name: str) -> list[str]:
 
 def test_structured_outputs(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("llguidance")
-    answers = [question.answer for question in structured.run()]
+    structured.run()
     printed = capsys.readouterr().out
-    assert answers == ["b", "no"]
     *_, allowed, _, drawn, rank = next(
         line.rsplit(None, 4) for line in printed.splitlines() if line.startswith("0  ")
     )
@@ -34,9 +34,8 @@ def test_structured_outputs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_fp8_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_cache, "SAMPLES", fp8_cache.SAMPLES[:4])
-    answers = [question.answer for question in fp8_cache.run()]
+    fp8_cache.run()
     printed = capsys.readouterr().out
-    assert answers == ["c", "fp8"]
     assert row(printed, "1000") == ["448", "55.2%", "1024"]
     assert row(printed, "1.07") == ["1.125", "5.1%", "1.125"]
     scores = [float(row(printed, name)[-1]) for name in ("auto", "fp8")]
@@ -48,7 +47,7 @@ def test_fp8_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
 
 def test_latency_is_counted_from_the_arrival() -> None:
     metrics = RequestMetrics(10.5, 10.7, 12.0, 16.5)  # arrived at 10, and was added at 10.5
-    assert latency.latency(metrics, 10.0, 10) == (2.0, 0.5)
+    assert latency.latency(metrics, 10.0, 10) == (2.0, float(latency.QUESTIONS[0].answer))
     limits, users = latency.Latency(1, 0.1), [(0.5, 0.05), (1.0, 0.1), (2, 0.05), (0.5, 0.2)]
     assert latency.goodput([latency.Latency(*x) for x in users], limits, 4) == 0.5
 
@@ -57,9 +56,8 @@ def test_latency_is_counted_from_the_arrival() -> None:
 def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in dict(REQUESTS=6, TOKENS=4, LOADS=(2.0,)).items():
         monkeypatch.setattr(latency, name, value)
-    answers = [question.answer for question in latency.run()]
+    latency.run()
     printed = capsys.readouterr().out
-    assert answers == ["0.5", "c"]
     first, p95, between, served, good = map(float, row(printed, "2.0"))
     assert p95 >= first > 0
     assert between > 0
@@ -67,11 +65,9 @@ def test_latency(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_the_page_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_is_the_model() -> None:
     """`run` compares its logits with the engine's. A part that is left out would show."""
-    answers = [question.answer for question in page.run()]
-    printed = capsys.readouterr().out
-    assert answers == ["attention", "10"]
+    printed = run_lesson("22")
     assert "gives '12 + 30 = 42'." in " ".join(printed.split())
     scores = re.findall(r"^(?:3|10|100) +(?:0|7|97) +(-?[\d.]+)$", printed, re.MULTILINE)
     assert len(scores) == 4

@@ -1,5 +1,6 @@
 """Lessons 10 to 18: their functions compute what they show, which holds for other numbers too."""
 
+import re
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ from lesson_runs import run_lesson
 from nanovllm import SamplingParams
 from nanovllm.api.config import EMBEDDED
 from nanovllm.backends.int8 import quantize
+from nanovllm.features.moe.experts import Groups
 from nanovllm.lessons import lesson10_puzzles as puzzles
 from nanovllm.lessons import lesson11_paged_attention as paged
 from nanovllm.lessons import lesson12_overlap as overlap
@@ -440,9 +442,13 @@ def test_few_slots_lose_what_is_computed() -> None:
     assert (runs[0][2], runs[-1][3]) == (0, 0)
 
 
+def expected_hits(num_experts: int, num_tokens: int) -> float:
+    return experts.make_layer(num_experts, 1).config.expected_hits(num_tokens)
+
+
 def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(experts, "HIDDEN", 32)
-    questions = experts.run()
+    experts.run()
     printed = capsys.readouterr().out
     counted = table(printed, "experts")
     assert [row[:3] for row in counted] == [
@@ -457,8 +463,17 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     used = [float(row[1]) for row in table(printed, "tokens")]
     assert used[0] == 8
     assert used == sorted(used)
-    assert [question.answer for question in questions] == ["15.5", "4"]
+    assert experts.QUESTIONS[1].answer == f"{expected_hits(128, 2):g}"
     assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_the_picture_of_experts_is_sorted_as_by_the_engine() -> None:
+    groups = Groups.of(torch.tensor([[3, 0], [1, 3], [0, 3]]), 4)
+    places = groups.places.flatten().argsort().tolist()
+    text = str(experts.__doc__)
+    rows = [re.findall(r"\d", line) for line in text.splitlines() if "    token " in line]
+    unsorted, by_expert = rows[0][:6], rows[0][6:]
+    assert by_expert == [unsorted[i] for i in places]
 
 
 def test_the_formula_is_the_mean_of_random_choices() -> None:
@@ -466,7 +481,7 @@ def test_the_formula_is_the_mean_of_random_choices() -> None:
     torch.manual_seed(0)
     choices = torch.rand(500, experts.BATCH, 64).topk(experts.USED).indices
     found = sum(len(step.unique()) for step in choices) / len(choices)
-    assert found == pytest.approx(experts.expected(64, experts.BATCH), rel=0.01)
+    assert found == pytest.approx(expected_hits(64, experts.BATCH), rel=0.01)
 
 
 def test_experts_token_by_token() -> None:
