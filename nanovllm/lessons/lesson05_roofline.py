@@ -27,6 +27,7 @@ from nanovllm.lessons.pictures import show_formula, show_plot
 from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.loading import make_runner as start
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
+from nanovllm.loading.select_backend import pick_dtype
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.runner.model_runner import ModelRunner
@@ -52,9 +53,14 @@ def decode_costs(
     return roofline.costs(work, config, weight_size, rows, kv_size)
 
 
+def timed_dtype() -> torch.dtype:
+    """Return bfloat16, or float32 on a processor that only emulates bfloat16, as `LLM` does."""
+    return pick_dtype("auto", torch.device("cpu"), None)
+
+
 def random_runner(config: ModelConfig, quantization: str | None = None) -> ModelRunner:
-    """Make a ModelRunner in bfloat16 with random weights, and blocks for all timed steps."""
-    options: Any = dict(dtype="bfloat16", load_format="dummy", quantization=quantization)
+    """Make a ModelRunner with random weights, and blocks for all timed steps."""
+    options: Any = dict(dtype="auto", load_format="dummy", quantization=quantization)
     options |= dict(max_num_seqs=max(ROWS), num_kvcache_blocks=max(ROWS) * CONTEXT // BLOCK)
     engine = EngineConfig(device="cpu", **options)
     checkpoint = Checkpoint(find_checkpoint(EMBEDDED), has_weights=False)
@@ -75,10 +81,11 @@ def time_decode(runner: ModelRunner, rows: int) -> float:
 
 def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[int, float]]:
     """Print costs and times of steps -> peak rates of the machine, rows -> seconds of a decode."""
-    prefill = roofline.costs(Workload("", [[0] * PROMPT], [1], [[0]]), config, 2, 1)
+    dtype = timed_dtype()
+    prefill = roofline.costs(Workload("", [[0] * PROMPT], [1], [[0]]), config, dtype.itemsize, 1)
     weights, since = prefill["weight_bytes"], cpu_seconds()
-    peak = roofline.measure_peak(torch.device("cpu"), torch.bfloat16, weights)
-    say(f"""{name}: {weights / 1e6:,.0f} MB of weights in bfloat16. This machine reads as many bytes
+    peak = roofline.measure_peak(torch.device("cpu"), dtype, weights)
+    say(f"""{name}: {weights / 1e6:,.0f} MB of weights in {str(dtype)[6:]}. This machine reads them
         at {peak["bandwidth"] / 1e9:.1f} GB/s at most and computes {peak["flops"] / 1e9:,.0f}
         GFLOPs/s at most, measured now. The ridge is therefore at
         {peak["flops"] / peak["bandwidth"]:.1f} FLOPs for each byte. Least is the roofline, and
@@ -100,7 +107,8 @@ def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[i
 
     for rows in ROWS:
         seconds[rows] = time_decode(runner, rows)
-        add(f"decode of {rows}", decode_costs(config, rows, CONTEXT), "decode", seconds[rows])
+        cost = decode_costs(config, rows, CONTEXT, dtype.itemsize, dtype.itemsize)
+        add(f"decode of {rows}", cost, "decode", seconds[rows])
     plan = prompt_plan([[1] * PROMPT], [list(range(1, PROMPT // BLOCK + 1))])
     add(
         f"prefill of {PROMPT}",
@@ -151,7 +159,7 @@ def show_memory(config: ModelConfig, bandwidth: float) -> None:
 
 
 def run() -> None:
-    has_numba(torch.bfloat16)  # compiles the kernels; otherwise plain torch would be timed
+    has_numba(timed_dtype())  # compiles the kernels; otherwise plain torch would be timed
     full = shape_of("qwen3-0.6b")
     part = shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB)
     show_formula(

@@ -156,8 +156,8 @@ def run() -> None:
         decode step has hundreds. Each costs the host microseconds, whatever it computes. A CUDA
         graph replays all of them by one call, and the copy of the tokens to the host remains. A
         graph has a fixed number of rows: with max_num_seqs=8, graphs are captured for
-        {", ".join(map(str, sizes))} sequences. On a CPU calls cost time as well: with AMX or
-        AVX512-BF16 and bfloat16, one call computes all layers.""")
+        {", ".join(map(str, sizes))} sequences. On a CPU calls cost time as well: in float32, and
+        in bfloat16 with AMX or AVX512-BF16, one call computes all layers.""")
     show_source(
         link(EngineCore.run_step, "self.async_scheduling"),
         link(Scheduler.commit, "Status.FINISHED"),
