@@ -302,8 +302,8 @@ def test_profile_steps_are_the_largest_that_can_occur(
     capture_with(monkeypatch, stand_in)
     runner = make_runner(config, checkpoint.model_config, checkpoint, 32, SingleRank())
     runner.graphs, seen = None, []
-    forward = runner.model.forward
-    runner.model.forward = lambda batch, attention: (  # type: ignore[method-assign]
+    forward = runner.fused_model.forward
+    runner.fused_model.forward = lambda batch, attention: (  # type: ignore[method-assign]
         seen.append((len(batch.input_ids), len(batch.context_lens))) or forward(batch, attention)
     )
     for plan in memory.largest_plans(config, 32):
