@@ -129,7 +129,7 @@ def test_roofline(capsys, monkeypatch):
         monkeypatch.setattr(roofline, name, value)
     roofline.run()
     printed = capsys.readouterr().out
-    assert printed.count("The ridge is therefore at 10.0 FLOPs") == 2
+    assert " ".join(printed.split()).count("The ridge is therefore at 10.0 FLOPs") == 2
     lines = [line.split() for line in printed.splitlines() if re.match(r"decode of 8 .*%$", line)]
     assert len(lines) == 2
     for _, _, _, gflops, read, ratio, limit, least, measured, share in lines:
