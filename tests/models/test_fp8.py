@@ -147,8 +147,8 @@ def same_answers(found: list[RequestOutput], wanted: list[RequestOutput]) -> Non
     """The same tokens and log-probabilities, as far as rounding allows.
 
     Sums in another order differ in the last bit, so that a number on an edge may be rounded to its
-    other neighbour in fp8. That moves a log-probability by about 1e-3, rarely by up to 0.03, and
-    now and then a sampled token becomes another one. Without fp8 they differ by 0.1, and most
+    other neighbour in fp8. That moves a log-probability by about 1e-3 (once 2 of 168 moved by up to
+    0.025), and now and then a sampled token becomes another one. Without fp8 they differ by 0.1, and most
     outputs soon differ.
     """
     different, pairs = 0, []
