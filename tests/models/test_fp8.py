@@ -147,9 +147,10 @@ def same_answers(found: list[RequestOutput], wanted: list[RequestOutput]) -> Non
     """The same tokens and log-probabilities, as far as rounding allows.
 
     Sums in another order differ in the last bit, so that a number on an edge may be rounded to its
-    other neighbour in fp8. That moves a log-probability by about 1e-3 (once 2 of 168 moved by up to
-    0.025), and now and then a sampled token becomes another one. Without fp8 they differ by 0.1, and most
-    outputs soon differ.
+    other neighbour in fp8. That moves a log-probability by about 1e-3, in Qwen2's checkpoint 2 of
+    168 by 0.025, and sometimes a sampled token becomes another one. (In one engine, embeddings that
+    change by 3e-7 of their value move the same 2 of 168 by 0.025; with a cache in float32, none moves
+    by more than 2e-5.) Engines with and without fp8 differ by 0.1, and most outputs soon differ.
     """
     different, pairs = 0, []
     for a, b in zip(found, wanted, strict=True):
