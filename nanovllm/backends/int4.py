@@ -7,7 +7,7 @@ backends/int8.py, a GPU multiplies in the dtype of x (`weight_only`), and a CPU 
 all layers together (docs/measurements.md).
 
 16 bytes store a group: the low halves have inputs 0 to 15 plus 8, the high halves inputs 16 to 31
-plus 8. The layout is that of Q4_0 in llama.cpp; `quantize` chooses better scales.
+plus 8. llama.cpp's Q4_0 has the same layout; `quantize` chooses better scales.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from nanovllm.models.config import read_json
 # that import the same module there at the same time can fail with ImportError.
 LOCK = threading.Lock()
 
-# For other models transformers may use a class of its own, or change the rules, as for Mistral.
+# For other models transformers may use a special class, or change the rules, as for Mistral.
 MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 # Classes that use tokenizer.json as it is. For a Qwen2 transformers uses Qwen2Tokenizer instead.
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")

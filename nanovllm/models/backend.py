@@ -100,14 +100,14 @@ class Backend:
         """Capture a decode step. See backends/gpu/graphs.py.
 
         `decode` takes rows [S] and their order [S], and returns hidden states [S, E] and tokens
-        [S]. `positions` [N + 1] are those of N rows and padding, on the host.
+        [S]. `positions` [N + 1] belong to N rows and padding, on the host.
         """
         raise NotImplementedError
 
     def capture_chunks(self, model: Any, attention: Any, graphs: Any, max_tokens: int) -> Any:
-        """Return an object like that of `fuse_layers`, faster for steps with chunks, or None.
+        """Return None, or an object like the result of `fuse_layers`, faster for chunks.
 
-        `graphs` are those of `capture_decode`. A step has at most `max_tokens` tokens.
+        `graphs` were returned by `capture_decode`. A step has at most `max_tokens` tokens.
         """
         return None
 

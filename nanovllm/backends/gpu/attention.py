@@ -23,7 +23,7 @@ class StepLaunches(NamedTuple):
 
     q: Tensor  # [T, H, D], also in the launches
     out: Tensor  # [T, H, D]
-    launches: list[tuple[Any, ...]]  # (function, its q, its other arguments but those of a layer)
+    launches: list[tuple[Any, ...]]  # (function, its q, arguments that are the same in all layers)
 
 
 class TritonAttention(PlainAttention):

@@ -1,6 +1,6 @@
 """Steps with chunks as CUDA graphs of what lies between two attentions.
 
-The launches of attention depend on the lengths of all sequences, and those of the rest only on the
+The launches of attention depend on the lengths of all sequences. All others depend only on the
 number of tokens. So the rest is captured in pieces for each of a few numbers of tokens, as vLLM's
 piecewise graphs are, and attention is launched between two replays:
 

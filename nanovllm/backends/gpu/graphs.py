@@ -102,7 +102,7 @@ class DecodeGraphs:
     ) -> None:
         """Capture decode: (rows [S], order [S]) -> (hidden [S, E], tokens [S]).
 
-        `positions` [N + 1] are those of the rows, on the host. Row N is padding, at position 0.
+        `positions` [N + 1] of the rows are on the host. Row N is padding, at position 0.
         """
         num_rows = len(positions) - 1
         self.padding_row, self.positions = num_rows, positions

@@ -26,7 +26,7 @@ from nanovllm.models.weights import CheckpointTensor
 class SparseMLP(MLP):
     """A mixture of experts. Its two Linears have the rows of all experts.
 
-    If there is a shared expert, all tokens use it too, and it has a gate of its own.
+    If there is a shared expert, all tokens use it too, multiplied by a gate.
     """
 
     def __init__(self, hidden_size: int, config: Experts, backend: Backend) -> None:

@@ -70,7 +70,7 @@ def _int4_linear(
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
-    """Return x [T, I] times the weight in int4, or in int8 that of the head, [T, O]."""
+    """Return x [T, I] times the weight in int4, or the head in int8: [T, O]."""
     weight, bias, rows = module.weight, module.bias, len(x)
     if not isinstance(weight, Int4Weight):
         return int8.linear(x, module)

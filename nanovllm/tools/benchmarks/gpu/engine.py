@@ -37,7 +37,7 @@ def rows(
     """Yield the speed of each turn, after one that is not measured, and their median.
 
     count: requests, instead of the workload's. sample: the most that a baseline runs.
-    options: those of LLM().
+    options: options of LLM().
     """
     given: Row = {"count": count} if count else {}
     name = ", ".join([workload, shape, engine, *(f"{k}={v}" for k, v in (given | options).items())])

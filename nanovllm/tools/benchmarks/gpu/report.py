@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[4]
 
 @dataclass(frozen=True)
 class Run:
-    """`rows` of a module of this folder with some options, in a process of its own."""
+    """`rows` of a module of this folder with some options, in a separate process."""
 
     module: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Report:
     def run(self, number: int, run: Run, limit: float) -> str:
         """Write what a process prints. Returns "" or how it failed."""
         self.write(f"- {run}")
-        # A session of its own: what the process started ends with it.
+        # In a separate session, so that all that it started can be killed with it.
         process = subprocess.Popen(
             run.command(),
             cwd=ROOT,

@@ -29,7 +29,7 @@ KINDS = {
 def rows(name: str, **options: Any) -> Iterator[Row]:
     """Yield the kernels of a decode step and its sums, for each of ROWS, and a step with a chunk.
 
-    options: those of LLM(), which `name` stands for.
+    options: options of LLM(), for which `name` stands.
     """
     rng = random.Random(0)
     with TemporaryDirectory() as directory:
