@@ -162,7 +162,3 @@ class LogitRules:
     prompt_logprobs: int | None = None
     logits_processors: tuple[Callable[..., Any], ...] = ()
     grammar: Any = None  # nanovllm.features.structured.Grammar
-
-    @property
-    def has_penalties(self) -> bool:
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)

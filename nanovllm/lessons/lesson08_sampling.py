@@ -23,6 +23,7 @@ from nanovllm.lessons.pictures import show_formula, show_lanes
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
+from nanovllm.models.uniform import uniform
 
 PROMPT = "What is "  # many tokens can follow
 SHOWN = 8  # of the most likely tokens
@@ -72,7 +73,7 @@ def show_draws(llm: LLM, logits: Tensor) -> None:
     tokenizer, rows = llm.get_tokenizer(), []
     position = len(tokenizer.encode(PROMPT))
     for seed in range(1, 6):
-        u = sampler.uniform(torch.tensor([seed]), torch.tensor([position]))
+        u = uniform(torch.tensor([seed]), torch.tensor([position]))
         token = int(sampler.draw(logits[None], u))
         (engine,) = ask(llm, [PROMPT], temperature=1, seed=seed, max_tokens=1)[0]["token_ids"]
         assert engine == token
@@ -125,7 +126,7 @@ def run() -> None:
     show_source(
         link(sampler.filtered_logits, "batch.temperature"),
         *(link(function) for function in sampler.FILTER_FUNCTIONS.values()),
-        link(sampler.uniform),
+        link(uniform),
         link(sampler.draw, "cumulative > u"),
     )
 

@@ -25,7 +25,6 @@ from nanovllm.features.structured import GrammarCompiler, Matcher
 from nanovllm.lessons.lesson import ask, make_llm, optional, timed
 from nanovllm.lessons.pictures import show_lanes
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
-from nanovllm.runner.model_runner import ModelRunner
 
 PROMPT = "What is 12 + 30?\n"
 SCHEMA = {
@@ -87,7 +86,7 @@ def run() -> None:
         costs nothing while it takes less time than they do. On a CPU both take turns.""")
     show_source(
         link(Matcher.mask, "compute_bitmask"),
-        link(ModelRunner._sample, "rules.apply"),
+        link(RulesBatch.sample, "self.apply"),
         link(RulesBatch._apply_on_host, "row.matcher.mask"),
     )
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.models.batch import ForwardBatch, to_device
+from nanovllm.models.batch import ForwardBatch
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fp8 import FP8, Scales, to_fp8
 from nanovllm.models.layers import Norms, Rope, rms_norm, rotate
+from nanovllm.models.transfers import to_device
 
 
 class SequenceMetadata(NamedTuple):

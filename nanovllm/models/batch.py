@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -45,10 +44,3 @@ class SamplingBatch:
     # Name -> values [R], int64 or float32 as in plan.FILTERS. Unused filters may be missing.
     filters: dict[str, Tensor]
     all_greedy: bool = False
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it. A CPU tensor may share memory with `array`."""
-    tensor = torch.from_numpy(array)
-    # Copies from pinned memory are asynchronous. Pinning copies, so `array` may change later.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

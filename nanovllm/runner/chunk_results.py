@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.models.backend import Backend
-from nanovllm.models.batch import to_device
+from nanovllm.models.transfers import to_device
 from nanovllm.plan import Chunk, ResultKind
 from nanovllm.runner.pending import PendingOutput, start_copy
 from nanovllm.runner.rows import Rows

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nanovllm.models.backend import Backend
 from nanovllm.models.batch import ForwardBatch, SamplingBatch
+from nanovllm.models.transfers import send
 from nanovllm.plan import StepPlan
 from nanovllm.runner.rows import Rows, sampling_batch
 
@@ -28,18 +29,18 @@ class DeviceRows:
 
     def apply(self, plan: StepPlan) -> None:
         """Send the changes of `Rows.apply`, except the positions that `decode_batch` advances."""
-        host, send = self.rows, self.rows.send
+        host, device = self.rows, self.rows.device
         if plan.new_rows:
             new = [new_row.row for new_row in plan.new_rows]
             arrays = host.block_tables[new], host.params[:, new], host.seeds[new]
-            rows, tables, params, seeds = send(np.array(new), *arrays)
+            rows, tables, params, seeds = send(device, np.array(new), *arrays)
             self.block_tables[rows], self.params[:, rows], self.seeds[rows] = tables, params, seeds
         if plan.new_blocks:
-            new_rows, index, blocks = send(*np.array(plan.new_blocks).T)
+            new_rows, index, blocks = send(device, *np.array(plan.new_blocks).T)
             self.block_tables[new_rows, index] = blocks.int()
         if plan.chunks:
             moved = [*(chunk.row for chunk in plan.chunks), *plan.decode_rows]
-            rows, positions = send(np.array(moved), host.positions[moved])
+            rows, positions = send(device, np.array(moved), host.positions[moved])
             self.positions[rows] = positions
 
     def decode_batch(self, rows: Tensor, order: Tensor) -> tuple[ForwardBatch, SamplingBatch]:

@@ -5,6 +5,7 @@ It owns the model, the KV cache (in `attention`), the rows and the captured deco
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.batch import SamplingBatch, to_device
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.decode_inputs import longest_first
 from nanovllm.models.qwen3 import Qwen3
+from nanovllm.models.transfers import send, to_device
 from nanovllm.plan import StepOutput, StepPlan
 from nanovllm.runner.chunk_results import add_chunk_results
 from nanovllm.runner.device_rows import DeviceRows
@@ -88,7 +90,7 @@ class ModelRunner:
             hidden, tokens = self.graphs.replay(decode_rows)
         else:
             order = longest_first(self.rows.positions[decode_rows])
-            hidden, tokens = self.decode(*self.rows.send(np.array(decode_rows), order))
+            hidden, tokens = self.decode(*send(self.device, np.array(decode_rows), order))
         rules = self.rows.rules_of(decode_rows)
         if rules is None:
             return PendingOutput(start_copy(tokens))
@@ -112,23 +114,8 @@ class ModelRunner:
     ) -> PendingOutput:
         """Sample a token for each of `rows` [R], with their `rules`, from hidden states [R, E]."""
         logits = self.fused_model.logits(hidden)
-        changed = logits
-        if rules is not None and rules.changes_logits:
-            changed = rules.apply(logits, sampling.positions)
-        tokens = self.backend.sample(changed, sampling)
-        output = PendingOutput(start_copy(tokens))
-        tokens = self.rows.record(rows, tokens)
-        if rules is None:
-            return output
-        if rules.changes_logits:
-            rules.append(tokens, output.token_ids)
-            output.errors, rules.errors = rules.errors, {}
-            output.completed, rules.completed = rules.completed, []
-        if rules.reported:
-            index = rules.reported_index
-            if len(index) < len(tokens):
-                logits, tokens = logits[index], tokens[index]
-            output.reported = rules.reported
-            packed = self.backend.token_logprobs(logits, tokens, rules.num_logprobs)
-            output.logprobs = start_copy(packed)
-        return output
+        if rules is not None:
+            return rules.sample(logits, sampling, self.backend, partial(self.rows.record, rows))
+        tokens = self.backend.sample(logits, sampling)
+        self.rows.record(rows, tokens)
+        return PendingOutput(start_copy(tokens))

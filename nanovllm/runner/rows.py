@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import ForwardBatch, SamplingBatch, to_device
+from nanovllm.models.batch import ForwardBatch, SamplingBatch
 from nanovllm.models.decode_inputs import typed_params
+from nanovllm.models.transfers import send
 from nanovllm.plan import FILTERS, ResultKind, StepPlan
 
 
@@ -89,7 +90,8 @@ class Rows:
             spans = [np.arange(c.start, c.start + len(c.token_ids)) for c in chunks]
             positions = np.concatenate((*spans, positions[num_chunks:]))
             token_rows = np.repeat(rows, step.query_lens)
-        chunk_tokens, sent_positions, slots, lens, tables, sampling_positions = self.send(
+        chunk_tokens, sent_positions, slots, lens, tables, sampling_positions = send(
+            self.device,
             np.array([token for c in chunks for token in c.token_ids], np.int64),
             positions,
             self.slots(self.block_tables, token_rows, positions),
@@ -143,7 +145,8 @@ class Rows:
         samples[: len(chunks)] = [c.result_kind is ResultKind.TOKEN for c in chunks]
         sampling_rows = rows[samples]
         params = self.params.take(sampling_rows, axis=1)  # kernels need contiguous values
-        query_start_loc, logits_indices, sent_rows, seeds, *sent_params = self.send(
+        query_start_loc, logits_indices, sent_rows, seeds, *sent_params = send(
+            self.device,
             starts.astype(np.int32),
             starts[1:][samples] - 1,
             sampling_rows,
@@ -169,17 +172,6 @@ class Rows:
             sampling_batch=sampling,
             num_decodes=int((query_lens[::-1] == 1).cumprod().sum()),
         )
-
-    def send(self, *arrays: np.ndarray) -> list[Tensor]:
-        """Move arrays to the device in one copy, each aligned to 16 bytes. See `to_device`."""
-        if self.device.type != "cuda":
-            return [to_device(x, self.device) for x in arrays]
-        padded = [part for x in arrays for part in (x.tobytes(), bytes(-x.nbytes % 16))]
-        packed = to_device(np.frombuffer(bytearray().join(padded), np.uint8), self.device)
-        return [
-            part.view(torch.from_numpy(x).dtype).view(x.shape)
-            for part, x in zip(packed.split([*map(len, padded)])[::2], arrays, strict=True)
-        ]
 
 
 def sampling_batch(

@@ -25,11 +25,12 @@ from nanovllm import (
 )
 from nanovllm.engine.sampling import Sampling, read_stream
 from nanovllm.features import structured as structured_module
+from nanovllm.features.logit_rules import rows as logit_rules_rows
 from nanovllm.features.logit_rules.rows import RowRules, RulesBatch, RulesState
 from nanovllm.features.structured import Grammar, GrammarCompiler, Matcher
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.plan import LogitRules, NewRow, RowSampling
-from nanovllm.runner import model_runner, pending
+from nanovllm.runner import pending
 
 pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
@@ -640,7 +641,7 @@ def test_the_rules_on_the_host_run_after_the_launch(
     monkeypatch.setattr(embedded.engine, "async_scheduling", True)
     monkeypatch.setattr(type(runner.fused_model), "forward", lambda _, *args: noted_forward(*args))
     monkeypatch.setattr(Matcher, "mask", noted_mask)
-    monkeypatch.setattr(model_runner, "start_copy", noted_copy)
+    monkeypatch.setattr(logit_rules_rows, "start_copy", noted_copy)
     embedded.generate("x", structured("date", temperature=0, max_tokens=4), use_tqdm=False)
     wanted = ["forward", "mask after 0", "sample"]
     for step in range(1, 4):

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.api.log import logger, progress_bar
-from nanovllm.models.batch import to_device
 from nanovllm.models.decode_inputs import longest_first
+from nanovllm.models.transfers import to_device
 
 # Takes the function to capture and returns the function that replays it.
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]

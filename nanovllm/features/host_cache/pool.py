@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nanovllm.api.config import EngineConfig
 from nanovllm.api.log import progress_bar
-from nanovllm.models.batch import to_device
+from nanovllm.models.transfers import to_device
 from nanovllm.plan import BlockCopy
 
 CHUNK_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two

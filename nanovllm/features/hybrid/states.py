@@ -23,7 +23,7 @@ from nanovllm.features.hybrid.config import KERNEL_SIZE, HybridConfig
 from nanovllm.features.hybrid.delta_rule import Segments
 from nanovllm.features.hybrid.model import LinearAttention
 from nanovllm.models.backend import Backend
-from nanovllm.models.batch import to_device
+from nanovllm.models.transfers import to_device
 from nanovllm.plan import StepPlan
 
 

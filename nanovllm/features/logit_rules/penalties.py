@@ -12,12 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.models.batch import to_device
+from nanovllm.models.transfers import to_device
 from nanovllm.plan import LogitRules
 
 # This many known tokens are processed at a time, in 50 MB of memory. 256 rows of 40,960 tokens
 # would take 0.5 GB, which the memory profile does not measure because its rows are short.
 TOKENS_AT_A_TIME = 2**20
+
+
+def has_penalties(rules: LogitRules) -> bool:
+    factors = rules.presence_penalty, rules.frequency_penalty, rules.repetition_penalty
+    return factors != (0, 0, 1)
 
 
 class PenaltyState:

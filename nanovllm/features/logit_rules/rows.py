@@ -25,10 +25,18 @@ import torch
 from torch import Tensor
 
 from nanovllm.api.sampling_params import takes_prompt
-from nanovllm.features.logit_rules.penalties import Penalties, PenaltyState, check_ids
-from nanovllm.models.batch import to_device
+from nanovllm.features.logit_rules.penalties import (
+    Penalties,
+    PenaltyState,
+    check_ids,
+    has_penalties,
+)
+from nanovllm.models.backend import Backend
+from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.sampler import MASKED
+from nanovllm.models.transfers import to_device
 from nanovllm.plan import LogitRules, NewRow
+from nanovllm.runner.pending import PendingOutput, start_copy
 
 NO_END = 2**62  # above every position
 
@@ -112,7 +120,7 @@ class RulesState:
         if rules is not None:
             vocab_size = self.logits.shape[1]
             try:
-                if rules.has_penalties:
+                if has_penalties(rules):
                     self.penalties.add_row(row, new_row.prompt, new_row.output)
                 self.rows[row] = RowRules(rules, new_row, vocab_size)
             except Exception as error:
@@ -169,7 +177,7 @@ class RulesBatch:
         self.added = send([value for _, value, _ in edits], np.float32)
         self.until = send([end for _, _, end in edits])
         # 3. Penalties.
-        penalized = [(i, row.row, row.rules) for i, row in rows if row.rules.has_penalties]
+        penalized = [(i, row.row, row.rules) for i, row in rows if has_penalties(row.rules)]
         self.penalties = Penalties(penalized, state.penalties) if penalized else None
         # 4. Log-probabilities.
         reported = [(i, row.row, row.rules.logprobs) for i, row in rows]
@@ -225,6 +233,29 @@ class RulesBatch:
             index = to_device(masks, logits.device).int().flatten()
             caps = self.caps.index_select(0, index).view(len(logits), -1)
             torch.minimum(logits, caps[:, : logits.shape[1]], out=logits)
+
+    def sample(
+        self,
+        logits: Tensor,
+        sampling: SamplingBatch,
+        backend: Backend,
+        record: Callable[[Tensor], Tensor],
+    ) -> PendingOutput:
+        """Sample from logits [R, V] with the rules applied. `record` is Rows.record for R rows."""
+        changed = self.apply(logits, sampling.positions) if self.changes_logits else logits
+        tokens = backend.sample(changed, sampling)
+        output = PendingOutput(start_copy(tokens))
+        tokens = record(tokens)
+        if self.changes_logits:
+            self.append(tokens, output.token_ids)
+            output.errors, self.errors = self.errors, {}
+            output.completed, self.completed = self.completed, []
+        if self.reported:
+            if len(self.reported_index) < len(tokens):
+                logits, tokens = logits[self.reported_index], tokens[self.reported_index]
+            output.reported = self.reported
+            output.logprobs = start_copy(backend.token_logprobs(logits, tokens, self.num_logprobs))
+        return output
 
     def append(self, tokens: Tensor, token_ids: Callable[[], list[int]]) -> None:
         """Add the tokens [R] that were sampled from the logits of `apply`.

@@ -16,6 +16,7 @@ from nanovllm.models import logprobs, sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.models.layers import RotaryEmbedding, add_rms_norm, rms_norm, rotate, silu_and_mul
 from nanovllm.models.rope import RopeConfig
+from nanovllm.models.uniform import uniform
 
 numba = pytest.importorskip("numba")  # a machine that only runs the GPU's tests may lack it
 
@@ -238,7 +239,7 @@ def uniforms(seeds, positions):
 def test_uniform() -> None:
     seeds, positions = torch.randint(-(1 << 63), (1 << 63) - 1, (2, 1000))
     found = uniforms(seeds.numpy(), positions.numpy())
-    np.testing.assert_array_equal(found, sampler.uniform(seeds, positions).numpy())
+    np.testing.assert_array_equal(found, uniform(seeds, positions).numpy())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.backends.gpu.kernels.launch import launch
-from nanovllm.models.batch import to_device
+from nanovllm.models.transfers import to_device
 
 CHUNK = tl.constexpr(64)
 # One program takes this many channels of the convolution, of one token or of a tile.
