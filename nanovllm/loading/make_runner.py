@@ -44,6 +44,10 @@ def make_runner(
     `full_config` describes the whole model. Requests have at most `max_model_len` tokens, or fewer
     if memory limits them.
     """
+    if has_states := full_config.state_bytes(1) > 0:
+        # Before the model is divided among ranks, which explains only sizes that do not fit.
+        hybrid_memory = load_optional("features.hybrid.memory", "the model")
+        hybrid_memory.check_options(config, full_config)
     if (openmp := find_optional("backends.cpu.openmp")) is not None:
         openmp.check_openmp()
     device = pick_device(config.device)
@@ -59,10 +63,9 @@ def make_runner(
         weight_bytes = memory.weight_bytes(model_class(model_config).on_meta(model_config, backend))
         room = memory.Room(config, device, free, weight_bytes, max(1, block_bytes))
         room.check(checkpoint.directory.name, backend.dtype, model_config.weights_note)
-        if model_config.state_bytes(1):
-            num_states = load_optional("features.hybrid.memory", "the model").num_states
-            sizes = backend.dtype.itemsize, room.max_bytes
-            num_rows, num_slots, state_bytes = num_states(config, model_config, *sizes)
+        if has_states:
+            sizes = config, model_config, backend.dtype.itemsize, room.max_bytes
+            num_rows, num_slots, state_bytes = hybrid_memory.num_states(*sizes)
             config = replace(config, max_num_seqs=num_rows)
             room = replace(room, config=config, state_bytes=state_bytes, num_state_slots=num_slots)
         # The longest request that can fit limits the size of rows and rotary tables.

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint, random_llm
+from hybrid_checkpoints import make_hybrid_checkpoint
 from moe_checkpoints import make_moe_checkpoint
 from quantized_files import quantize_checkpoint
 
@@ -66,7 +67,11 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     # As many KV heads as 4 ranks, and biases of all attention layers.
     make_checkpoint(path / "biased", "llama", kv_heads=4, group=1, attention_bias=True)
     make_moe_checkpoint(path / "moe", mlp_only_layers=[1])
-    return {name: str(path / name) for name in ("qwen3", "qwen2", "biased", "moe")}
+    # An expert of each of two ranks has as many units as a block of int8 weights.
+    make_moe_checkpoint(path / "moe-128", moe_intermediate_size=128, num_experts=4)
+    make_hybrid_checkpoint(path / "hybrid")
+    make_moe_checkpoint(path / "hybrid-moe", hybrid=True)
+    return {path.name: str(path) for path in path.iterdir()}
 
 
 def values(found: list[dict[str, Any]]) -> list[Any]:
@@ -126,18 +131,24 @@ def test_text_and_stop_strings(ranks: Job) -> None:
     assert values(ranks("text", 2)) == [one] * 2
 
 
+QUANTIZED = [("qwen2", "int8"), ("moe-128", "int8"), ("moe-128", "int4")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sdpa", "numba"])
-def test_int8(ranks: Job, paths: dict[str, str], backend: str) -> None:
+@pytest.mark.parametrize(("model", "weights"), QUANTIZED)
+def test_quantization(
+    ranks: Job, paths: dict[str, str], model: str, weights: str, backend: str
+) -> None:
     """A rank has scales of its own: the results are not those of one, and as accurate."""
     if backend == "numba":
         pytest.importorskip("numba")
-    path, options = paths["qwen2"], {"quantization": "int8"}  # its embeddings are int8 too
+    path, options = paths[model], {"quantization": weights}  # qwen2's embeddings are int8 too
     [exact] = values(ranks("everything", 1, path=path))
     [one] = values(ranks("everything", 1, path=path, **options))
     first, second = values(ranks("everything", 2, path=path, attention_backend=backend, **options))
     assert first == second
-    for name in ("prompt_logprobs", "loglikelihoods", "embeddings"):
+    for name in ("prompt_logprobs", "embeddings"):  # the other numbers are too few
         errors = [
             np.abs(np.array(found["numbers"][name]) - exact["numbers"][name]).mean()
             for found in (one, first)
@@ -152,6 +163,12 @@ def test_the_kernels_of_a_cpu(ranks: Job, paths: dict[str, str]) -> None:
     [one] = values(ranks("everything", 1, path=paths["qwen3"]))
     found = values(ranks("everything", 2, path=paths["qwen3"], attention_backend="numba"))
     assert [answer["tokens"] for answer in found] == [one["tokens"]] * 2
+
+
+@pytest.mark.parametrize("model", ["hybrid", "hybrid-moe"])
+def test_linear_attention_is_refused(ranks: Job, paths: dict[str, str], model: str) -> None:
+    for found in values(ranks("an_engine", 2, path=paths[model])):
+        assert re.match("ValueError: Qwen3_5.* does not support tensor_parallel_size", found)
 
 
 def test_two_engines(ranks: Job, paths: dict[str, str]) -> None:

@@ -210,6 +210,10 @@ def other_options(path: str) -> str:
     return outcome(lambda: make(path, seed=rank()))
 
 
+def an_engine(path: str) -> str:
+    return outcome(lambda: make(path))
+
+
 def other_tokens(path: str) -> tuple[str, list[list[int]]]:
     """Nothing but the sampled tokens differs, which a decode's plan does not contain."""
     llm = make(path)

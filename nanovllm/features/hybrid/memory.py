@@ -9,14 +9,8 @@ from nanovllm.features.hybrid.config import HybridConfig
 SLOTS_PER_ROW = 2
 
 
-def num_states(
-    config: EngineConfig, model_config: HybridConfig, itemsize: int, max_bytes: int
-) -> tuple[int, int, int]:
-    """Return (rows, slots for the prefix cache, bytes of all states).
-
-    States take at most half of `max_bytes`; the KV cache takes the rest. If they do not fit,
-    fewer sequences run at a time. The model has `itemsize` bytes per number.
-    """
+def check_options(config: EngineConfig, model_config: HybridConfig) -> None:
+    """Raise ValueError for an option that models with linear attention do not support."""
     for value, option in (
         (config.tensor_parallel_size > 1, "tensor_parallel_size"),
         (config.swap_space, "swap_space"),
@@ -26,6 +20,16 @@ def num_states(
                 f"{model_config.architecture} does not support {option}, because the states of its "
                 f"linear attention are kept on one device only; leave {option} out"
             )
+
+
+def num_states(
+    config: EngineConfig, model_config: HybridConfig, itemsize: int, max_bytes: int
+) -> tuple[int, int, int]:
+    """Return (rows, slots for the prefix cache, bytes of all states).
+
+    States take at most half of `max_bytes`; the KV cache takes the rest. If they do not fit,
+    fewer sequences run at a time. The model has `itemsize` bytes per number.
+    """
     state_bytes = model_config.state_bytes(itemsize)
     fit = max_bytes // 2 // state_bytes - 1  # the padding row has a state too
     wanted = config.num_state_slots if config.enable_prefix_caching else 0

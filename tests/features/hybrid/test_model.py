@@ -16,7 +16,7 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.api.config import EngineConfig
 from nanovllm.backends.cpu import delta_rule as cpu_delta_rule
 from nanovllm.features.hybrid import delta_rule
-from nanovllm.features.hybrid.memory import num_states
+from nanovllm.features.hybrid.memory import check_options
 from nanovllm.features.hybrid.model import LinearAttention
 from nanovllm.loading.checkpoint import Checkpoint
 from nanovllm.models.backend import Backend
@@ -369,7 +369,7 @@ def test_only_images_or_mtp(checkpoint: tuple[Path, torch.nn.Module], tmp_path: 
 def test_refused_options(checkpoint: tuple[Path, torch.nn.Module], option: dict[str, Any]) -> None:
     model_config = Checkpoint(checkpoint[0]).model_config
     with pytest.raises(ValueError, match=f"does not support {next(iter(option))}"):
-        num_states(EngineConfig(**option), model_config, itemsize=4, max_bytes=2**30)
+        check_options(EngineConfig(**option), model_config)
 
 
 def test_swap_space_is_refused(checkpoint: tuple[Path, torch.nn.Module]) -> None:
