@@ -49,7 +49,7 @@ class EngineConfig:
     max_num_batched_tokens: Positive = 8192  # the token budget of one step
     # Fraction of the GPU's memory that the engine may use.
     gpu_memory_utilization: Annotated[float, 0, 1] = 0.9
-    # Size of the KV cache. None: what the memory allows.
+    # Size of the KV cache and of the states of linear attention. None: what the memory allows.
     kv_cache_memory_bytes: Positive | None = None
     # Number of KV blocks for requests, without the null block. None: what the memory allows.
     num_kvcache_blocks: Positive | None = None
@@ -91,6 +91,11 @@ class EngineConfig:
         if not re.fullmatch(r"auto|cpu|cuda(:(\d|[1-9]\d))?", self.device):
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
+            )
+        if self.num_state_slots and not self.enable_prefix_caching:
+            raise ValueError(
+                f"num_state_slots={self.num_state_slots} is a number of states in the prefix "
+                "cache; leave it out, or set enable_prefix_caching=True"
             )
         if self.swap_space and not self.enable_prefix_caching:
             raise ValueError(

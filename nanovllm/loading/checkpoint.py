@@ -68,12 +68,13 @@ def find_checkpoint(
     # os.path returns False if a parent directory is not accessible; Path can raise an error.
     if os.path.isdir(path):
         check_files(path, patterns)
+        if weights and not list(path.glob("*.safetensors")) and (gguf := list(path.glob("*.gguf"))):
+            raise ValueError(f"{name} has no *.safetensors; {convert_command(gguf[0])}")
         return path
     if os.path.exists(path):
         remedy = "give the directory that contains config.json"
         if name.endswith(".gguf"):
-            command = f"nanovllm convert {shlex.quote(name)} {shlex.quote(path.stem)}"
-            remedy = f"convert it: pip install gguf && {command}"
+            remedy = convert_command(path)
         raise ValueError(f"{name} is a file; {remedy}")
     named_models = find_optional("features.gguf.named")
     if named_models is not None and (found := named_models.find_named(name)) is not None:
@@ -86,6 +87,11 @@ def find_checkpoint(
     path = _download(name, revision, patterns)
     check_files(path, patterns)
     return path
+
+
+def convert_command(gguf: Path) -> str:
+    name, target = shlex.quote(str(gguf)), shlex.quote(gguf.stem)
+    return f"convert {gguf.name}: pip install gguf && nanovllm convert {name} {target}"
 
 
 def check_files(directory: Path, patterns: list[str]) -> None:

@@ -48,6 +48,11 @@ def make_runner(
         # Before the model is divided among ranks, which explains only sizes that do not fit.
         hybrid_memory = load_optional("features.hybrid.memory", "the model")
         hybrid_memory.check_options(config, full_config)
+    elif config.num_state_slots is not None:
+        raise ValueError(
+            f"num_state_slots={config.num_state_slots} is an option for models with linear "
+            f"attention, and {full_config.architecture} has none; leave it out"
+        )
     if (openmp := find_optional("backends.cpu.openmp")) is not None:
         openmp.check_openmp()
     device = pick_device(config.device)

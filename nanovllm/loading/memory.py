@@ -21,6 +21,15 @@ OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory")
 # 32 MiB for each thread that runs steps, and `num_kv_blocks` measures only one thread.
 CUDA_MARGIN = 512 << 20
 CPU_CACHE_BYTES = 4 << 30  # the default limit of a CPU's KV cache
+INT4 = "quantization='int4', which takes about two thirds of int8"
+INT8 = "quantization='int8', which takes about half of bfloat16"
+# Kind of weights -> what takes less memory.
+SMALLER = {
+    "float32": ("dtype='bfloat16', which takes half", INT8, INT4),
+    "bfloat16": (INT8, INT4),
+    "float16": (INT8, INT4),
+    "int8": (INT4,),
+}
 
 
 def num_weights(model: Qwen3) -> int:
@@ -55,10 +64,11 @@ class Room:
         size = self.config.kv_cache_memory_bytes
         if size is None:
             return None
-        num = size // self.block_bytes - 1
+        num = (size - self.state_bytes) // self.block_bytes - 1
         if num < 1:
+            states = f"the states take {self.state_bytes:,} bytes, " if self.state_bytes else ""
             raise ValueError(
-                f"kv_cache_memory_bytes={size:,} has no room for one block: a block of "
+                f"kv_cache_memory_bytes={size:,} has no room for one block: {states}a block of "
                 f"{self.config.kvcache_block_size} tokens takes {self.block_bytes:,} bytes, and "
                 "the null block takes as many; raise it, or lower kvcache_block_size"
             )
@@ -67,7 +77,9 @@ class Room:
     @cached_property
     def max_bytes(self) -> int:
         """An upper bound on the bytes of the KV cache and the states."""
-        size = self.free - self.weight_bytes
+        size, requested = self.free - self.weight_bytes, self.config.kv_cache_memory_bytes
+        if requested is not None and self.config.num_kvcache_blocks is None:
+            return min(size, requested)
         if self.device.type == "cpu":
             size = min(size, CPU_CACHE_BYTES // self.config.tensor_parallel_size)
         return size
@@ -96,11 +108,11 @@ class Room:
         """
         if self.weight_bytes > self.free:
             kind = self.config.quantization or str(dtype)[6:]
+            smaller = "".join(f", set {what}" for what in SMALLER.get(kind, ()))
             raise ValueError(
                 f"the weights of {name} take {self.weight_bytes / 2**30:,.2f} GiB in {kind}{note}, "
-                f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; use a "
-                "smaller model, end other programs, or set dtype='bfloat16', which takes half of "
-                "float32, or quantization='int8', which takes half of that"
+                f"and {self.free / 2**30:,.2f} GiB of memory are free on {self.device}; "
+                f"end other programs{smaller}, or use a smaller model"
             )
         size = ((self.requested_blocks or 0) + 1) * self.block_bytes
         if self.requested_blocks is not None and size > self.free:

@@ -236,9 +236,14 @@ def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         LLM(str(path / "config.json"))
     (tmp_path / "model.gguf").touch()
     with pytest.raises(
-        ValueError, match=r"convert it: pip install gguf && nanovllm convert \S+/model\.gguf model$"
+        ValueError,
+        match=r"convert model.gguf: pip install gguf && nanovllm convert \S+/model\.gguf model$",
     ):
         LLM(str(tmp_path / "model.gguf"))
+    with pytest.raises(
+        ValueError, match=r"has no \*\.safetensors; convert model\.gguf: pip install"
+    ):
+        LLM(str(tmp_path))
     with pytest.raises(TypeError, match="model"):
         LLM(3)
     with pytest.raises(ValueError, match="empty"):

@@ -68,7 +68,10 @@ class HybridConfig(ModelConfig):
                 "linear_num_key_heads)"
             )
         if (size := raw.get("linear_conv_kernel_dim", KERNEL_SIZE)) != KERNEL_SIZE:
-            raise ValueError(f"{path}: linear_conv_kernel_dim must be {KERNEL_SIZE}, not {size!r}")
+            raise ValueError(
+                f"{path}: linear_conv_kernel_dim {size!r} is not supported; only {KERNEL_SIZE} is, "
+                "the number of all released models"
+            )
         return config
 
     def select_tensors(self, files: dict[Path, Any]) -> dict[Path, Any]:
@@ -119,7 +122,10 @@ def _layer_types(raw: dict[str, Any], num_layers: int, path: Path) -> tuple[str,
         interval = check_field(path, "full_attention_interval", interval, int, (1, 10_000))
         types = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
     if unknown := [kind for kind in types if kind not in (LINEAR, FULL)]:
-        raise ValueError(f"{path}: the layer type {unknown[0]!r} is not supported")
+        raise ValueError(
+            f"{path}: the layer type {unknown[0]!r} in layer_types is not supported; supported are "
+            f"{LINEAR!r} and {FULL!r}"
+        )
     if len(types) != num_layers:
         raise ValueError(
             f"{path}: layer_types has {len(types)} entries for {num_layers} layers "

@@ -41,8 +41,9 @@ def num_states(
     size = (rows + 1 + slots) * state_bytes
     if size > max_bytes:
         raise ValueError(
-            f"the states of {rows} sequence(s) and {slots} slots take {size:,} bytes, and "
-            f"{max_bytes:,} are free; lower num_state_slots, or end other programs"
+            f"the states of {rows} sequence(s) and num_state_slots={slots:,} take {size:,} bytes, "
+            f"and KV cache and states may take {max_bytes:,}; lower num_state_slots, or set "
+            "kv_cache_memory_bytes"
         )
     if rows < config.max_num_seqs:
         logger.info(

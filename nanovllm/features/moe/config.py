@@ -51,6 +51,8 @@ class Experts:
             raise ValueError(f"{path} has no {missing[0]!r}")
         values = [check_field(path, name, raw[name], *kind) for name, kind in fields.items()]
         normalized, step, dense, num_experts, num_per_token, size, *shared_size = values
+        if (router := raw.get("scoring_func", "softmax")) != "softmax":
+            raise ValueError(f"{path}: scoring_func {router!r} is not supported; 'softmax' is")
         if num_per_token > num_experts:
             raise ValueError(
                 f"{path}: a token cannot use {num_per_token} of {num_experts} experts "

@@ -323,9 +323,9 @@ def test_embeddings_and_loglikelihood(checkpoint: tuple[Path, torch.nn.Module]) 
 
 
 BAD_CONFIGS = {
-    "the layer type 'mamba' is not supported": {"layer_types": ["mamba"] * 4},
+    "'mamba' in layer_types is not supported; supported are": {"layer_types": ["mamba"] * 4},
     "layer_types has 2 entries for 4 layers": {"layer_types": ["linear_attention"] * 2},
-    "linear_conv_kernel_dim must be 4, not 3": {"linear_conv_kernel_dim": 3},
+    "linear_conv_kernel_dim 3 is not supported; only 4": {"linear_conv_kernel_dim": 3},
     "4 value heads do not divide into 3 key heads": {"linear_num_key_heads": 3},
     "no 'linear_num_value_heads'": {"linear_num_value_heads": None},
     "full_attention_interval": {"layer_types": None, "full_attention_interval": 0},
@@ -370,6 +370,23 @@ def test_refused_options(checkpoint: tuple[Path, torch.nn.Module], option: dict[
     model_config = Checkpoint(checkpoint[0]).model_config
     with pytest.raises(ValueError, match=f"does not support {next(iter(option))}"):
         check_options(EngineConfig(**option), model_config)
+
+
+def test_the_size_option_bounds_cache_and_states(checkpoint: tuple[Path, torch.nn.Module]) -> None:
+    """As in vLLM. Half is for states, so that fewer sequences run at a time."""
+    for size in (2**20, 2**21):
+        options = dict(num_kvcache_blocks=None, kv_cache_memory_bytes=size)
+        runner = random_llm(checkpoint[0], **options).engine.runner
+        used = runner.attention.cache.nbytes + runner.states.nbytes
+        block = runner.model.config.block_bytes(16, 4)
+        assert size - block < used <= size
+        assert runner.states.nbytes <= size // 2
+    one_state = runner.states.nbytes // len(runner.states.rule[0])
+    options["kv_cache_memory_bytes"] = 2 * one_state + 1
+    with pytest.raises(ValueError, match="no room for one block: the states take"):
+        random_llm(checkpoint[0], **options)
+    with pytest.raises(ValueError, match="num_state_slots=999 take .* lower num_state_slots"):
+        random_llm(checkpoint[0], num_state_slots=999, **options)
 
 
 def test_swap_space_is_refused(checkpoint: tuple[Path, torch.nn.Module]) -> None:

@@ -236,14 +236,18 @@ def test_a_message_says_what_a3b_needs(
     options = dict(dtype="bfloat16", quantization=quantization, attention_backend="sdpa")
     used = r"\(a token uses 8 of 128 experts in a layer\)"
     message = f"take {gib} GiB in {quantization or 'bfloat16'} {used}, and 24.00 GiB of memory"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         LLM(str(path), device="cpu", load_format="dummy", skip_tokenizer_init=True, **options)
+    remedies = str(error.value).split("free on cpu")[1]  # only what takes less memory
+    named = [kind for kind in ("bfloat16'", "int8'", "int4'") if kind in remedies]
+    assert named == (["int4'"] if quantization else ["int8'", "int4'"])
 
 
 WRONG = [
     ({"num_experts_per_tok": 9}, "a token cannot use 9 of 8 experts"),
     ({"moe_intermediate_size": None}, "has no 'moe_intermediate_size'"),
     ({"num_experts": 0}, "num_experts"),
+    ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
     ({"num_experts": 6}, "unexpected: model.layers.0.mlp.experts.6"),
     ({"num_experts": 12}, "missing: model.layers.0.mlp.experts.8"),
     ({"moe_intermediate_size": 40}, "experts.0.gate_proj.weight"),
