@@ -1,6 +1,7 @@
 """Scheduling policies and the waiting queue: the order in which sequences are admitted."""
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import TypeAlias
@@ -8,9 +9,9 @@ from typing import TypeAlias
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
-# The waiting sequence with the smallest key is admitted first. Keys of new sequences are >= 0.
+# The waiting sequence with the smallest key is admitted first.
 PolicyKey = Callable[[Sequence, BlockManager], int]
-HEAD = -1  # the key of preempted sequences and forks
+HEAD = -sys.maxsize  # the key of preempted sequences and forks, smaller than that of any new one
 AGING = 16  # with "sjf", each position in the order of arrival counts as this many tokens
 
 

@@ -11,7 +11,7 @@ from machines import MACHINE
 from oracle_engine import Engine, right, sequence
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import AGING
+from nanovllm.engine.policies import AGING, POLICIES
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 from nanovllm.features.host_cache.blocks import HostCacheBlockManager
@@ -195,6 +195,21 @@ def test_sjf_overtaking_is_bounded() -> None:
         overtook += 1
     assert long.status is Status.FINISHED
     assert 400 / AGING / 2 < overtook <= 400 / AGING + 1
+
+
+def test_preempted_first_under_any_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy may return negative keys, such as one that admits the longest outputs first."""
+    monkeypatch.setitem(POLICIES, "longest", lambda seq, _: -seq.max_length)
+    engine = Engine(blocks=6, size=2, seqs=2, budget=100, policy="longest")
+    old, new = sequence([1, 2, 3], 5, 0), sequence([4, 5, 6], 8, 1)
+    engine.add(old)
+    engine.step()
+    engine.scheduler._preempt(old)
+    engine.add(new)
+    assert engine.scheduler.waiting.first is old
+    engine.run()
+    assert right(old)
+    assert right(new)
 
 
 @pytest.mark.parametrize("fails_at", range(1, 9))
