@@ -8,14 +8,14 @@ e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), which is half of bfloat16:
              sign   exponent e  mantissa m      value = (1 + m / 8) * 2^(e - 7)
 
 Between a power of two and the next one there are 8 numbers, so rounding changes a number by at most
-1/16 of it. Int8 (lesson 13) has equal steps instead, and needs a scale near its largest number.
-Keys and values have outliers, for which relative steps are better. The largest number is 448;
-beyond it a checkpoint's scale for each layer (k_scale, v_scale) is needed, else 1.
+1/16 of it. Int8 (lesson 13) has equal steps instead; keys and values have outliers, for which
+relative steps are better. The largest number is 448. Beyond it a checkpoint's scale for each layer
+(k_scale, v_scale) is needed.
 """
 
 import torch
 
-from nanovllm.lessons.lesson import ask, make_llm, mean_logprob, shape_of
+from nanovllm.lessons.lesson import ask, make_llm, mean_logprob
 from nanovllm.lessons.pictures import show_plot
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
@@ -46,13 +46,8 @@ def show_errors() -> None:
         x = 2.0**exponent * torch.linspace(1, 2, 1001)
         for name, stored in (("fp8", to_fp8(x, 1.0).float()), ("int8", (x / step).round() * step)):
             lines[name].append((2.0**exponent, float((stored / x - 1).abs().max())))
-    show_plot(
-        "The largest relative error, of int8 with a scale for 448",
-        "number",
-        "error",
-        lines,
-        log=True,
-    )
+    title = "The largest relative error, of int8 with a scale for 448"
+    show_plot(title, "number", "error", lines, log=True)
 
 
 def run() -> None:
@@ -63,8 +58,7 @@ def run() -> None:
     show_errors()
     say("""What it loses: the embedded model continues questions in float32, and its tokens are
         scored with both caches. 0 is certainty. Sums over many keys average the errors out:""")
-    prompts = [sample.question for sample in SAMPLES]
-    said, rows = list[list[int]](), []
+    prompts, said, rows = [sample.question for sample in SAMPLES], list[list[int]](), []
     for dtype in ("auto", "fp8"):
         llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=128, kv_cache_dtype=dtype)
         outputs = ask(llm, prompts, max_tokens=12)
@@ -74,18 +68,10 @@ def run() -> None:
         score = mean_logprob(llm, [output.prompt_token_ids for output in outputs], said)
         rows.append((dtype, f"{same} of {len(said)}", f"{score:.6f}"))
     show_table(("kv_cache_dtype", "same answers", "log-probability"), rows)
-    say("""What it gains, calculated: the tokens that fit into 10 GB, and what a decode of 64
-        sequences of 4,000 tokens reads of the cache:""")
-    table = []
-    for name in ("qwen3-0.6b", "qwen3-14b"):
-        for dtype, size in (("bfloat16", 2), ("fp8", 1)):
-            token = shape_of(name).block_bytes(1, size)
-            read = f"{64 * 4000 * token / 1e9:.1f}"
-            table.append((name, dtype, f"{token:,}", f"{10e9 / token:,.0f}", read))
-    show_table(("model", "cache", "bytes a token", "tokens in 10 GB", "GB a decode"), table)
-    say("""The gain in time is smaller than in bytes, because numbers must be converted before they
-        are multiplied. docs/performance.md says what was measured: on an H100 fp8 was no longer
-        limited by memory, and on a CPU it can be slower.""")
+    say("""What it gains: twice as many tokens fit into the same memory, and a decode reads half as
+        many bytes of the cache (the last table of lesson 5). The gain in time is smaller, because
+        numbers must be converted before they are multiplied. docs/performance.md says what was
+        measured: on an H100 fp8 was no longer limited by memory, and on a CPU it can be slower.""")
     QUESTIONS.show(2)
     show_source(
         link(to_fp8, ".clamp("),
