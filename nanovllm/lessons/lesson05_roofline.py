@@ -22,7 +22,7 @@ import torch
 
 from nanovllm.api.config import EMBEDDED, EngineConfig
 from nanovllm.lessons.ladder import has_numba
-from nanovllm.lessons.lesson import decode_plan, embedded_config, prompt_plan, shape_of, timed
+from nanovllm.lessons.lesson import decode_plan, prompt_plan, shape_of, timed
 from nanovllm.lessons.pictures import show_plot
 from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.loading import make_runner as start
@@ -79,13 +79,14 @@ def time_decode(runner: ModelRunner, rows: int) -> float:
     return min(timed(lambda: runner.run(step)(), 1)[1] for _ in range(9))
 
 
-def show_model(name: str, config: ModelConfig) -> float:
+def show_steps(config: ModelConfig) -> float:
     """Print costs and times of steps. Returns the bytes per second that the machine reads."""
     dtype, since, cpu = timed_dtype(), cpu_seconds(), torch.device("cpu")
     prefill = roofline.costs(Workload("", [[0] * PROMPT], [1], [[0]]), config, dtype.itemsize, 1)
     peak = roofline.measure_peak(cpu, dtype, prefill["weight_bytes"])
     ridge = peak["flops"] / peak["bandwidth"]
-    say(f"""{name}: {prefill["weight_bytes"] / 1e6:,.0f} MB of weights in {str(dtype)[6:]}. This
+    say(f"""A model of {LAYERS} of the 28 layers of Qwen3-0.6B with random weights and {VOCAB:,}
+        tokens has {prefill["weight_bytes"] / 1e6:,.0f} MB of weights in {str(dtype)[6:]}. This
         machine reads them at {peak["bandwidth"] / 1e9:.1f} GB/s at most and computes
         {peak["flops"] / 1e9:,.0f} GFLOPs/s at most, measured now. The ridge is therefore at
         {ridge:.1f} FLOPs for each byte. Least is the roofline, and limit is its cause. If a step is
@@ -114,7 +115,7 @@ def show_model(name: str, config: ModelConfig) -> float:
     lowest, highest = min(points[0][0], ridge / 2), max(points[-1][0], 2 * ridge)
     roof = [(x, min(peak["bandwidth"] * x, peak["flops"]) / 1e9) for x in (lowest, ridge, highest)]
     lines = {"roofline": roof, ".measured steps": points}
-    show_plot(name, "FLOPs for each byte", "GFLOPs/s", lines, log=True)
+    show_plot("The roofline of this machine", "FLOPs for each byte", "GFLOPs/s", lines, log=True)
     say(f"""A decode of {ROWS[-1]} rows takes {seconds[-1] / seconds[0]:.1f} times as long as a
         decode of {ROWS[0]}. Each token is
         {faster(seconds[0] / ROWS[0], seconds[-1] / ROWS[-1])}.""")
@@ -150,11 +151,8 @@ def show_memory(config: ModelConfig, bandwidth: float) -> None:
 
 def run() -> None:
     has_numba(timed_dtype())  # compiles the kernels; otherwise plain torch would be timed
-    part = shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB)
     QUESTIONS.show(1)
-    show_model("The embedded model", embedded_config())
-    name = f"{LAYERS} of the 28 layers of Qwen3-0.6B with random weights and {VOCAB:,} tokens"
-    bandwidth = show_model(name, part)
+    bandwidth = show_steps(shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB))
     QUESTIONS.show(2)
     say("""The next table is calculated: the bytes that a decode of Qwen3-0.6B with all layers
         reads, and how long this machine takes to read them. Int8 weights help short contexts, and a

@@ -18,7 +18,6 @@ from nanovllm import LLM
 from nanovllm.api.outputs import RequestOutput
 from nanovllm.backends.int8 import Int8Weight, dynamic, quantize
 from nanovllm.lessons.lesson import make_llm, mean_logprob, runner_of
-from nanovllm.lessons.pictures import show_formula
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.tools.training.data import OPEN_TASKS, graded_samples
 from nanovllm.tools.training.grade import wrong_answers
@@ -67,12 +66,6 @@ def show_losses(llm: LLM) -> None:
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=256)
-    say("A row w of weights and one value q of it:")
-    show_formula(
-        "scale = max |w| / 127   q = round(w / scale)   |w - q * scale| <= scale / 2",
-        r"s = \frac{\max_i |w_i|}{127} \qquad q_i = \mathrm{round}(w_i / s) \qquad "
-        r"|w_i - s\,q_i| \le \frac{s}{2}",
-    )
     QUESTIONS.show(1)
     say(f"""Rounding loses accuracy: the embedded model answers {len(SAMPLES)} questions that were
         not in its training, with its weights rounded in several ways. The third line is what the

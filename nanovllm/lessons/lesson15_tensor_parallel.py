@@ -31,7 +31,7 @@ from nanovllm.api.child import python
 from nanovllm.features.tensor_parallel.ranks import Ranks
 from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, timed
-from nanovllm.lessons.pictures import show_formula, show_lanes
+from nanovllm.lessons.pictures import show_lanes
 from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.layers import Linear, silu_and_mul
@@ -119,10 +119,6 @@ def draw(both: list[dict[str, Any]]) -> None:
 
 
 def run() -> None:
-    show_formula(
-        "y = W2 f(W1 x) = W2[:, first half] f(W1[first half] x) + W2[:, others] f(W1[others] x)",
-        r"y = W_2\,f(W_1 x) = W_2^{(0)} f(W_1^{(0)} x) + W_2^{(1)} f(W_1^{(1)} x)",
-    )
     QUESTIONS.show(1)
     show_by_hand()
     say("""Now two real ranks, which torchrun would start. Each makes LLM(...,

@@ -16,7 +16,6 @@ relative steps are better. The largest number is 448. Beyond it a checkpoint's s
 import torch
 
 from nanovllm.lessons.lesson import ask, make_llm, mean_logprob
-from nanovllm.lessons.pictures import show_plot
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.fp8 import FP8_MAX, to_fp8
@@ -28,34 +27,24 @@ SAMPLES = [sample for task in OPEN_TASKS for sample in graded_samples(task, 3)]
 
 def show_rounding() -> float:
     """Print numbers and what is stored of them. Returns the largest relative error of many."""
-    rows = []
+    rows, step = [], FP8_MAX / 127  # of int8, if 127 stands for the largest number of fp8
     for value in (0.1, 1.06, 1.07, 3.3, 100.0, 440.0, 1000.0):
         x = torch.tensor(value)
         stored, scaled = float(to_fp8(x, 1.0).float()), float(to_fp8(x, 4.0).float() * 4)
-        rows.append((f"{value:g}", f"{stored:g}", f"{abs(stored / value - 1):.1%}", f"{scaled:g}"))
-    show_table(("number", "stored", "error", "with a scale of 4"), rows)
+        int8 = min(127, round(value / step)) * step
+        errors = (f"{abs(y / value - 1):.1%}" for y in (stored, int8))
+        rows.append((f"{value:g}", f"{stored:g}", f"{scaled:g}", *errors))
+    show_table(("number", "fp8", "with a scale of 4", "error of fp8", "of int8"), rows)
     many = torch.linspace(2**-6, FP8_MAX, 100_001)
     return float((to_fp8(many, 1.0).float() / many - 1).abs().max())
 
 
-def show_errors() -> None:
-    """Draw the largest relative error between each power of two and the next one."""
-    lines: dict[str, list[tuple[float, float]]] = {"fp8": [], "int8": []}
-    step = FP8_MAX / 127  # of int8, if 127 stands for the largest number of fp8
-    for exponent in range(-9, 8):
-        x = 2.0**exponent * torch.linspace(1, 2, 1001)
-        for name, stored in (("fp8", to_fp8(x, 1.0).float()), ("int8", (x / step).round() * step)):
-            lines[name].append((2.0**exponent, float((stored / x - 1).abs().max())))
-    title = "The largest relative error, of int8 with a scale for 448"
-    show_plot(title, "number", "error", lines, log=True)
-
-
 def run() -> None:
     QUESTIONS.show(1)
-    say("Some numbers, as the cache stores them. A scale moves the range:")
+    say("Some numbers in fp8, and the error of int8 with a scale for 448:")
     worst = show_rounding()
-    say(f"The largest error between 2^-6 and 448 is {worst:.1%}. Above 448 numbers are cut off.")
-    show_errors()
+    say(f"""The largest error of fp8 between 2^-6 and 448 is {worst:.1%}. Above 448 numbers are cut
+        off, and a scale moves the range.""")
     say("""What it loses: the embedded model continues questions in float32, and its tokens are
         scored with both caches. 0 is certainty. Sums over many keys average the errors out:""")
     prompts, said, rows = [sample.question for sample in SAMPLES], list[list[int]](), []

@@ -108,9 +108,6 @@ def run() -> None:
         The log-probabilities of the last row differ from the engine's by {difference:.0e} at most.
         Taking the largest logit again and again gives
         {tokenizer.decode(answer[len(ids) : -1])!r}.""")
-    say(f"""{c.num_heads} query heads share {c.num_kv_heads} KV heads of {c.head_dim} numbers: q has
-        {c.num_heads * c.head_dim} numbers a token, k and v have {c.num_kv_heads * c.head_dim} each,
-        and only these are in the KV cache (lesson 2).""")
 
     QUESTIONS.show(2)
     say("""Rope: the score of a query and a key depends on their distance, and not on where they

@@ -36,8 +36,8 @@ def test_fp8_cache(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     monkeypatch.setattr(fp8_cache, "SAMPLES", fp8_cache.SAMPLES[:4])
     fp8_cache.run()
     printed = capsys.readouterr().out
-    assert row(printed, "1000") == ["448", "55.2%", "1024"]
-    assert row(printed, "1.07") == ["1.125", "5.1%", "1.125"]
+    assert row(printed, "1000") == ["448", "1024", "55.2%", "55.2%"]
+    assert row(printed, "1.07") == ["1.125", "1.125", "5.1%", "100.0%"]
     scores = [float(row(printed, name)[-1]) for name in ("auto", "fp8")]
     assert scores[0] != scores[1]  # the cache is rounded
     assert scores[0] == pytest.approx(scores[1], abs=0.1)

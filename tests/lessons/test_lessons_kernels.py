@@ -441,13 +441,6 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(experts, "HIDDEN", 32)
     experts.run()
     printed = capsys.readouterr().out
-    counted = table(printed, "experts")
-    assert [row[:3] for row in counted] == [
-        ["8 of 64", "56.4", "7.1"],
-        ["8 of 128", "82.4", "10.3"],
-        ["8 of 256", "102.0", "12.7"],
-    ]
-    assert all(8 < float(measured) < float(formula) for _, formula, _, measured, _ in counted)
     one, *_, many = table(printed, "requests")
     assert one == ["1", "8.0", "3.4", "6.7", "6.71"]
     assert float(many[2]) == pytest.approx(30.5, rel=0.02)

@@ -118,9 +118,9 @@ def test_roofline(capsys, monkeypatch):
         monkeypatch.setattr(roofline, name, value)
     roofline.run()
     printed = capsys.readouterr().out
-    assert " ".join(printed.split()).count("The ridge is therefore at 10.0 FLOPs") == 2
+    assert "The ridge is therefore at 10.0 FLOPs" in " ".join(printed.split())
     lines = [line.split() for line in printed.splitlines() if re.match(r"decode of 8 .*%$", line)]
-    assert len(lines) == 2
+    assert len(lines) == 1
     for _, _, _, gflops, read, ratio, limit, least, measured, share in lines:
         assert float(ratio) == pytest.approx(1e3 * float(gflops) / float(read), rel=0.2)
         assert limit == "memory-bound"
