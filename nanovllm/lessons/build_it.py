@@ -28,6 +28,7 @@ def write(which: str | None) -> None:
             print(fill(text.splitlines()[0], name.ljust(10), " " * 10))
         print("\n`nanovllm lessons build NAME` writes NAME.py into this directory, and")
         print(f"`{CHECK.format('NAME', 'NAME.py')}` checks it.")
+        print("The checks need pytest: pip install -e '.[test]'")
         return
     require_task(which)
     target = Path(f"{which}.py").resolve()

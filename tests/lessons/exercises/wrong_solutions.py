@@ -404,7 +404,7 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "AGING *",
             "1.0 * AGING *",
             "test_the_key_is_an_int_and_depends_on_its_arguments_alone",
-            "The key must be an int, but it is 30.0.",
+            "The key must be an int, but it is 1099511627806.0.",
         ),
         (
             "AGING *",
@@ -441,6 +441,12 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
             "seq.num_prompt",
             "test_order_of_admission",
             "The expected order of admission is [1, 2, 0], but it is [0, 1, 2].",
+        ),
+        (
+            "2**40 + ",
+            "",
+            "test_a_new_request_waits_behind_what_was_preempted",
+            "request for 100,000 tokens must be larger, but it is -100000.",
         ),
     ],
     "eviction": [
@@ -524,6 +530,18 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "filter": [
+        (
+            "(typical_p < 1)[:, None]",
+            "(typical_p < 1).any()",
+            "test_one_turns_it_off",
+            "typical_p=1 should not change the logits, but it does.",
+        ),
+        (
+            "log_probs = logits.log_softmax(dim=-1)\n    probs = log_probs.exp()",
+            "probs = logits.softmax(dim=-1)\n    log_probs = (probs + 1e-5).log()",
+            "test_small_probabilities_count",
+            "Of 50,000 random logits typical_p=0.5 should keep about",
+        ),
         (
             "nansum",
             "sum",
