@@ -128,7 +128,6 @@ def warn_if_busy(load: float | None, share: float, ridge: float) -> None:
     load: their part of the processors' time, or None. share: the largest share of the roofline.
     ridge: FLOPs for each byte; every processor computes more than 1 while it reads one.
     """
-
     if (load or 0) > 0.1 or share > 1.05 or ridge < 1:
         used = "" if load is None else f" Other programs used {load:.0%} of its processors."
         say(f"""THE MACHINE IS BUSY.{used} All figures above may be wrong, and teach the opposite of

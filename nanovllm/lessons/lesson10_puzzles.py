@@ -247,8 +247,8 @@ def run() -> None:
     show_tile()
     say(f"""Five kernels lead from a sum to the attention of lesson 11. Each has about 20 lines, and
         the puzzles leave out one of them: `{COMMAND} 1` shows the first. tl.exp, tl.maximum,
-        tl.where, tl.max(tile, axis) and tl.sum(tile, axis) are as in torch, and tl.dot is the
-        product of two tiles.""")
+        tl.where and tl.sum(tile, axis) are as in torch, tl.max(tile, axis) is torch.amax, and
+        tl.dot is the product of two tiles.""")
     engine = optional("nanovllm.backends.gpu.kernels.attention")
     show_source(
         link(engine._load_blocks.fn, "tl.load"), link(engine._attend_tile.fn, "correction =")
