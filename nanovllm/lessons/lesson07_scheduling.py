@@ -171,11 +171,6 @@ QUESTIONS = Questions("""
     keep arriving, and aging prevents this.
     Hint: Who waits for whom with FCFS, and who with SJF?
 
-    does this prompt take?
-    Answer: 22. Each step first computes 4 decodes, which leaves 28 tokens for the prompt: 600 / 28,
-    rounded up.
-    Hint: The decodes take their tokens first. How many tokens of a step are left for the prompt?
-
     A running request needs a block and none is free. Why is the request preempted that was admitted
     last?
     (a) It has the fewest tokens.
