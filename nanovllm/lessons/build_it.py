@@ -28,7 +28,6 @@ def write(which: str | None) -> None:
             print(fill(text.splitlines()[0], name.ljust(10), " " * 10))
         print("\n`nanovllm lessons build NAME` writes NAME.py into this directory, and")
         print(f"`{CHECK.format('NAME', 'NAME.py')}` checks it.")
-        print("The checks need pytest: pip install -e '.[test]'")
         return
     require_task(which)
     target = Path(f"{which}.py").resolve()
@@ -39,7 +38,7 @@ def write(which: str | None) -> None:
     target.write_text((STUBS / target.name).read_text())
     print(f"{target} is written. The text at its top is the task. To check your solution, run")
     print(f"  {CHECK.format(which, target)}")
-    print("It stops at the first check that fails, and says why.")
+    print("It stops at the first check that fails. It needs pytest: pip install -e '.[test]'")
 
 
 def check(which: str | None, file: str) -> None:

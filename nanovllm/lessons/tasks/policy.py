@@ -13,8 +13,7 @@ order of arrival, may generate 8, 40 and 24 tokens. Compared with request 2, req
 What must stay true:
   - A request that arrives d requests later is admitted earlier only if it is more than 16 * d
     tokens longer. Equal requests are admitted in the order of arrival.
-  - The key is an int of 0 or more: preempted sequences and forks have HEAD = -1 and come first.
-  - It is a function of the arguments alone. The scheduler computes it once,
+  - The key is an int, and it is a function of the arguments alone. The scheduler computes it once,
     when a request is queued, so it must not need what is unknown then. It changes nothing.
 
 Where it goes. A policy is a key: the scheduler admits the waiting sequence with the smallest one.
@@ -22,7 +21,7 @@ See PolicyKey and POLICIES in nanovllm/engine/policies.py, and the two policies 
 
 Hints: nanovllm/engine/sequence.py has the fields of a sequence. The largest number of output
 tokens follows from two of them. The key of one request cannot look at another request, so aging
-must be a term of each key. A constant, such as 2**40, does not change the order.
+must be a term of each key.
 """
 
 from nanovllm.engine.block_manager import BlockManager

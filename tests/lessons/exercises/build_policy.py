@@ -6,7 +6,7 @@ import pytest
 from build_check import check_history, expect, load, make_samples
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.policies import AGING, HEAD, POLICIES
+from nanovllm.engine.policies import AGING, POLICIES
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, Status
 
@@ -80,15 +80,6 @@ def test_a_long_prompt_is_not_a_long_output() -> None:
         got == [1, 0],
         "Request 0 has a prompt of 200 tokens and may generate 10, request 1 has a prompt of 3 and "
         f"may generate 60. Request 1 should be admitted first, but the order is {got}.",
-    )
-
-
-def test_a_new_request_waits_behind_what_was_preempted() -> None:
-    key = longest_output_first(request(arrival=0, new=100_000), BlockManager(100, 16))
-    expect(
-        key > HEAD,
-        f"Preempted sequences and forks have the key {HEAD} and come first. The key of a new "
-        f"request for 100,000 tokens must be larger, but it is {key}.",
     )
 
 

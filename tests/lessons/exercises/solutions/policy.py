@@ -6,4 +6,4 @@ from nanovllm.engine.sequence import Sequence
 
 
 def longest_output_first(seq: Sequence, blocks: BlockManager) -> int:
-    return 2**40 + AGING * seq.arrival - (seq.max_length - seq.num_prompt)
+    return AGING * seq.arrival - (seq.max_length - seq.num_prompt)
