@@ -94,8 +94,12 @@ def run() -> None:
         {len(llm.get_tokenizer().encode(PROMPT))}:""")
     show_draws(llm, logits)
     QUESTIONS.show(2)
-    links = [link(function) for function in sampler.FILTER_FUNCTIONS.values()]
-    show_source(*links, link(sampler.uniform), link(sampler.draw, "cumulative > u"))
+    show_source(
+        link(sampler.filtered_logits, "batch.temperature"),
+        *(link(function) for function in sampler.FILTER_FUNCTIONS.values()),
+        link(sampler.uniform),
+        link(sampler.draw, "cumulative > u"),
+    )
 
 
 QUESTIONS = Questions("""

@@ -77,9 +77,9 @@ def run() -> None:
     prompt = [llm.get_tokenizer().encode(PROMPT)]
     _, mask = timed(lambda: matcher.mask([]), repeats=21)
     _, step = timed(lambda: ask(llm, prompt, max_tokens=1), repeats=9)
-    say(f"""A mask takes the host {mask * 1e6:,.0f} us here, and a request of one step of the small
-        model {step * 1e3:.1f} ms. On a GPU a mask costs nothing while it takes less time than the
-        layers do. On a CPU both take turns.""")
+    say(f"""A mask takes the host {mask * 1e6:,.0f} us here, and a request for one token of the
+        small model {step * 1e3:.1f} ms. On a GPU a mask costs nothing while it takes less time than
+        the layers do. On a CPU both take turns.""")
     show_source(
         link(Matcher.mask, "compute_bitmask"),
         link(ModelRunner._sample, "rules.apply"),

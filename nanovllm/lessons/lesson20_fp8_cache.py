@@ -6,11 +6,12 @@ e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), which is half of bfloat16:
 
     bit        7      6 5 4 3     2 1 0
              sign   exponent e  mantissa m      value = (1 + m / 8) * 2^(e - 7)
+                                       if e = 0: value = m / 8 * 2^-6
 
-Between a power of two and the next one there are 8 numbers, so rounding changes a number by at most
-1/16 of it. Int8 (lesson 13) has equal steps instead; keys and values have outliers, for which
-relative steps are better. The largest number is 448. Beyond it a checkpoint's scale for each layer
-(k_scale, v_scale) is needed.
+From a power of two to the next one there are 8 equal steps, and rounding changes a number by half a
+step at most, 1/17 of it. Int8 (lesson 13) has equal steps instead; keys and values have outliers,
+for which relative steps are better. e = 15 and m = 7 is NaN, so 1.75 * 2^8 = 448 is the largest
+number. Larger ones need a scale for each layer (k_scale and v_scale of a checkpoint, otherwise 1).
 """
 
 import torch
@@ -46,7 +47,8 @@ def run() -> None:
     say(f"""The largest error of fp8 between 2^-6 and 448 is {worst:.1%}. Above 448 numbers are cut
         off, and a scale moves the range.""")
     say("""What it loses: the embedded model continues questions in float32, and its tokens are
-        scored with both caches. 0 is certainty. Sums over many keys average the errors out:""")
+        scored with both caches, by the mean log-probability of a token. Sums over many keys average
+        the errors out:""")
     prompts, said, rows = [sample.question for sample in SAMPLES], list[list[int]](), []
     for dtype in ("auto", "fp8"):
         llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=128, kv_cache_dtype=dtype)

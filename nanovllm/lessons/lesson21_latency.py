@@ -24,7 +24,7 @@ from nanovllm.lessons.lesson import make_llm
 from nanovllm.lessons.pictures import show_plot
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 
-REQUESTS, TOKENS = 24, 16
+REQUESTS, TOKENS = 64, 16
 LOADS = (0.3, 0.6, 0.9, 1.5, 3.0)  # arrivals, as parts of what the engine can serve
 
 
@@ -68,7 +68,7 @@ def goodput(latencies: list[Latency], limits: Latency, seconds: float) -> float:
 def run() -> None:
     options = dict(enable_prefix_caching=False, num_kvcache_blocks=256, max_num_seqs=8)
     llm = make_llm(attention_backend="sdpa", **options)
-    serve(llm, [0.0] * 4)  # prepares buffers
+    serve(llm, [0.0] * REQUESTS)  # prepares buffers
     alone = [serve(llm, [0.0])[0][0] for _ in range(5)]
     one = Latency(median(x.first for x in alone), median(x.between for x in alone))
     capacity = REQUESTS / serve(llm, [0.0] * REQUESTS)[1]
@@ -91,7 +91,10 @@ def run() -> None:
         times = (median(first), quantiles(first, n=20)[-1], median(between))
         served = (REQUESTS / seconds, goodput(latencies, limits, seconds))
         rows.append((f"{load:.1f}", *(f"{x:.0f}" for x in times), *(f"{x:.1f}" for x in served)))
-    show_table(("load", "first ms", "p95 ms", "between ms", "requests/s", "goodput"), rows)
+    show_table(
+        ("load", "median first ms", "p95 first ms", "median between ms", "requests/s", "goodput"),
+        rows,
+    )
     columns = [[(float(row[0]), float(row[i])) for row in rows] for i in (-2, -1)]
     lines = dict(zip(("served", "goodput"), columns, strict=True))
     show_plot("Throughput and goodput", "load", "requests/s", lines)

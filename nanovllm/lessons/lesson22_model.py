@@ -9,12 +9,14 @@ torch, with the weights of the embedded model. x [T, E] has a vector for each of
     RMSNorm(x) --> products with the rows of the embedding: logits [T, V]
 
     RMSNorm(x) = x / sqrt(mean(x^2)) * weight
-    rope       = pairs of numbers of q and k, rotated by position * frequency
+    rope       = x[i] and x[i + D / 2] are a pair, for i < D / 2: it is rotated
+                 by the angle position * theta^(-2 i / D)
     attention  = softmax(q k / sqrt(D)) v, causal; query heads share KV heads
-    SwiGLU(x)  = down(silu(gate(x)) * up(x))
+    SwiGLU(x)  = down(silu(gate(x)) * up(x)), silu(x) = x / (1 + exp(-x))
 
-RMSNorm is by Zhang and Sennrich (2019), rope by Su et al. (2021) and SwiGLU by Shazeer (2020). q, k
-and v are products of RMSNorm(x); Qwen3 normalizes each head of q and k too.
+o_proj, gate, up and down are products with weights, as q, k and v are of RMSNorm(x). Qwen3
+normalizes each head of q and k too. RMSNorm is by Zhang and Sennrich (2019), rope by Su et al.
+(2021) and SwiGLU by Shazeer (2020).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +29,7 @@ from torch.nn import functional as F
 
 from nanovllm.api.config import EMBEDDED
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm
-from nanovllm.lessons.show import Questions, link, say, show_source, show_table
+from nanovllm.lessons.show import Questions, link, say, show_lines, show_source, show_table
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models import layers
 from nanovllm.models.qwen3 import DecoderLayer, SelfAttention
@@ -93,6 +95,7 @@ def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def run() -> None:
     QUESTIONS.show(1)
+    show_lines(Model.logits, "heads, weights =", "return F.linear")
     model, llm = Model(), make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
     tokenizer, c = llm.get_tokenizer(), model.config
     ids: list[int] = tokenizer.encode(PROMPT)
@@ -104,7 +107,7 @@ def run() -> None:
     answer = list(ids)
     while answer[-1] not in llm.engine.input_processor.eos_token_ids and len(answer) < 40:
         answer.append(int(model.logits(answer, range(len(answer)), attention)[-1].argmax()))
-    say(f"""The page computes {tuple(logits.shape)} logits for the {len(ids)} tokens of {PROMPT!r}.
+    say(f"""It computes {tuple(logits.shape)} logits for the {len(ids)} tokens of {PROMPT!r}.
         The log-probabilities of the last row differ from the engine's by {difference:.0e} at most.
         Taking the largest logit again and again gives
         {tokenizer.decode(answer[len(ids) : -1])!r}.""")
