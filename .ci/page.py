@@ -126,6 +126,3 @@ class Page(io.StringIO):
         name = f"{self.stem}-{len(self.pictures) + 1}.svg"
         self.pictures[name] = drawing
         self.add(f"![{title}]({name})")
-
-    def show_graph(self, mermaid: str) -> None:
-        self.add(f"```mermaid\n{inspect.cleandoc(mermaid)}\n```")

@@ -26,24 +26,19 @@ def write(which: str | None) -> None:
         for name in TASKS:
             text = ast.get_docstring(ast.parse((STUBS / f"{name}.py").read_text())) or ""
             print(fill(text.splitlines()[0], name.ljust(10), " " * 10))
-        print("\n`nanovllm lessons build NAME` writes NAME.py into this directory.")
+        print("\n`nanovllm lessons build NAME` writes NAME.py into this directory, and")
+        print(f"`{CHECK.format('NAME', 'NAME.py')}` checks it.")
         return
     require_task(which)
     target = Path(f"{which}.py").resolve()
-    stub = (STUBS / target.name).read_text()
-    # The end of the docstring.
-    check = f"To check it: {CHECK.format(which, target.name)}"
-    stub = stub.replace('\n"""\n', f'\n\n{check}\n"""\n', 1)
-    try:
-        with target.open("x") as file:
-            file.write(stub)
-    except FileExistsError:
+    if target.exists():
         raise FileExistsError(
             f"{target} exists and is not overwritten; rename it, or work in another directory"
-        ) from None
+        )
+    target.write_text((STUBS / target.name).read_text())
     print(f"{target} is written. The text at its top is the task. To check your solution, run")
     print(f"  {CHECK.format(which, target)}")
-    print("It stops at the first check that fails, and says why.")
+    print("It stops at the first check that fails. It needs pytest: pip install -e '.[test]'")
 
 
 def check(which: str | None, file: str) -> None:

@@ -196,23 +196,18 @@ def show(results: list[tuple[Rung, list[Run]]]) -> None:
 def run() -> None:
     say(str(__doc__))
     say(f"""The requests begin with the same conversation and have {min(LENGTHS)} to {max(LENGTHS)}
-        output tokens, in float32. Timings are from the median of 3 runs after a short one to warm
-        up.
+        output tokens, in float32. Timings are from the median of 3 runs after one to warm up.
 
         gain: tokens per second compared with the previous rung, with the lowest and the highest
         ratio of the three turns; "about 1" if the ratios are on both sides of 1. computed: tokens
-        that the model computed in all steps. slots: the largest number of reserved slots of the KV
-        cache. first: mean time from the start until a request has its first token. step: the
-        longest step, which a running request may have to wait for its next token.""")
+        in all steps. slots: the most slots of the KV cache that were reserved. first: mean time
+        from the start to a request's first token. step: the longest step.""")
     rungs = RUNGS
     if not has_numba():
         say("Without Numba, the rung of its kernels is left out; later ones run in plain torch.")
         plain = {"attention_backend": "sdpa"}
         rungs = [r._replace(options=r.options | plain) for r in RUNGS if r.lesson != 11]
     show(climb(rungs, NUM_REQUESTS, repeats=3))
-    say("""Lessons 2, 4, 6 and 11 are about speed. Blocks are about memory: compare the slots of the
-        two rungs. A small token budget is about waiting: a step with many prompt tokens is cut into
-        chunks: the longest step is shorter, and there are a few more steps. Async scheduling is for
-        a GPU; a CPU does not compute while the host plans. The defaults run all requests at once,
-        with a budget of 8,192 tokens. A gain of less than 1 is a loss; gains depend on the machine
-        and its other work.""")
+    say("""Lessons 2, 4, 6 and 11 are about speed, blocks about memory (the slots), and a small
+        token budget about the longest step. Async scheduling is for a GPU; a CPU does not compute
+        while the host plans. The defaults run all requests at once, with 8,192 tokens a step.""")

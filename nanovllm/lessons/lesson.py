@@ -79,19 +79,10 @@ def embedded_config() -> ModelConfig:
 
 def shape_of(name: str, **sizes: int) -> ModelConfig:
     """Return the config of a model of SHAPES, such as "qwen3-0.6b", with other `sizes`."""
-    hidden, inner, layers, heads, kv_heads, dim, vocab, tied, _ = SHAPES[name]
-    config = replace(
-        embedded_config(),
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        vocab_size=vocab,
-        tie_word_embeddings=tied,
-    )
-    return replace(config, **sizes)  # type: ignore[arg-type]
+    fields = "hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim vocab_size"
+    fields += " tie_word_embeddings"
+    values: dict[str, Any] = dict(zip(fields.split(), SHAPES[name], strict=False))
+    return replace(embedded_config(), **(values | sizes))
 
 
 def prompt_plan(prompts: Sequence[list[int]], tables: Sequence[list[int]]) -> StepPlan:

@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from nanovllm import LLM
-from nanovllm.lessons.lesson import GREEDY, ask, make_llm, timed
+from nanovllm.lessons.lesson import ask, make_llm, prompt_plan, timed
 from nanovllm.lessons.pictures import show_formula, show_plot
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models.qwen3 import Qwen3
 from nanovllm.models.sampler import sample
-from nanovllm.plan import Chunk, NewRow, ResultKind, StepPlan
 from nanovllm.runner.model_runner import ModelRunner
 
 # A way to generate: (llm, prompt, number of output tokens) -> each token, and how many tokens the
@@ -46,11 +45,7 @@ def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int
     """
     ids, table = list(prompt), block_table(llm)
     for _ in range(num_output):
-        plan = StepPlan(
-            new_rows=[NewRow(0, table, GREEDY)],
-            chunks=[Chunk(0, 0, list(ids), ResultKind.TOKEN)],
-            num_tokens=len(ids),
-        )
+        plan = prompt_plan([list(ids)], [table])
         [token] = llm.engine.runner.run(plan)().token_ids
         ids.append(token)
         yield token, plan.num_tokens
@@ -82,8 +77,8 @@ def run() -> None:
         its vocabulary. Greedy sampling takes the most likely token, and the next step reads the
         text with this token:""")
     show_steps(llm, "Prefix", 5)
-    say("The same loop, with plans written by hand. Each step computes the whole text:")
-    QUESTIONS.show(1)
+    say("""The same loop, with plans written by hand. Each step computes the prompt and the output
+        so far. The token that the last step samples is never computed:""")
 
     prompt = llm.get_tokenizer().encode(PROMPT)
     steps = list(generate(llm, prompt, 10))
@@ -91,14 +86,13 @@ def run() -> None:
     show_table(("next token", "tokens computed"), rows)
     assert [token for token, _ in steps] == ask(llm, [PROMPT], max_tokens=10)[0]["token_ids"]
 
-    QUESTIONS.show(2)
+    QUESTIONS.show(1)
     say(f"""The model computes this number of tokens for a prompt of p = {len(prompt)} tokens and an
         output of n tokens:""")
     show_formula(
         "p + (p + 1) + ... + (p + n - 1) = n * p + n * (n - 1) / 2",
         r"p + (p + 1) + \dots + (p + n - 1) = np + \frac{n (n - 1)}{2}",
     )
-    say("Measured:")
     table, counts = [], []
     for n in LENGTHS:
         _, computed, seconds = measure(generate, llm, prompt, n)
@@ -111,21 +105,13 @@ def run() -> None:
         "prompt and output": [(n, len(prompt) + n) for n in LENGTHS],
     }
     show_plot("Without a cache, tokens are computed again", "output tokens", "tokens", lines)
-    say(f"""From {LENGTHS[0]} to {LENGTHS[-1]} output tokens, {LENGTHS[-1] / LENGTHS[0]:.0f} times
-        as many, the model computes {counts[-1] / counts[0]:.0f} times as many tokens. A step also
-        has a fixed cost, which hides the growth in short texts. Lesson 2 computes each token
-        once.""")
+    say(f"""For {LENGTHS[-1] / LENGTHS[0]:.0f} times as many output tokens the model computes
+        {counts[-1] / counts[0]:.0f} times as many. A step also has a fixed cost, which hides the
+        growth in short texts. Lesson 2 computes each token once.""")
     show_source(link(ModelRunner.run), link(Qwen3.forward), link(Qwen3.logits), link(sample))
 
 
 QUESTIONS = Questions("""
-    The prompt below has 10 tokens. If its output has 100, how many tokens does the last step
-    compute?
-    Answer: 109. The prompt and the 99 known output tokens. The token that the last step samples is
-    never computed.
-    Hint: Step 1 computes the prompt. Each later step computes one token more than the previous
-    step.
-
     An output is twice as long as another, and both are much longer than the prompt. Why does the
     model compute about four times as many tokens for it, and not twice as many?
     (a) Each token is compared with twice as many tokens of the vocabulary.

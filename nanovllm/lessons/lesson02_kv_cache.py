@@ -18,13 +18,11 @@ import torch
 from nanovllm import LLM
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons import lesson01_no_cache
-from nanovllm.lessons.lesson import GREEDY, decode_plan, make_llm, runner_of, shape_of
+from nanovllm.lessons.lesson import decode_plan, make_llm, prompt_plan, runner_of, shape_of
 from nanovllm.lessons.lesson01_no_cache import LENGTHS, PROMPT, block_table, measure
-from nanovllm.lessons.pictures import show_formula, show_lanes
+from nanovllm.lessons.pictures import show_formula
 from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
-from nanovllm.models.config import ModelConfig
-from nanovllm.plan import Chunk, NewRow, ResultKind, StepPlan
 
 
 def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int, int]]:
@@ -33,11 +31,7 @@ def generate(llm: LLM, prompt: list[int], num_output: int) -> Iterator[tuple[int
     The first step computes the prompt. Each later step computes the token that row 0 sampled last,
     and reads the KV of all other tokens in the cache.
     """
-    plan = StepPlan(
-        new_rows=[NewRow(0, block_table(llm), GREEDY)],
-        chunks=[Chunk(0, 0, prompt, ResultKind.TOKEN)],
-        num_tokens=len(prompt),
-    )
+    plan = prompt_plan([prompt], [block_table(llm)])
     for _ in range(num_output):
         [token] = llm.engine.runner.run(plan)().token_ids
         yield token, plan.num_tokens
@@ -61,34 +55,15 @@ def key_in_texts(llm: LLM, ids: list[int], position: int, lengths: list[int]) ->
 
 
 def compare(llm: LLM, prompt: list[int], lengths: tuple[int, ...]) -> None:
-    """Print both ways next to each other."""
+    """Print both ways together."""
     rows = []
     for n in lengths:
         expected, without, slow = measure(lesson01_no_cache.generate, llm, prompt, n)
         tokens, computed, fast = measure(generate, llm, prompt, n)
         assert tokens == expected
         rows.append((n, f"{without:,}", computed, f"{slow:.2f}", f"{fast:.2f}", faster(slow, fast)))
-    head = (
-        "output tokens",
-        "computed without",
-        "with it",
-        "seconds without",
-        "seconds with",
-        "it is",
-    )
+    head = ("output tokens", "without", "with", "seconds without", "seconds with", "it is")
     show_table(head, rows)
-
-
-def draw_steps(llm: LLM, prompt: list[int]) -> None:
-    """Draw which tokens of the text each step computes."""
-    ids, cached, lanes = list(prompt), 0, []
-    for step, (token, computed) in enumerate(generate(llm, prompt, 6), 1):
-        texts = [str(llm.get_tokenizer().decode([token])) for token in ids]
-        cells = [(p, 1, text, int(p >= cached)) for p, text in enumerate(texts)]
-        lanes.append((f"step {step}", cells))
-        cached += computed
-        ids.append(token)
-    show_lanes("A step computes what is not in the cache", lanes, computed=1, in_the_cache=0)
 
 
 def run() -> None:
@@ -107,10 +82,7 @@ def run() -> None:
     say("""The key depends on its token and the tokens before it only, so it can be kept. Without a
         cache each step computes it again. Both ways give the same tokens:""")
     compare(llm, prompt, LENGTHS[1:])
-    draw_steps(llm, prompt)
-    say("""The number of computed tokens grew with the square of the output's length. Now it is the
-        length of the prompt and the output, less one: the token that was sampled last is never
-        computed.""")
+    say("""The number of computed tokens no longer grows with the square of the output's length.""")
 
     QUESTIONS.show(2)
     say("""The price is memory, a key and a value for each layer and KV head. A token takes this
@@ -120,32 +92,24 @@ def run() -> None:
         r"2 \times \text{layers} \times \text{KV heads} \times \text{head size} \times "
         r"\text{bytes of a number}",
     )
-    large = shape_of("qwen3-0.6b")
     rows = []
     models = (
         ("embedded model, float32", runner_of(llm).model.config, 4),
-        ("Qwen3-0.6B, bfloat16", large, 2),
+        ("Qwen3-0.6B, bfloat16", shape_of("qwen3-0.6b"), 2),
     )
     for name, c, number in models:
-        size = c.block_bytes(1, number)
         arithmetic = f"2 * {c.num_layers} * {c.num_kv_heads} * {c.head_dim} * {number}"
-        rows.append((name, arithmetic, f"{size:,}", f"{1000 * size / 1e6:.1f} MB"))
-    show_table(("model", "arithmetic", "bytes a token", "1,000 tokens"), rows)
+        rows.append((name, arithmetic, f"{c.block_bytes(1, number):,}"))
+    show_table(("model", "arithmetic", "bytes a token"), rows)
     slots = len(block_table(llm)) * llm.engine.scheduler.block_manager.block_size
     say(f"""The length of an answer is not known in advance. This lesson therefore reserved a slot
         for each of the {slots:,} positions that the model can read, and used few of them. In lesson
         3 a sequence takes memory only when it needs it.""")
     say("""A step that computes a prompt is often called prefill, and a step that computes one token
-        of each sequence is called decode. A prefill computes many tokens for each read of the
-        weights, a decode computes few. The engine has no such phases: a sequence has known tokens
-        and computed tokens, and a step computes some of the difference. The loop above is the
-        special case in which the difference is first the prompt and then one token.""")
-    show_source(
-        link(PlainAttention.store),
-        link(PlainAttention.attend_sequences, "read_blocks"),
-        link(Scheduler.schedule, "decode_rows.append"),
-        link(ModelConfig.block_bytes),
-    )
+        of each sequence decode. A prefill computes many tokens for each read of the weights. The
+        engine has no such phases: a sequence has known tokens and computed tokens, and a step
+        computes some of the difference.""")
+    show_source(link(PlainAttention.store), link(Scheduler.schedule, "decode_rows.append"))
 
 
 QUESTIONS = Questions("""

@@ -26,32 +26,30 @@ PROMPT = "What is 12 + 30?\n"
 
 def slots_of_a_sequence(llm: LLM) -> list[int]:
     """Give a sequence blocks, print where its tokens are, and return the slots."""
-    tokenizer = llm.get_tokenizer()
-    ids: list[int] = tokenizer.encode(PROMPT)
-    blocks = BlockManager(num_blocks=8, block_size=4)
+    ids: list[int] = llm.get_tokenizer().encode(PROMPT)
+    texts = [repr(llm.get_tokenizer().decode([token])) for token in ids]
+    blocks, size = BlockManager(num_blocks=8, block_size=4), 4
     other = Sequence("other", 0, [1, 2], 2, 8, frozenset(), GREEDY)
     seq = Sequence("this", 1, ids, len(ids), 32, frozenset(), GREEDY)
     # Blocks are appended when they are needed, so the blocks of the two sequences alternate.
     for _ in range(blocks.num_needed(seq, len(ids))):
         blocks.append_block(seq)
         blocks.append_block(other)
-    table, size = seq.block_table, blocks.block_size
+    table = seq.block_table
     slots = [table[p // size] * size + p % size for p in range(len(ids))]
 
     print(f"block_table = {table}; of another sequence: {other.block_table}\n")
     rows = [
-        (repr(tokenizer.decode([token])), p, f"{p // size}", table[p // size], p % size, slots[p])
-        for p, token in enumerate(ids)
+        (text, p, p // size, table[p // size], p % size, slots[p]) for p, text in enumerate(texts)
     ]
     head = ("token", "position", "logical block: // 4", "physical block", "offset: % 4", "slot")
     show_table(head, rows)
-    texts = {slot: tokenizer.decode([token]) for slot, token in zip(slots, ids, strict=True)}
+    held = dict(zip(slots, texts, strict=True))
     colors = dict.fromkeys(table, 1) | dict.fromkeys(other.block_table, 2)
-    places = [[(b * size + offset, offset) for offset in range(size)] for b in range(8)]
-    lanes = [
-        (f"block {b}", [(o, 1, f"slot {s} {texts.get(s, '')}", colors.get(b, 0)) for s, o in slot])
-        for b, slot in enumerate(places)
-    ]
+    lanes = []
+    for b in range(8):
+        cells = [(o, f"slot {s} {held.get(s, '')}") for o, s in enumerate(range(b * 4, b * 4 + 4))]
+        lanes.append((f"block {b}", [(o, 1, text, colors.get(b, 0)) for o, text in cells]))
     show_lanes("The KV cache", lanes, this_sequence=1, another_sequence=2, not_owned=0)
     return slots
 
@@ -68,15 +66,13 @@ def answer_with(llm: LLM, block_table: list[int], num_tokens: int) -> str:
 
 def count_running(llm: LLM, num_requests: int) -> tuple[int, int]:
     """Run requests in the engine's loop -> the largest number that ran at once, and the steps."""
-    engine = llm.engine
-    max_running = steps = 0
+    engine, running = llm.engine, list[int]()
     for i in range(num_requests):
         engine.add_request(f"What is 12 + {i}?\n", SamplingParams(temperature=0, max_tokens=48))
     while engine.has_unfinished_requests():
         engine.step()
-        max_running = max(max_running, len(engine.scheduler.running))
-        steps += 1
-    return max_running, steps
+        running.append(len(engine.scheduler.running))
+    return max(running), len(running)
 
 
 def run() -> None:
@@ -87,9 +83,9 @@ def run() -> None:
     QUESTIONS.show(1)
     slots_of_a_sequence(llm)
     say("""Attention reads keys and values through the block table, so the order of the blocks in
-        memory does not matter. To show this, the same prompt runs in two places of the cache. A
-        StepPlan says what a step computes and where. The scheduler makes it, but the plans here are
-        written by hand:""")
+        memory does not matter. To show this, the same prompt runs in two places of the cache, by
+        plans that are written by hand. (A StepPlan says what a step computes, and in which blocks.
+        In the engine the scheduler makes it.)""")
     tables = ([1, 2, 3, 4, 5, 6], [13, 2, 7, 16, 1, 9])
     answers = [answer_with(llm, table, 10) for table in tables]
     show_table(("block table", "answer"), zip(map(str, tables), map(repr, answers), strict=True))
@@ -98,7 +94,7 @@ def run() -> None:
     QUESTIONS.show(2)
     say("""Paging saves memory. Without it each request would get contiguous memory for the 256
         tokens that it may need here, which is the same as one block of 256 slots. 24 requests of
-        about 20 tokens, and 1,024 slots:""")
+        about 20 tokens, prompt and output, and 1,024 slots:""")
     rows, max_running = [], []
     for size in (256, 16):
         options = dict(num_kvcache_blocks=1024 // size, max_model_len=256)
@@ -110,14 +106,10 @@ def run() -> None:
         max_running.append(running)
     show_table(("cache", "requests at once", "steps"), rows)
     say(f"""With 4 large blocks {max_running[0]} requests run at once, each in its own. With small
-        ones {max_running[1]} do, although admission leaves one block available for each running
-        sequence, so that it can continue (Scheduler.reserve).""")
-    show_source(
-        link(BlockManager.append_block),
-        link(Rows.slots),
-        link(BlockManager._take_block),
-        link(Scheduler.reserve),
-    )
+        ones all {max_running[1]} do, with one or two blocks each. Admission also leaves one block
+        available for each running sequence, so that it can continue (Scheduler.reserve):
+        {2 * max_running[1]} of 64.""")
+    show_source(link(BlockManager.append_block), link(Rows.slots), link(Scheduler.reserve))
 
 
 QUESTIONS = Questions("""

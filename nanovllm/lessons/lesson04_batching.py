@@ -8,7 +8,7 @@ waiting request takes a row as soon as one is free. The engine decides this in e
 paper calls it iteration-level scheduling (Orca, Yu et al., OSDI 2022).
 
              static batches    continuous batching
-    row 0    A A . . C C C     A A C C C      a letter: a step of that request
+    row 0    A A . . C C C     A A C C C      a letter: a step; A takes 2
     row 1    B B B B D . .     B B B B D      .: the row is idle
 """
 
@@ -18,10 +18,8 @@ from functools import partial
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import make_llm, runner_of, timed
-from nanovllm.lessons.pictures import show_lanes
 from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.loading.memory import num_weights
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.tools.trace.trace import State
 
 ROWS = 4  # max_num_seqs
@@ -69,21 +67,16 @@ def show_timeline(name: str, lines: list[str]) -> None:
     steps = range(len(lines[0]))
     print(name)
     for i, line in enumerate(lines):
-        print(f"  request {i}  {line}  {LENGTHS[i]} tokens")
+        print(f"  request {i}  {line}  {LENGTHS[i]} output tokens")
     in_use = "".join(str(sum(line[step] != "." for line in lines)) for step in steps)
     print(f"  rows used  {in_use}  of {ROWS}\n")
-    lanes = [
-        (f"request {i}", [(s + 0.5, 1, c, 1 + (c == "D")) for s, c in enumerate(line) if c != "."])
-        for i, line in enumerate(lines)
-    ]
-    show_lanes(name.capitalize(), lanes, "step", prompt_and_first_token=1, decode=2)
 
 
 def run() -> None:
     llm = make_llm(**OPTIONS, max_num_seqs=ROWS)
     runner = runner_of(llm)
-    weights = num_weights(runner.model) * runner.dtype.itemsize / 2**20
-    say(f"""A decode step reads {weights:.0f} MiB of weights and makes the same calls to torch's
+    weights = num_weights(runner.model) * runner.dtype.itemsize / 1e6
+    say(f"""A decode step reads {weights:.0f} MB of weights and makes the same calls to torch's
         operators for the linear layers, whether it computes 1 row or {ROWS}. Only attention works
         on each row separately. Lesson 5 measures the cost of more rows.""")
     QUESTIONS.show(1, 2)
@@ -104,9 +97,7 @@ def run() -> None:
         far as the timing of {len(LENGTHS)} short requests can show that.""")
     show_table(("", "steps", "idle row-steps", "tokens/s"), rows)
     show_source(
-        link(Scheduler._admit, "self.max_num_seqs"),
-        link(Scheduler._leave, "self._free_rows.append"),
-        link(ModelRunner._run, "self.rows.build(plan)"),
+        link(Scheduler._admit, "self.max_num_seqs"), link(Scheduler._leave, "_free_rows.append")
     )
 
 

@@ -11,9 +11,9 @@ long as the slower of the two. This is its roofline (Williams et al. 2009).
             +----+-----+-----------------   FLOPs for each byte that is read
               decode   ridge    prefill
 
-A decode of R rows computes 2 FLOPs for each weight and row, and reads each weight once. A prefill
-computes many tokens for each read of the weights. A batch of decodes is therefore nearly free up to
-some number of rows. This lesson calculates this number and then measures it.
+A decode of R rows computes 2 FLOPs, a product and a sum, for each weight and row, and reads each
+weight once. A batch of decodes is therefore nearly free up to some number of rows, which this
+lesson calculates and measures.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ import torch
 
 from nanovllm.api.config import EMBEDDED, EngineConfig
 from nanovllm.lessons.ladder import has_numba
-from nanovllm.lessons.lesson import decode_plan, embedded_config, prompt_plan, shape_of, timed
-from nanovllm.lessons.pictures import show_formula, show_plot
+from nanovllm.lessons.lesson import decode_plan, prompt_plan, shape_of, timed
+from nanovllm.lessons.pictures import show_plot
 from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.loading import make_runner as start
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
@@ -58,10 +58,10 @@ def timed_dtype() -> torch.dtype:
     return pick_dtype("auto", torch.device("cpu"), None)
 
 
-def random_runner(config: ModelConfig, quantization: str | None = None) -> ModelRunner:
+def random_runner(config: ModelConfig) -> ModelRunner:
     """Make a ModelRunner with random weights, and blocks for all timed steps."""
-    options: Any = dict(dtype="auto", load_format="dummy", quantization=quantization)
-    options |= dict(max_num_seqs=max(ROWS), num_kvcache_blocks=max(ROWS) * CONTEXT // BLOCK)
+    options: Any = dict(dtype="auto", load_format="dummy", max_num_seqs=max(ROWS))
+    options |= dict(num_kvcache_blocks=max(ROWS) * CONTEXT // BLOCK)
     engine = EngineConfig(device="cpu", **options)
     checkpoint = Checkpoint(find_checkpoint(EMBEDDED), has_weights=False)
     return start.make_runner(engine, config, checkpoint, PROMPT, SingleRank())
@@ -79,107 +79,84 @@ def time_decode(runner: ModelRunner, rows: int) -> float:
     return min(timed(lambda: runner.run(step)(), 1)[1] for _ in range(9))
 
 
-def show_model(name: str, config: ModelConfig) -> tuple[dict[str, float], dict[int, float]]:
-    """Print costs and times of steps -> peak rates of the machine, rows -> seconds of a decode."""
-    dtype = timed_dtype()
+def show_steps(config: ModelConfig) -> float:
+    """Print costs and times of steps. Returns the bytes per second that the machine reads."""
+    dtype, since, cpu = timed_dtype(), cpu_seconds(), torch.device("cpu")
     prefill = roofline.costs(Workload("", [[0] * PROMPT], [1], [[0]]), config, dtype.itemsize, 1)
-    weights, since = prefill["weight_bytes"], cpu_seconds()
-    peak = roofline.measure_peak(torch.device("cpu"), dtype, weights)
-    say(f"""{name}: {weights / 1e6:,.0f} MB of weights in {str(dtype)[6:]}. This machine reads them
-        at {peak["bandwidth"] / 1e9:.1f} GB/s at most and computes {peak["flops"] / 1e9:,.0f}
-        GFLOPs/s at most, measured now. The ridge is therefore at
-        {peak["flops"] / peak["bandwidth"]:.1f} FLOPs for each byte. Least is the roofline, and
-        limit is its cause. If a step is compute-bound, more rows take longer. Share is least /
-        measured.""")
+    peak = roofline.measure_peak(cpu, dtype, prefill["weight_bytes"])
+    ridge = peak["flops"] / peak["bandwidth"]
+    say(f"""A model of {LAYERS} of the 28 layers of Qwen3-0.6B with random weights and {VOCAB:,}
+        tokens has {prefill["weight_bytes"] / 1e6:,.0f} MB of weights in {str(dtype)[6:]}. This
+        machine reads them at {peak["bandwidth"] / 1e9:.1f} GB/s at most and computes
+        {peak["flops"] / 1e9:,.0f} GFLOPs/s at most, measured now. The ridge is therefore at
+        {ridge:.1f} FLOPs for each byte. Least is the roofline, and limit is its cause. If a step is
+        compute-bound, more rows take longer. Share is least / measured.""")
     runner = random_runner(config)
-    table = []
-    seconds, shares = {}, list[float]()
-    points = []  # FLOPs for each byte, GFLOPs/s
-
-    def add(step: str, cost: dict[str, int], phase: str, measured: float) -> None:
-        shortest, bound = roofline.bounds(cost, peak)[phase]
-        flops, read = cost[f"{phase}_flops"], cost[f"{phase}_bytes"]
-        numbers = (f"{flops / 1e9:.2f}", f"{read / 1e6:.1f}", f"{flops / read:.1f}", bound)
-        times = (f"{shortest * 1e3:.2f}", f"{measured * 1e3:.2f}", f"{shortest / measured:.0%}")
-        table.append((step, *numbers, *times))
-        shares.append(shortest / measured)
-        points.append((flops / read, flops / measured / 1e9))
-
-    for rows in ROWS:
-        seconds[rows] = time_decode(runner, rows)
-        cost = decode_costs(config, rows, CONTEXT, dtype.itemsize, dtype.itemsize)
-        add(f"decode of {rows}", cost, "decode", seconds[rows])
+    seconds = [time_decode(runner, rows) for rows in ROWS]
     plan = prompt_plan([[1] * PROMPT], [list(range(1, PROMPT // BLOCK + 1))])
-    add(
-        f"prefill of {PROMPT}",
-        prefill,
-        "prefill",
-        min(timed(lambda: runner.run(plan)(), 1)[1] for _ in range(3)),
-    )
+    last = min(timed(lambda: runner.run(plan)(), 1)[1] for _ in range(3))
+    steps = []
+    for n, fastest in zip(ROWS, seconds, strict=True):
+        cost = decode_costs(config, n, CONTEXT, dtype.itemsize, dtype.itemsize)
+        steps.append((f"decode of {n}", "decode", cost, fastest))
+    steps.append((f"prefill of {PROMPT}", "prefill", prefill, last))
+    table, points, shares = [], [], []  # points: FLOPs for each byte, GFLOPs/s
+    for step, phase, cost, measured in steps:
+        least, bound = roofline.bounds(cost, peak)[phase]
+        flops, read = cost[f"{phase}_flops"], cost[f"{phase}_bytes"]
+        points.append((flops / read, flops / measured / 1e9))
+        shares.append(least / measured)
+        numbers = (f"{flops / 1e9:.2f}", f"{read / 1e6:.1f}", f"{flops / read:.1f}", bound)
+        times = (f"{least * 1e3:.2f}", f"{measured * 1e3:.2f}", f"{shares[-1]:.0%}")
+        table.append((step, *numbers, *times))
     head = ("GFLOPs", "MB", "FLOPs/byte", "limit", "least ms", "measured ms", "measured share")
     show_table(("step", *head), table)
-    ridge = peak["flops"] / peak["bandwidth"]
     warn_if_busy(other_load(since), max(shares), ridge)
     lowest, highest = min(points[0][0], ridge / 2), max(points[-1][0], 2 * ridge)
     roof = [(x, min(peak["bandwidth"] * x, peak["flops"]) / 1e9) for x in (lowest, ridge, highest)]
     lines = {"roofline": roof, ".measured steps": points}
-    show_plot(name, "FLOPs for each byte", "GFLOPs/s", lines, log=True)
-    small, large = seconds[ROWS[0]], seconds[ROWS[-1]]
-    say(f"""A decode of {ROWS[-1]} rows takes {large / small:.1f} times as long as a decode of
-        {ROWS[0]}. Each token is {faster(small / ROWS[0], large / ROWS[-1])}.""")
-    return peak, seconds
+    show_plot("The roofline of this machine", "FLOPs for each byte", "GFLOPs/s", lines, log=True)
+    say(f"""A decode of {ROWS[-1]} rows takes {seconds[-1] / seconds[0]:.1f} times as long as a
+        decode of {ROWS[0]}. Each token is
+        {faster(seconds[0] / ROWS[0], seconds[-1] / ROWS[-1])}.""")
+    return peak["bandwidth"]
 
 
 def warn_if_busy(load: float | None, share: float, ridge: float) -> None:
-    """Say that the timings are wrong, if other programs had the processor or a result shows it.
+    """Say that the timings are wrong if other programs took time or a result is impossible.
 
-    load: the part of the machine's time that other programs had, or None. share: the largest of a
-        roofline. ridge: FLOPs for each byte; processors compute more than 1 while they read one.
+    load: their part of the processors' time, or None. share: the largest share of the roofline.
+    ridge: FLOPs for each byte; every processor computes more than 1 while it reads one.
     """
-    if (load or 0) > 0.1 or share > 1.1 or ridge < 1:
+    if (load or 0) > 0.1 or share > 1.05 or ridge < 1:
         used = "" if load is None else f" Other programs used {load:.0%} of its processors."
-        say(f"""THE MACHINE IS BUSY.{used} The peaks, the ridge, the limits and the shares above are
-            wrong, and may teach the opposite of what is true. Run this lesson again when no other
-            program runs.""")
+        say(f"""THE MACHINE IS BUSY.{used} All figures above may be wrong, and teach the opposite of
+            what is true. Run this lesson again when no other program runs.""")
 
 
 def show_memory(config: ModelConfig, bandwidth: float) -> None:
     """Print the bytes that a decode of Qwen3-0.6B reads, by the dtypes of weights and cache."""
-    table: list[tuple[str, ...]] = []
+    table = []
     for rows, context in ((1, 100), (16, 100), (16, 4000)):
         for weight, kv in ((2, 2), (1, 2), (2, 1), (1, 1)):
             cost = decode_costs(config, rows, context, weight, kv)
             names = ("int8" if weight == 1 else "bfloat16", "fp8" if kv == 1 else "bfloat16")
             numbers = (f"{cost['weight_bytes'] / 1e6:,.0f}", f"{cost['kv_bytes'] / 1e6:,.1f}")
-            milliseconds = 1e3 * cost["decode_bytes"] / bandwidth
-            name = f"{rows} x {context:,}"
-            table.append((name, *names, *numbers, f"{milliseconds:,.0f}"))
+            least = f"{1e3 * cost['decode_bytes'] / bandwidth:,.0f}"
+            table.append((f"{rows} x {context:,}", *names, *numbers, least))
     head = ("weights", "cache", "MB of weights", "MB of the cache", "least ms to read")
     show_table(("rows x context", *head), table)
 
 
 def run() -> None:
     has_numba(timed_dtype())  # compiles the kernels; otherwise plain torch would be timed
-    full = shape_of("qwen3-0.6b")
-    part = shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB)
-    show_formula(
-        "seconds of a step >= max(FLOPs / FLOPs per second, bytes / bytes per second)",
-        r"t \ge \max\left(\frac{\text{FLOPs}}{\text{FLOPs per second}}, "
-        r"\frac{\text{bytes}}{\text{bytes per second}}\right)",
-    )
-    QUESTIONS.show(1, 2)
-    show_model("The embedded model", embedded_config())
-    name = f"{LAYERS} of the 28 layers of Qwen3-0.6B with random weights and {VOCAB:,} tokens"
-    peak, seconds = show_model(name, part)
-    int8 = time_decode(random_runner(part, "int8"), ROWS[0])
-    say(f"""With int8 weights its decode of {ROWS[0]} takes {int8 * 1e3:.2f} ms and not
-        {seconds[ROWS[0]] * 1e3:.2f}: it is {faster(seconds[ROWS[0]], int8)}.""")
-    QUESTIONS.show(3)
+    QUESTIONS.show(1)
+    bandwidth = show_steps(shape_of("qwen3-0.6b", num_layers=LAYERS, vocab_size=VOCAB))
+    QUESTIONS.show(2)
     say("""The next table is calculated: the bytes that a decode of Qwen3-0.6B with all layers
-        reads. All rows share one read of the weights, but each row reads different keys and values.
-        Int8 weights therefore help short contexts, and a KV cache in fp8 (8 bits a number) helps
-        many long contexts:""")
-    show_memory(full, peak["bandwidth"])
+        reads, and how long this machine takes to read them. Int8 weights help short contexts, and a
+        KV cache in fp8 helps many long contexts:""")
+    show_memory(shape_of("qwen3-0.6b"), bandwidth)
     show_source(link(roofline.costs, "linear = 2 *"), link(roofline.bounds), link(Qwen3.logits))
 
 
@@ -191,18 +168,12 @@ QUESTIONS = Questions("""
     make a step longer. With fewer rows the processor waits for memory.
     Hint: How many FLOPs for each byte does a decode of R rows compute? Where is the ridge?
 
-    A decode of 1 row is far below the ridge. Why does a decode of 4 rows take little longer?
-    (a) The four rows share one read of the weights, and the processor waits for this read.
-    (b) The four rows are computed by four cores.
-    (c) The weights are in the processor's cache after the first row.
-    Answer: a. The FLOPs are four times as many, but they take less time than the read.
-    Hint: What takes longer in a decode of 1 row: reading the weights, or computing with them?
-
-    A GPU decodes 16 rows of 4,000 tokens each with Qwen3-0.6B. What makes this decode faster, int8
-    weights or a KV cache in fp8?
-    (a) Int8 weights: all rows read them.
-    (b) The cache in fp8: each row reads other keys and values, so the cache is read more.
+    In bfloat16 Qwen3-0.6B has 1.2 GB of weights, and 115 kB of keys and values for each token. A
+    GPU decodes 16 rows of 4,000 tokens. What makes this decode faster, weights or a KV cache of 8
+    bits a number (int8 or fp8)?
+    (a) The weights: all rows read them.
+    (b) The cache: each row reads other keys and values, together more bytes than the weights.
     (c) Both equally: each halves the bytes of a number.
     Answer: b. 64,000 tokens of KV take 7.3 GB, and the weights 1.2 GB.
-    Hint: The rows share one read of the weights. Do they share the keys and values?
+    Hint: The rows share one read of the weights. How many tokens' keys and values do they read?
 """)

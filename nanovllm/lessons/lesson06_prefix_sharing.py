@@ -14,15 +14,12 @@ tree of prefixes is from SGLang (Zheng et al. 2023, arXiv:2312.07104); vLLM has 
 
 from nanovllm import LLM, SamplingParams, Trace
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.lessons.lesson import GREEDY, ask, make_llm
-from nanovllm.lessons.pictures import show_lanes
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 
 A, B, C, D = "What is 12 + 30?\n", "What is 12 + 7?\n", "Sort 42, 7, 99\n", "Spell garden\n"
 PROMPTS = {"A": A, "B": B, "C": C, "D": D}
-EXAMPLES = "".join(f"{a} + 30 = {a + 30}\n" for a in range(10, 50))  # more than 256 tokens
 
 
 def new_sequence(ids: list[int]) -> Sequence:
@@ -36,25 +33,17 @@ def run_prompts(llm: LLM, prompts: list[list[int]]) -> list[int]:
 
 def share_blocks(llm: LLM) -> dict[int, int]:
     """Run a step of two prompts, print its trace, and return the reference counts of the blocks."""
-    engine, blocks = llm.engine, llm.engine.scheduler.block_manager.blocks
+    engine = llm.engine
     with Trace(llm) as trace:
         for name, prompt in zip("AB", (A, B), strict=True):
             engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=2), name)
         engine.step()
     print(trace, end="\n\n")
-    tables = [seq.block_table for seq in engine.scheduler.running]
-    lanes = []
-    for color, seq in enumerate(engine.scheduler.running, 2):
-        colors = [1 if blocks[b].ref_count > 1 else color for b in seq.block_table]
-        texts = [str(llm.get_tokenizer().decode([token])) for token in seq.token_ids[:-1]]
-        table = [(4 * i, 4, f"block {b}", colors[i]) for i, b in enumerate(seq.block_table)]
-        lanes.append((f"block table of {'AB'[color - 2]}", table))
-        lanes.append(("tokens", [(p, 1, text, colors[p // 4]) for p, text in enumerate(texts)]))
-    show_lanes("Two prompts share a block", lanes, "position", shared=1, only_A=2, only_B=3)
+    blocks = engine.scheduler.block_manager.blocks
+    counts = {b: blocks[b].ref_count for s in engine.scheduler.running for b in s.block_table}
     while engine.has_unfinished_requests():
-        counts = {i: blocks[i].ref_count for i in sorted({*tables[0], *tables[1]})}
         engine.step()
-    return counts
+    return dict(sorted(counts.items()))
 
 
 def key_chains(llm: LLM) -> list[tuple[str, str, str, str]]:
@@ -65,13 +54,10 @@ def key_chains(llm: LLM) -> list[tuple[str, str, str, str]]:
     for name, ids in (("A", a), ("B", b), ("A with another first token", other)):
         run_prompts(llm, [ids])
         cached = llm.engine.scheduler.block_manager.match(new_sequence([*ids, 0]))
-        for i in range(0, len(ids), 4):
-            texts = [tokenizer.decode([token]) for token in ids[i : i + 4]]
-            parent, serial = "-", "not full"
-            if i + 4 <= len(ids):
-                block = cached[i // 4]
-                parent, serial = str(block.key[0]), str(block.serial)
-            rows.append((name, str(texts), parent, serial))
+        keys = [(str(block.key[0]), str(block.serial)) for block in cached]
+        for i, key in enumerate([*keys, ("-", "not full")]):
+            texts = [tokenizer.decode([token]) for token in ids[4 * i : 4 * i + 4]]
+            rows.append((name, str(texts), *key))
     return rows
 
 
@@ -99,19 +85,19 @@ def run() -> None:
     a, b = llm.get_tokenizer().encode(A), llm.get_tokenizer().encode(B)
     same = next(i for i in range(len(b)) if a[i] != b[i])
     print(*(f"{name} = {text!r}" for name, text in PROMPTS.items()), sep="\n", end="\n\n")
-    say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. The trace of
-        their first step follows. In its first columns, free, cached and shared count blocks while
-        the step runs; cached are blocks of the prefix cache that no sequence owns now.
-        docs/trace.md explains the other columns.""")
+    say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. Below is the
+        trace of their first step. Its columns free, cached and shared count blocks; cached are
+        blocks of the prefix cache that no sequence owns now. docs/trace.md explains the others.""")
     counts = share_blocks(llm)
     show_table(("block", "ref_count"), counts.items())
-    say(f"""A and B share one block, so its reference count is 2. B computes the other
-        {same - 4} of the same tokens itself, because only full blocks are shared. A block that is
-        not full will be written by its owner, with tokens that the other does not have.""")
+    say(f"""A and B share one block, so its reference count is 2. They can share it in the same
+        step, because each layer stores all keys and values of a step before any query attends. B
+        computes the other {same - 4} of the same tokens itself, because only full blocks are
+        shared: the owner of a block that is not full will write into it.""")
     QUESTIONS.show(1)
     say("""Each cached block has a serial number. The cache finds a block by its tokens and the
-        serial number of its parent, which is the block before it. The same tokens after another
-        beginning have another parent, so they are another block:""")
+        serial number of its parent, the block before it. The same tokens after another beginning
+        have another parent, so they are another block:""")
     chains = key_chains(make_llm(kvcache_block_size=4, num_kvcache_blocks=32))
     show_table(("prompt", "tokens of a block", "parent", "serial number"), chains)
 
@@ -122,22 +108,11 @@ def run() -> None:
         tokens of A are run twice, the second run finds {runs[1][0]} tokens of A, {runs[1][1]} of B,
         and of the prompt of 8 tokens only {runs[1][2]}.""")
 
-    prompts = [llm.get_tokenizer().encode(f"{EXAMPLES}What is 12 + {i}?\n") for i in range(8)]
-    large = make_llm(num_kvcache_blocks=256)
-    total = sum(map(len, prompts))
-    computed = total - sum(run_prompts(large, prompts))
-    say(f"""Sharing saves work. Eight prompts with the same long beginning, {total:,} tokens in all,
-        arrive together at an empty cache. {computed:,} tokens are computed: one of the prompts
-        computes the beginning, and the others share it in the same step. This is possible because
-        each layer stores the keys and values of all tokens of the step before any query attends.
-        The ladder measures the speed.""")
-
     QUESTIONS.show(2)
-    say("""Two samples of A, at a high temperature. They are sequences 0.0 and 0.1 of request 0.
-        Sequence 0.1 is forked when 0.0 has its first token, and shares the blocks of the prompt. It
-        computes the last prompt token again, because it samples its first token from the logits.
-        The last block is not full, and both will write into it, so the engine copies it for one of
-        them first:""")
+    say("""Two samples of A, at a high temperature: sequences 0.0 and 0.1 of request 0. Sequence 0.1
+        is forked when 0.0 has its first token, and shares the blocks of the prompt. It computes the
+        last prompt token again, to sample from its logits. The last block is not full, and both
+        will write into it, so the engine copies it for one of them first:""")
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
     print(trace_samples(llm, 2)[0], end="\n\n")
     say("""Cached blocks without an owner are kept until no block is free. Then the least recently
@@ -147,11 +122,7 @@ def run() -> None:
         cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
     show_source(
-        link(BlockManager._key),
-        link(BlockManager.match, "len(seq.token_ids) - 1"),
-        link(Scheduler.fork, "block_manager.fork"),
-        link(BlockManager.copy_on_write),
-        link(BlockManager.choose_victim),
+        link(BlockManager.match), link(BlockManager.copy_on_write), link(BlockManager.choose_victim)
     )
 
 

@@ -89,11 +89,10 @@ def show_policies() -> None:
     assert list(sjf[0]) == sorted(fcfs[0], key=lambda request: keys[request])
     rows = list[tuple[object, ...]]()
     for i, length in enumerate(LENGTHS):
-        rows.append((i, length, fcfs[0][i], fcfs[1][i], keys[i], sjf[0][i], sjf[1][i]))
-    means = [f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf)]
-    rows.append(("mean", "", "", means[0], "", "", means[1]))
-    columns = ("FCFS admits", "FCFS first token", "SJF key", "SJF admits", "SJF first token")
-    show_table(("request", "tokens", *columns), rows)
+        rows.append((i, length, fcfs[1][i], keys[i], sjf[1][i]))
+    fcfs_mean, sjf_mean = (f"{mean(first.values()):.1f}" for _, first in (fcfs, sjf))
+    rows.append(("mean", "", fcfs_mean, "", sjf_mean))
+    show_table(("request", "tokens", "FCFS first token", "SJF key", "SJF first token"), rows)
     for policy, (admitted, first) in (("FCFS", fcfs), ("SJF", sjf)):
         lanes = []
         for i, length in enumerate(LENGTHS):
@@ -127,13 +126,12 @@ def show_preemption() -> None:
     event = next(event for event in trace.events if "preempted" in event)
     step, (lost,) = event["plan"], event["preempted"]
     say(f"""Preemption: two requests in a pool of 8 blocks. In step {step} request {1 - lost} needs
-        another block and none is free. Request {lost} loses its blocks and returns to the head of
-        the queue with its tokens: the scheduler preempts the request that was admitted last.
+        another block and none is free. The scheduler preempts the request that was admitted last:
+        request {lost} loses its blocks and returns to the head of the queue with its tokens.
         (Requests go on after <|endoftext|>, because ignore_eos is set.)""")
     print(trace, end="\n\n")
     say("""The tokens are the same as in a large pool. With prefix caching, the blocks that request
-        1 lost stay in the cache until they are evicted. Fewer tokens are computed again. (The last
-        position of the row "again" is new: its token was sampled, but not computed yet.)""")
+        1 lost stay in the cache until they are evicted, so fewer tokens are computed again:""")
     assert runs[0][1] == runs[1][1] == runs[2][1]
     head = ("blocks", "prefix caching", "steps", "tokens computed again")
     show_table(head, [(*pool, t.num_steps, n) for pool, (t, _, n) in zip(pools, runs, strict=True)])
@@ -144,23 +142,20 @@ def run() -> None:
     say(f"""A prompt of {LENGTHS[0]} tokens arrives just before {len(LENGTHS) - 1} short ones, and a
         step has at most {BUDGET} tokens. FCFS admits the long prompt first, and it uses the budget
         of the first steps. SJF admits the smallest key first: the number of uncached prompt tokens
-        + {AGING} * the number of the request. The second term is aging: a request that arrives much
-        later has a larger key, however short it is. The long prompt therefore does not wait
-        forever. The steps in which each request is admitted and gets its first token:""")
+        + {AGING} * the number of the request. The second term is aging: the long prompt does not
+        wait forever, because much later requests have larger keys. The steps in which each request
+        gets its first token:""")
     show_policies()
-    QUESTIONS.show(2)
     say(f"""Chunked prompts: {DECODING} requests decode, and a prompt of {LONG} tokens arrives.
         Running sequences get their tokens first, and the prompt takes what the budget leaves. With
-        a large budget it is computed in one step, and the other requests wait for their next token
-        as long as this step takes. With a small one it takes more steps, each of which is
-        shorter:""")
+        a large budget it is computed in one step, for which the others wait. With a small one it
+        takes more steps, each of which is shorter:""")
     show_chunks()
-    QUESTIONS.show(3)
+    QUESTIONS.show(2)
     show_preemption()
     show_source(
         link(shortest_job_first, "AGING * seq.arrival"),
         link(Scheduler._plan_chunk, "tokens = min("),
-        link(Scheduler._make_room, "self._preempt"),
         link(Scheduler._preempt),
     )
 
@@ -175,12 +170,6 @@ QUESTIONS = Questions("""
     Answer: a. The long prompt delays all that come after it. It can wait forever if shorter ones
     keep arriving, and aging prevents this.
     Hint: Who waits for whom with FCFS, and who with SJF?
-
-    Four requests decode, the token budget is 32, and a prompt of 600 tokens arrives. How many steps
-    does this prompt take?
-    Answer: 22. Each step first computes 4 decodes, which leaves 28 tokens for the prompt: 600 / 28,
-    rounded up.
-    Hint: The decodes take their tokens first. How many tokens of a step are left for the prompt?
 
     A running request needs a block and none is free. Why is the request preempted that was admitted
     last?

@@ -1,9 +1,8 @@
 """Lesson 8: sampling: from logits to a token.
 
-The model gives a logit for each token of the vocabulary. The softmax makes probabilities of them:
-exp(logit) / sum of all exp(logit). Greedy sampling takes the most likely token. Otherwise the
-logits are divided by a temperature, filters hide unlikely tokens, and one random number u in [0, 1)
-draws one of the rest:
+The model gives a logit for each token of the vocabulary, and the softmax makes probabilities of
+them. Greedy sampling takes the most likely token. Otherwise the logits are divided by a
+temperature, filters hide unlikely tokens, and one random number u in [0, 1) draws one of the rest:
 
     probabilities   [ a a a a a a a | b b b b | c c c | d | e ]   from 0 to 1
     u = 0.55        ------------------------^                     is in b's part
@@ -12,14 +11,12 @@ u is a function of the request's seed and the position of the token, and of noth
 request therefore draws the same tokens in any batch, and again after a preemption.
 """
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
 from nanovllm import LLM
 from nanovllm.lessons.lesson import ask, make_llm
-from nanovllm.lessons.pictures import show_formula, show_lanes
+from nanovllm.lessons.pictures import show_formula
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models import sampler
 from nanovllm.models.batch import SamplingBatch
@@ -58,14 +55,6 @@ def show_bars(llm: LLM, best: list[int], columns: dict[str, Tensor]) -> None:
         rows.append((repr(llm.get_tokenizer().decode([token])), *bars))
     rows.append(("tokens left", *(str(int((p > 0).sum())) for p in columns.values())))
     show_table(("token", *columns), rows)
-    lanes = []
-    for name, column in columns.items():
-        parts = [0.0, *column[best].tolist()]
-        ends = list(accumulate(parts))
-        texts = [str(llm.get_tokenizer().decode([token])) for token in best]
-        tokens = [(ends[i], parts[i + 1], text, 1 + i % 7) for i, text in enumerate(texts)]
-        lanes.append((name, [*tokens, (ends[-1], 1 - ends[-1], "others", 0)]))
-    show_lanes("Probabilities, the most likely token first", lanes, "sum")
 
 
 def show_draws(llm: LLM, logits: Tensor) -> None:
@@ -80,23 +69,7 @@ def show_draws(llm: LLM, logits: Tensor) -> None:
         end, p = (float(x[token]) for x in (probabilities(logits).cumsum(0), probabilities(logits)))
         text = repr(tokenizer.decode([token]))
         rows.append((seed, f"{float(u):.4f}", f"{end - p:.4f} to {end:.4f}", text))
-    show_table(("seed", "u", "the token's part of [0, 1)", "token, here and in the engine"), rows)
-
-
-def show_preemption() -> None:
-    """Run three samples in a large and in a small pool."""
-    tokens, preemptions = [], []
-    for num_blocks in (64, 10):
-        llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=num_blocks)
-        [output] = ask(llm, [PROMPT], n=3, temperature=1, seed=0, ignore_eos=True, max_tokens=20)
-        tokens.append([token for sample in output.outputs for token in sample.token_ids])
-        preemptions.append(llm.stats()["preemptions"])
-    assert tokens[0] == tokens[1]
-    assert preemptions[0] < preemptions[1]
-    say(f"""Three samples of a request with a seed run in a pool of 64 blocks, and again in a pool
-        of 10, where sequences are preempted {preemptions[1]} times ({preemptions[0]} in the large
-        pool). All {len(tokens[0])} tokens are the same: no random generator has a state that a
-        preemption could lose.""")
+    show_table(("seed", "u", "the token's part of [0, 1)", "token"), rows)
 
 
 def run() -> None:
@@ -117,12 +90,11 @@ def run() -> None:
     filters = {f"{name}={value:g}": {name: value} for name, value in SETTINGS.items()}
     columns = {name: probabilities(logits, **setting) for name, setting in filters.items()}
     show_bars(llm, best, {"no filter": probabilities(logits), **columns})
-    say(f"""A draw at temperature 1. Each token has a part of the interval from 0 to 1, in the order
-        of the vocabulary. u comes from the seed and position
+    say(f"""A draw at temperature 1, by hand and in the engine. Each token has a part of the
+        interval from 0 to 1, in the order of the vocabulary. u comes from the seed and position
         {len(llm.get_tokenizer().encode(PROMPT))}:""")
     show_draws(llm, logits)
     QUESTIONS.show(2)
-    show_preemption()
     show_source(
         link(sampler.filtered_logits, "batch.temperature"),
         *(link(function) for function in sampler.FILTER_FUNCTIONS.values()),

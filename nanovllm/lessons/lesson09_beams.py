@@ -11,19 +11,15 @@ continue. A beam with two chosen candidates is forked, and one with none ends.
     e  ---->  e f  --->   e f g     copies the last one before it writes into it
                   `--->   e f h
 
-The search works on sequences of the scheduler and needs no separate cache. Forks, copy-on-write and
-preemption work as in lessons 6 and 7.
+The search works on sequences of the scheduler, whose forks and copies are as in lesson 6.
 """
 
-import html
 import math
 
 from nanovllm import LLM, BeamSearchParams, Trace
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.features.beam_search import BeamSearch, BeamSearchSequence
 from nanovllm.lessons.lesson import ask, make_llm
-from nanovllm.lessons.pictures import show_graph
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.tools.trace.trace import State
 
@@ -58,24 +54,6 @@ def show_steps(llm: LLM, trace: Trace) -> None:
         what beams have in common is stored once. {copies} blocks were copied in all.""")
 
 
-def draw(llm: LLM, trace: Trace, beams: list[BeamSearchSequence]) -> None:
-    """Draw the beams of all steps as a tree. What continues in no beam of the result is dashed."""
-    state, outputs = State(), set[tuple[int, ...]]([()])
-    for event in trace.events:
-        state.apply(event)
-        running = [state.seqs[i] for i in state.running]
-        outputs |= {tuple(seq.tokens[seq.num_prompt :]) for seq in running}
-    outputs |= {tuple(beam.tokens[-LENGTH:]) for beam in beams}
-    lines = ["graph LR", "classDef dropped stroke-dasharray: 4"]
-    for output in sorted(outputs, key=lambda output: (len(output), output)):
-        kept = any(tuple(beam.tokens[-LENGTH:])[: len(output)] == output for beam in beams)
-        text = str(llm.get_tokenizer().decode(list(output[-1:]))) if output else PROMPT
-        node, parent = ("n" + "_".join(map(str, ids)) for ids in (output, output[:-1]))
-        lines.append(f'{node}["{html.escape(text)}"]{":::dropped" * (not kept)}')
-        lines += [f"{parent} --> {node}"] if output else []
-    show_graph("\n".join(lines))
-
-
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", kvcache_block_size=4, num_kvcache_blocks=64)
     prompt = llm.get_tokenizer().encode(PROMPT)
@@ -85,15 +63,12 @@ def run() -> None:
         computes the prompt once, for all beams. In each step that follows, the last token of each
         beam is computed. Blocks have 4 slots, and the prompt has {len(prompt)} tokens:""")
     show_steps(llm, trace)
-    draw(llm, trace, beams)
     QUESTIONS.show(2)
     say("The results, compared with greedy sampling:")
     greedy = ask(llm, [PROMPT], max_tokens=LENGTH, ignore_eos=True, logprobs=0)[0].outputs[0]
     outputs = [("greedy", greedy.token_ids, greedy.cumulative_logprob or 0.0)]
-    outputs += [
-        (f"beam {i}", beam.tokens[len(prompt) :], beam.cum_logprob)
-        for i, beam in enumerate(beams, 1)
-    ]
+    for i, beam in enumerate(beams, 1):
+        outputs.append((f"beam {i}", beam.tokens[len(prompt) :], beam.cum_logprob))
     decode = llm.get_tokenizer().decode
     rows = [(name, repr(decode(ids)), f"{logprob:.3f}") for name, ids, logprob in outputs]
     show_table(("", "output", "log-probability"), rows)
@@ -103,7 +78,6 @@ def run() -> None:
         link(BeamSearch._choose, "ranked = sorted"),
         link(BeamSearch._continue, "self.scheduler.fork"),
         link(Scheduler.fork, "self.block_manager.fork"),
-        link(BlockManager.copy_on_write),
     )
 
 

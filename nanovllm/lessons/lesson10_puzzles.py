@@ -17,18 +17,16 @@ import inspect
 import multiprocessing
 import resource
 import signal
-import sys
 import tempfile
 import textwrap
 import warnings
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.lessons.lesson import optional
-from nanovllm.lessons.pictures import show_lanes
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 
 MAX_SECONDS = 10  # of the processor, for a line
@@ -47,13 +45,13 @@ PUZZLES = (
     Puzzle(
         "add",
         "vector add: out = x + y",
-        "The line stores the sums. 19 numbers are added by 3 programs of 8, and the memory after "
-        "the 19 numbers must not change.",
+        "The line stores the sums. 19 numbers are added by 3 programs of 8. The check adds 6 "
+        "numbers too, and what follows the sums in memory, -1 in the check, must not change.",
         """
         program      0                 1                      2
         numbers   [  0  1 ...  7  |  8  9 ... 15  | 16 17 18  .  .  .  .  . ]
         mask         1  1 ...  1     1  1 ...  1     1  1  1  0  0  0  0  0""",
-        "tl.store(pointers, values, mask=...): the pointers are as in the loads, but from `out`.",
+        "tl.store(pointers, values, mask=...): pointers and mask are as in the loads, from `out`.",
     ),
     Puzzle(
         "softmax",
@@ -118,12 +116,10 @@ def hidden_line(kernels: ModuleType, puzzle: Puzzle) -> tuple[list[str], int, st
 def check(kernels: ModuleType, puzzle: Puzzle, line: str) -> str:
     """Run `compare` in a separate process, which a wrong pointer can end in the interpreter.
 
-    A line that does not end is ended by the limit of the process's own time, which does not depend
-    on other programs.
+    A line that does not end is ended by a limit of CPU time, which does not depend on other
+    programs. On a GPU a wrong pointer raises an error, and a forked process could not use the GPU.
     """
-    if (
-        torch.cuda.is_available()
-    ):  # a wrong pointer raises an error, and a forked process has no GPU
+    if torch.cuda.is_available():
         return compare(kernels, puzzle, line)
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
@@ -205,37 +201,25 @@ def run_puzzle(which: str | None, answers: list[str] | None) -> None:
 
 
 def show_kernel(kernels: Any) -> None:
-    """Print the lines of a kernel, and what each gives in its programs if that can be read.
-
-    Triton's interpreter runs a program as a Python function, whose variables are its tiles.
-    """
-    programs: list[dict[str, str]] = []
-
-    def at_return(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code.co_name == kernels.double.fn.__name__:
-            tiles = {k: v.handle.data for k, v in frame.f_locals.items() if hasattr(v, "handle")}
-            programs.append({k: " ".join(f"{x:g}" for x in v) for k, v in tiles.items()})
-
+    """Print the lines of a kernel, and the tile of each in two programs, computed by torch."""
     x, out = (kernels.place(torch.arange(10.0) * 10 * n) for n in (1, 0))
-    sys.setprofile(at_return)
-    try:
-        kernels.double[(3,)](x, out, 10, 4)
-    finally:
-        sys.setprofile(None)
+    kernels.double[(3,)](x, out, 10, 4)
     assert torch.equal(out, 2 * x)
-    rows = []
-    for line in inspect.getsource(kernels.double.fn).splitlines()[2:]:
-        name = line.split()[0]
-        rows.append((line.strip(), *(values.get(name, "") for values in programs[1:])))
-    say("""A whole kernel, which doubles the numbers 0, 10, ..., 90 of x in the three programs of
-        the picture above: x and out are pointers to the first number, n is 10 and SIZE is 4. Each
-        line, and its tile in programs 1 and 2:""")
-    head = ("line", "in program 1", "in program 2")
-    show_table(head if programs else head[:1], rows)
+    rows = [[line.strip()] for line in inspect.getsource(kernels.double.fn).splitlines()[2:]]
+    for program in (1, 2):
+        i = program * 4 + torch.arange(4)
+        a = torch.where(i < 10, 10 * i, 0)
+        tiles = (torch.tensor([program]), i, (i < 10).int(), a, 2 * a, torch.tensor([]))
+        for row, tile in zip(rows, tiles, strict=True):
+            row.append(" ".join(map(str, tile.tolist())))
+    say("""A kernel, `@triton.jit def double(x, out, n, SIZE: tl.constexpr)`, which doubles the
+        numbers 0, 10, ..., 90 in the three programs of the picture above: x and out are pointers to
+        the first number, n is 10. SIZE is 4, a constant that is known when the kernel is compiled.
+        Each line, and its tile in programs 1 and 2:""")
+    show_table(("line", "in program 1", "in program 2"), rows)
     say("""x + i is a tile of pointers, one for each number. A masked load reads nothing and gives
-        `other`, and a masked store writes nothing, so the memory after the 10 numbers stays as it
-        is. No line says how often it runs: the launch double[(3,)](x, out, 10, 4) starts three
-        programs, and each knows its number.""")
+        `other`, and a masked store writes nothing. The launch double[(3,)](x, out, 10, 4) starts
+        three programs, and each knows its number.""")
 
 
 def show_tile() -> None:
@@ -245,36 +229,26 @@ def show_tile() -> None:
     matrix = torch.arange(4 * columns).view(4, columns)
     assert torch.equal(matrix.flatten()[offsets], matrix[2:4, 4:8])
     say(f"""A tile of a matrix has two dimensions. The matrix below has 4 rows of {columns} numbers,
-        and each number is equal to its offset in memory. With i = [2, 3] and j = [4, 5, 6, 7] the
-        expression i[:, None] * {columns} + j[None, :] gives the offsets of the tile in
-        brackets:""")
+        each equal to its offset in memory. With i = [2, 3] and j = [4, 5, 6, 7] the expression i[:,
+        None] * {columns} + j[None, :] gives the offsets of the tile in brackets:""")
     for row, line in enumerate(matrix.tolist()):
         cells = [f"[{n:2}]" if row in i and n % columns in j else f" {n:2} " for n in line]
         print("  " + "".join(cells))
     print()
-    lanes = [
-        (f"i = {row}", [(n % columns, 1, str(n), int(row in i and n % columns in j)) for n in line])
-        for row, line in enumerate(matrix.tolist())
-    ]
-    show_lanes("The offsets of a tile", lanes, tile=1, other_numbers=0)
 
 
 def run() -> None:
     kernels = optional("nanovllm.lessons.puzzles")
-    QUESTIONS.show(1, 2)
+    QUESTIONS.show(1)
     if kernels is None:
         say("Triton is not installed (it exists for Linux only), so no kernel runs here.")
         return
     show_kernel(kernels)
     show_tile()
-    rows = []
-    for puzzle in PUZZLES:
-        got, want = getattr(kernels, f"check_{puzzle.kernel}")(kernels)
-        rows.append((puzzle.title, f"{(got - want).abs().max():.0e}"))
     say(f"""Five kernels lead from a sum to the attention of lesson 11. Each has about 20 lines, and
-        the puzzles leave out one of them: `{COMMAND} 1` shows the first. Complete, they compute
-        what torch does:""")
-    show_table(("puzzle", "largest difference"), rows)
+        the puzzles leave out one of them: `{COMMAND} 1` shows the first. tl.exp, tl.maximum,
+        tl.where and tl.sum(tile, axis) are as in torch, tl.max(tile, axis) is torch.amax, and
+        tl.dot is the product of two tiles.""")
     engine = optional("nanovllm.backends.gpu.kernels.attention")
     show_source(
         link(engine._load_blocks.fn, "tl.load"), link(engine._attend_tile.fn, "correction =")
@@ -282,11 +256,7 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    A kernel adds 1,000 numbers, 128 in each program. How many programs run?
-    Answer: 8. 1,000 / 128, rounded up: triton.cdiv(1000, 128).
-    Hint: Seven programs compute 7 * 128 = 896 numbers.
-
-    Why do the loads and stores of this kernel need a mask?
+    A kernel adds 1,000 numbers, 128 in each of 8 programs. Why do its loads and stores need a mask?
     (a) All tiles have the same size, so the last one reaches beyond the 1,000 numbers.
     (b) Two programs would write the same numbers.
     (c) A load without a mask is slower.

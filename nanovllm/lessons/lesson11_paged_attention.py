@@ -12,9 +12,7 @@ explains what a program and a tile are.
     blocks        7 3 9 1 .   2 8 4 6 ...   of 16 slots, through the block table
     m, l, acc     ------> rescaled ------> rescaled ------> acc / l
 
-The score of a key is its product with the query, divided by the square root of the head size. The
-softmax turns scores into weights exp(score) / sum of all exp(score). KV heads are explained in
-lesson 2.
+The score of a key is its product with the query, divided by the square root of the head size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from nanovllm.backends.gpu.kernels.configs import GpuInfo, Tile, prefill_tile
+from nanovllm.backends.gpu.kernels.configs import Tile
 from nanovllm.lessons.lesson import decode_plan, embedded_config, optional, prompt_plan
 from nanovllm.lessons.pictures import show_formula, show_lanes
 from nanovllm.lessons.show import Questions, link, say, show_lines, show_source, show_table
@@ -123,29 +121,22 @@ def show_splits(q: Tensor, kv: Tensor, table: Tensor, expected: Tensor) -> None:
     show_lanes("One program works through all tiles, or one for each split", lanes, "position")
 
 
-def show_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, expected: Tensor) -> list[str]:
-    """Compare the engine's kernel with `expected` [1, H, D]. Returns links to its source."""
+def show_kernel(q: Tensor, kv: Tensor, step: ForwardBatch, expected: Tensor) -> None:
+    """Compare the engine's kernel with `expected` [1, H, D], and print its lines."""
     kernels = optional(KERNELS)
     if kernels is None:
         say("Triton is not installed (it exists for Linux only), so its kernel does not run.")
-        return []
-    say("""The engine's Triton kernel does all this for all heads. Without a GPU it runs in Triton's
-        interpreter. Compared with PlainAttention:""")
-    rows = []
+        return
     for max_splits in (1, -(-CONTEXT // SPLIT)):
-        out = attend_by_kernel(q, kv, step, max_splits)
-        torch.testing.assert_close(out, expected)
-        rows.append((max_splits, f"{(out - expected).abs().max():.0e}"))
-    show_table(("splits, at most", "largest difference"), rows)
-    say("""The lines of that kernel which do what the first table above shows: row_max is m, row_sum
-        is l, correction is the factor. Its scores are multiplied by log2(e), so that exp2, one
-        instruction, takes the place of exp:""")
+        torch.testing.assert_close(attend_by_kernel(q, kv, step, max_splits), expected)
+    say("""The engine's Triton kernel does all this for all heads, here in Triton's interpreter if
+        there is no GPU. It gives the same attention, in one split and in three. Its lines that do
+        what the first table shows: row_max is m, row_sum is l, correction is the factor. Its scores
+        are multiplied by log2(e), so that exp2, one instruction, takes the place of exp:""")
     show_lines(kernels._attend_tile.fn, "scores = tl.dot", "return acc")
-    return [
-        link(kernels._attend_tile.fn, "correction ="),
-        link(kernels._load_blocks.fn, "tl.load"),
-        link(kernels._merge_splits.fn, "weights ="),
-    ]
+    show_source(
+        link(kernels._load_blocks.fn, "tl.load"), link(kernels._merge_splits.fn, "weights =")
+    )
 
 
 def run() -> None:
@@ -179,22 +170,16 @@ def run() -> None:
     (_, total, acc), rows = attend_tiles(first_q, paged_tiles(kv[:, :, 0], table, 0, CONTEXT))
     show_table(("keys", "largest score", "m", "factor", "l", "acc[0]", "acc[1]"), rows)
     torch.testing.assert_close(acc / total, first_expected)
-    print(f"acc / l begins with        {(acc / total)[:3].tolist()}")
-    print(f"all scores at once give it {first_expected[:3].tolist()}\n")
+    say("acc / l is the attention that all scores at once give.")
     QUESTIONS.show(2)
-    say("""On a GPU one program would do this while others are idle. Instead, the context is split,
-        and a program computes each split. Then the l and acc of all splits are rescaled to the
-        largest m and added:""")
+    say("""On a GPU one program would do this while others are idle. Instead, a program computes
+        each split of the context. Then the l and acc of all splits are rescaled to the largest m
+        and added:""")
     show_splits(first_q, kv[:, :, 0], table, first_expected)
-    links = show_kernel(q, kv, step, expected)
-    tile = prefill_tile(GpuInfo(shared_memory_kib=227), 128, torch.bfloat16)
-    score_bytes = 16 * 4096 * 4096 * 4
-    say(f"""This saves memory. All float32 scores of a prompt of 4,096 tokens and 16 heads
-        take {score_bytes / 2**20:,.0f} MiB. A program of the kernel for prompts keeps the
-        scores of one tile, {tile.num_rows} x {tile.num_keys} on a large GPU:
-        {tile.num_rows * tile.num_keys * 4 / 2**10:.0f} KiB for a prompt of any length. Contexts
-        are not padded to the longest, either.""")
-    show_source(link(PlainAttention.read_blocks, "index_select"), *links)
+    show_kernel(q, kv, step, expected)
+    say(f"""This saves memory. All float32 scores of a prompt of 4,096 tokens and 16 heads would
+        take {16 * 4096 * 4096 * 4 / 2**20:,.0f} MiB. A program has the scores of one tile only.""")
+    show_source(link(PlainAttention.read_blocks, "index_select"))
 
 
 QUESTIONS = Questions("""

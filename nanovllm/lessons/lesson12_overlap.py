@@ -123,9 +123,8 @@ def draw(overlap: bool, host: Host, device: Device) -> None:
 
 def show_overlap(params: list[SamplingParams]) -> None:
     say(f"""First overlap. The real LLMEngine runs two requests on a device that takes
-        {DEVICE_SECONDS * 1e3:g} ms for a step, while an observer makes the host take
-        {HOST_SECONDS * 1e3:g} ms for each plan. One request ends at a stop token, the other at
-        max_tokens.""")
+        {DEVICE_SECONDS * 1e3:g} ms for a step, and the host takes {HOST_SECONDS * 1e3:g} ms for
+        each plan. One request ends at a stop token, the other at max_tokens.""")
     rows, steps = [], []
     for overlap in (False, True):
         host, device, seconds = serve(overlap, params)
@@ -141,23 +140,20 @@ def show_overlap(params: list[SamplingParams]) -> None:
     say(f"""A step takes {steps[0]:.1f} ms without overlap, when the device and the host work in
         turn ({both:g} ms at least), and {steps[1]:.1f} ms with it, when the slower of the two
         decides ({alone:g} ms at least). The price: step N+1 is planned when the tokens of step N
-        are counted but not known. The scheduler knows then whether a sequence reaches max_tokens,
-        but not that it sampled a stop token. That sequence is computed once more, and the token is
-        dropped.""")
+        are counted but not known. A sequence that sampled a stop token is computed once more, and
+        the token is dropped.""")
 
 
 def run() -> None:
     by_token, by_length = SamplingParams(stop_token_ids=[20]), SamplingParams(max_tokens=40)
     QUESTIONS.show(1)
     show_overlap([by_token, by_length])
-    sizes = batch_sizes(8)
-    QUESTIONS.show(2)
     say(f"""Then graphs. Each of torch's operators that a step calls is about one launch, and a
         decode step has hundreds. Each costs the host microseconds, whatever it computes. A CUDA
-        graph replays all of them by one call, and the copy of the tokens to the host remains. A
-        graph has a fixed number of rows: with max_num_seqs=8, graphs are captured for
-        {", ".join(map(str, sizes))} sequences. On a CPU calls cost time as well: in float32, and
-        in bfloat16 with AMX or AVX512-BF16, one call computes all layers.""")
+        graph replays all of them by one call. A graph has a fixed number of rows: with
+        max_num_seqs=8, graphs are captured for {", ".join(map(str, batch_sizes(8)))} sequences, and
+        a step of 5 is padded to 8. On a CPU calls cost time as well, so one call computes all
+        layers where its kernels allow it.""")
     show_source(
         link(EngineCore.run_step, "self.async_scheduling"),
         link(Scheduler.commit, "Status.FINISHED"),
@@ -175,10 +171,4 @@ QUESTIONS = Questions("""
     Answer: b. The end at max_tokens is known when the next step is planned. A stop token is found
     one step later.
     Hint: What does the host know about a step that is in flight?
-
-    CUDA graphs are captured for 1, 2, 4 and 8 sequences. A step decodes 5. How many rows does the
-    GPU compute?
-    Answer: 8. A graph has a fixed number of rows, so the batch is padded to the next captured size.
-    Padding rows use the null block.
-    Hint: A graph has a fixed number of rows. Which of the captured numbers is the next after 5?
 """)

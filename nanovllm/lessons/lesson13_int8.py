@@ -18,7 +18,6 @@ from nanovllm import LLM
 from nanovllm.api.outputs import RequestOutput
 from nanovllm.backends.int8 import Int8Weight, dynamic, quantize
 from nanovllm.lessons.lesson import make_llm, mean_logprob, runner_of
-from nanovllm.lessons.pictures import show_formula, show_lanes
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.tools.training.data import OPEN_TASKS, graded_samples
 from nanovllm.tools.training.grade import wrong_answers
@@ -52,31 +51,22 @@ def show_losses(llm: LLM) -> None:
     size = sum(float(weight.square().sum()) for weight in originals)
     chats = [[{"role": "user", "content": sample.question}] for sample in SAMPLES]
     said = llm.chat(chats, use_tqdm=False)
-    rows, bars = [("float32", "0.00%", *grade(llm, said))], []
+    rows = [("float32", "0.00%", *grade(llm, said))]
     for bits, by_row in ROUNDINGS:
         error = 0.0
         for layer, weight in zip(layers, originals, strict=True):
             layer.weight.copy_(rounded(weight, bits, by_row))
             error += float((layer.weight - weight).square().sum())
         name = f"{bits} bits, {'a scale for each row' if by_row else 'one scale for a weight'}"
-        percent = 100 * (error / size) ** 0.5
-        bars.append((name, [(0, percent, f"{percent:.2f}", 1)]))
         rows.append((name, f"{(error / size) ** 0.5:.2%}", *grade(llm, said)))
     engine = make_llm(attention_backend="sdpa", num_kvcache_blocks=256, quantization="int8")
     rows.insert(2, ("the same, and the activations too", rows[1][1], *grade(engine, said)))
     show_table(("weights", "error", "right answers", "log-probability"), rows)
-    show_lanes("The error of the weights", bars, "%")
 
 
 def run() -> None:
     llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=256)
-    say("A row w of weights and one value q of it:")
-    show_formula(
-        "scale = max |w| / 127   q = round(w / scale)   |w - q * scale| <= scale / 2",
-        r"s = \frac{\max_i |w_i|}{127} \qquad q_i = \mathrm{round}(w_i / s) \qquad "
-        r"|w_i - s\,q_i| \le \frac{s}{2}",
-    )
-    QUESTIONS.show(1, 2)
+    QUESTIONS.show(1)
     say(f"""Rounding loses accuracy: the embedded model answers {len(SAMPLES)} questions that were
         not in its training, with its weights rounded in several ways. The third line is what the
         engine does on a CPU with quantization="int8". The error is the length of the difference of
@@ -91,10 +81,6 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    A row of weights is 0.5, -2.54, 1.0, 0.01. Which value is stored for 1.0?
-    Answer: 50. The scale is 2.54 / 127 = 0.02, and 1.0 / 0.02 = 50.
-    Hint: The largest magnitude becomes 127. What is the scale, and what is 1.0 divided by it?
-
     Why does each row of a weight have a scale, and not the whole weight one?
     (a) The scales then take less memory.
     (b) The products of integers would overflow.

@@ -10,17 +10,14 @@ PagedAttention (Kwon et al. 2023, arXiv:2309.06180, section 4.5), block by block
                | load              | save, unless the host has a copy
     host       +------------ host block --eviction--> lost
 
-Host memory is larger than a GPU's memory and slower to reach. Loading a block is useful only if the
-copy takes less time than computing the block's tokens again.
+Loading a block is useful only if the copy takes less time than computing its tokens again.
 """
 
 from nanovllm import LLM, Trace
 from nanovllm.features.host_cache.blocks import HostCacheBlockManager
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, shape_of
-from nanovllm.lessons.pictures import show_graph
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.loading.memory import num_weights
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3
 
 A, B = "What is 12 + 30?\n", "Spell strawberry\n"
@@ -48,16 +45,10 @@ def converse(llm: LLM) -> tuple[int, int]:
     return tokens, computed
 
 
-def micros(config: ModelConfig) -> tuple[float, float]:
-    """Return the microseconds to load the KV of a token, and to compute it, in bfloat16."""
-    return 1e6 * config.block_bytes(1, 2) / LINK, 1e6 * 2 * num_weights(Qwen3.on_meta(config)) / GPU
-
-
 def run() -> None:
     llm = make(4, 64)
     say(f"""A, then B, then A again, in a pool of 4 blocks of {SLOTS} slots: A = {A!r} and B =
-        {B!r}. The blocks of A are evicted for B, and come back in step 3. A plan contains the
-        copies, and they are made before the step computes:""")
+        {B!r}. The blocks of A are evicted for B, and come back in step 3:""")
     with Trace(llm) as trace:
         for prompt in (A, B, A):
             ask(llm, [prompt], max_tokens=1)
@@ -65,18 +56,6 @@ def run() -> None:
     say("""A block's number says where it is, and not what it holds. In step 3 blocks 1 and 2 are in
         two sentences: they are evicted with the tokens of B, and then loaded with those of A, which
         the prefix hit found in host memory.""")
-    show_graph("""
-        stateDiagram-v2
-          direction LR
-          free --> owned: a sequence takes it
-          owned --> cached: released, full
-          cached --> owned: prefix hit
-          cached --> other: evicted
-          cached --> host: saved before the eviction
-          host --> owned: loaded
-          host --> lost: evicted
-          other: owned, with other tokens
-          host: host block""")
     saves = llm.stats()["host_saves"]
     QUESTIONS.show(1)
     say("The host keeps its copy of a block that was loaded, also while the block is in use.")
@@ -89,28 +68,26 @@ def run() -> None:
         them:""")
     rows: list[tuple[object, ...]] = []
     for blocks, host_blocks in ((4 * POOL, 0), (POOL, 0), (POOL, 4 * POOL)):
-        stats, counts = (chats := make(blocks, host_blocks)).stats, converse(chats)
-        moves = [stats().get(name, 0) for name in ("host_saves", "host_loads")]
-        rows.append((blocks, host_blocks, *(f"{n:,}" for n in (*counts, *moves))))
+        chats = make(blocks, host_blocks)
+        tokens, computed = converse(chats)
+        moves = [chats.stats().get(name, 0) for name in ("host_saves", "host_loads")]
+        rows.append((blocks, host_blocks, f"{tokens:,}", f"{computed:,}", *moves))
     head = ("blocks", "host blocks", "prompt tokens", "computed", "saved blocks", "loaded blocks")
     show_table(head, rows)
     QUESTIONS.show(2)
     say(f"""The copies take time. With {LINK / 1e9:g} GB per second between host and GPU, and
         {GPU / 1e12:g} TFLOPs per second, a token in bfloat16 takes, calculated:""")
-    small, rows = shape_of("qwen3-0.6b"), []
-    for name, config in (("Qwen3-0.6B", small), ("Qwen3-14B", shape_of("qwen3-14b"))):
-        size, flops = config.block_bytes(1, 2), 2 * num_weights(Qwen3.on_meta(config)) / 1e9
-        load, compute = micros(config)
-        rows.append((name, f"{size:,}", f"{load:.1f}", f"{flops:.1f}", f"{compute:.1f}"))
-    show_table(("model", "bytes", "us to load", "GFLOPs", "us to compute"), rows)
+    rows = []
+    for name in ("qwen3-0.6b", "qwen3-14b"):
+        config = shape_of(name)
+        size, flops = config.block_bytes(1, 2), 2 * num_weights(Qwen3.on_meta(config))
+        times = (f"{1e6 * size / LINK:.1f}", f"{1e6 * flops / GPU:.1f}")
+        rows.append((name, f"{size:,}", f"{flops / 1e9:.1f}", *times))
+    show_table(("model", "bytes", "GFLOPs", "us to load", "us to compute"), rows)
     say("""For the small model a load is slower than computing, unless the host is reached faster.
         The engine does not compare the two: with swap_space it loads each block that the host has.
         On a CPU a larger KV cache does the same without copies.""")
-    show_source(
-        link(HostCacheBlockManager._save),
-        link(HostCacheBlockManager._find),
-        link(HostCacheBlockManager._load),
-    )
+    show_source(link(HostCacheBlockManager._save), link(HostCacheBlockManager._load))
 
 
 QUESTIONS = Questions("""

@@ -31,7 +31,7 @@ from nanovllm.api.child import python
 from nanovllm.features.tensor_parallel.ranks import Ranks
 from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm, runner_of, timed
-from nanovllm.lessons.pictures import show_formula, show_lanes
+from nanovllm.lessons.pictures import show_lanes
 from nanovllm.lessons.show import Questions, faster, link, say, show_source, show_table
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.layers import Linear, silu_and_mul
@@ -77,14 +77,9 @@ def run_rank() -> dict[str, Any]:
     Ranks.all_reduce = counted  # type: ignore[method-assign]
     llm = make_llm(**OPTIONS, tensor_parallel_size=int(os.environ["WORLD_SIZE"]))
     outputs, seconds = timed(lambda: ask(llm, PROMPTS, max_tokens=16, ignore_eos=True))
-    c, a_step = runner_of(llm).model.config, len(calls) // (3 * 16)
-    has = (
-        c.num_heads,
-        c.num_kv_heads,
-        f"{num_weights(Qwen3.on_meta(c)) * 4 / 2**20:.1f}",
-        a_step,
-        sum(calls[-a_step:]),
-    )
+    c, calls_of_step = runner_of(llm).model.config, len(calls) // (3 * 16)
+    mib = f"{num_weights(Qwen3.on_meta(c)) * 4 / 2**20:.1f}"
+    has = (c.num_heads, c.num_kv_heads, mib, calls_of_step, sum(calls[-calls_of_step:]))
     return {"has": has, "tokens": [o["token_ids"] for o in outputs], "ms": seconds * 1e3 / 16}
 
 
@@ -103,9 +98,8 @@ def show_by_hand() -> None:
         inner units. Rank 0 has the first {half} of them, and rank 1 the others. The first numbers
         of the results:""")
     results = {"y0": y[0], "y1": y[1], "y0 + y1": y[0] + y[1], "one device": mlp(x)}
-    show_table(
-        ("result", *"1234"), [(n, *(f"{v:.4f}" for v in r[0, :4])) for n, r in results.items()]
-    )
+    rows = [(name, *(f"{v:.4f}" for v in result[0, :4])) for name, result in results.items()]
+    show_table(("result", *"1234"), rows)
 
 
 def draw(both: list[dict[str, Any]]) -> None:
@@ -125,17 +119,12 @@ def draw(both: list[dict[str, Any]]) -> None:
 
 
 def run() -> None:
-    show_formula(
-        "y = W2 f(W1 x) = W2[:, first half] f(W1[first half] x) + W2[:, others] f(W1[others] x)",
-        r"y = W_2\,f(W_1 x) = W_2^{(0)} f(W_1^{(0)} x) + W_2^{(1)} f(W_1^{(1)} x)",
-    )
     QUESTIONS.show(1)
     show_by_hand()
-    say("""Now two real ranks. torchrun would start a script once for each and tell it its RANK in
-        the environment; here the lesson does. Each makes LLM(..., tensor_parallel_size=2) and the
-        same calls. Nothing sends them plans: both schedulers see the same requests and so plan the
-        same steps. Before each step the ranks compare a hash of the plan.""")
-    QUESTIONS.show(2)
+    say("""Now two real ranks, which torchrun would start. Each makes LLM(...,
+        tensor_parallel_size=2) and the same calls. Nothing sends them plans: both schedulers see
+        the same requests and so plan the same steps. Before each step the ranks compare a hash of
+        the plan.""")
     [one], both = start_ranks(1), start_ranks(2)
     draw(both)
     names = ("one device", "rank 0 of 2", "rank 1 of 2")
@@ -148,18 +137,16 @@ def run() -> None:
     say(f"""The last two columns are of a decode of {len(PROMPTS)} sequences. Each of the {layers}
         layers has two all-reduces, and the embeddings, whose rows are divided too, have one. One
         adds up {size // calls:,} bytes: {len(PROMPTS)} tokens of {embedded_config().hidden_size}
-        numbers in float32. At the end each rank has the logits of one half of the vocabulary. The
-        ranks exchange these and sample the same tokens, which are also the tokens of one
-        device.""")
+        numbers in float32. Each waits for the slowest rank, so their number matters more than their
+        size. At the end each rank has the logits of one half of the vocabulary. The ranks exchange
+        these and sample the same tokens as one device.""")
     say(f"""A step takes {one["ms"]:.1f} ms on one device and {both[0]["ms"]:.1f} ms on two: two
-        ranks are {faster(one["ms"], both[0]["ms"])}. Here a rank is a process with one thread, and
-        an all-reduce is a message between processes. On GPUs it takes microseconds, and each rank
-        reads a half of the weights.""")
+        ranks are {faster(one["ms"], both[0]["ms"])}. Here an all-reduce is a message between
+        processes. On GPUs it takes microseconds, and each rank reads a half of the weights.""")
     show_source(
         link(config_of_rank, "num_heads=heads // size"),
         link(tensors_of_rank, "BY_COLUMNS"),
         link(Linear.__call__, "self.reduce"),
-        link(Ranks.connect, "self.all_reduce"),
     )
 
 
@@ -172,12 +159,6 @@ QUESTIONS = Questions("""
     Answer: a. Divided by columns, the second weight needs only the outputs that its rank has. One
     sum at the end is enough.
     Hint: A row of the second weight is multiplied with which outputs of the first?
-
-    Each layer has two all-reduces, and the embeddings have one. How many does a step of Qwen3-0.6B
-    have, with 28 layers?
-    Answer: 57. 2 * 28 + 1. Each waits for the slowest rank, so their number matters more than their
-    size.
-    Hint: The 5 layers of the embedded model and its embeddings have 11.
 """)
 
 

@@ -27,7 +27,6 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.features.hybrid.config import HybridConfig
 from nanovllm.features.hybrid.state_blocks import StateBlockManager
 from nanovllm.lessons.lesson16_states import QWEN3_5
-from nanovllm.lessons.pictures import show_lanes
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.plan import StepOutput
 from nanovllm.tools.oracle.oracle import make_samples
@@ -129,16 +128,7 @@ def run() -> None:
         the request made snapshots:""")
     head = ("request", "prompt", "has KV", "found", "computed", "new snapshots")
     QUESTIONS.show(1)
-    show_table(head, rows := share(prompts))
-    lanes = []
-    for name, length, kv, state, *_ in rows:
-        cells = [
-            (0, state, "found", 3),
-            (state, kv - state, "has KV, computed again", 2),
-            (kv, length - kv, "computed", 1),
-        ]
-        lanes.append((f"request {name}", cells))
-    show_lanes("Tokens of the prompts", lanes, "token")
+    show_table(head, share(prompts))
     config = HybridConfig.from_json(QWEN3_5, Path("config.json"))
     ratio = config.state_bytes(2) / config.block_bytes(16, 2)
     say(f"""Request 1 made one snapshot, after the last full block of its prompt. Request 2 found KV

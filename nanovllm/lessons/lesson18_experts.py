@@ -16,27 +16,23 @@ A decode takes as long as reading the weights (lesson 5). A request that decodes
 experts in each layer. A batch reads all experts that one of its tokens uses.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm import LLM
 from nanovllm.features.moe.config import Experts, MoeConfig
 from nanovllm.features.moe.experts import Groups, expert_linear
 from nanovllm.features.moe.model import SparseMLP
-from nanovllm.lessons.lesson import make_llm, runner_of, timed
+from nanovllm.lessons.lesson import timed
 from nanovllm.lessons.pictures import show_plot
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.loading.make_runner import model_class
 from nanovllm.loading.memory import num_weights
 from nanovllm.models.backend import Backend
 from nanovllm.models.qwen3 import MLP
-from nanovllm.tools.training.data import OPEN_TASKS, graded_samples
 
 # The fields of Qwen3-30B-A3B's config.json.
 QWEN3_MOE = dict(
@@ -55,8 +51,7 @@ QWEN3_MOE = dict(
     max_position_embeddings=40_960,
 )
 ROWS = (1, 2, 4, 16, 64)
-NUMBERS = (64, 128, 256)  # of experts
-USED, BATCH = 8, 16
+NUMBER, USED, BATCH = 64, 8, 16  # experts, those that a token uses, and tokens of a step
 HIDDEN, SIZE, TIMED = 512, 256, (1, 4, 16)  # of the layer that is timed, and its numbers of tokens
 
 
@@ -102,7 +97,7 @@ def time_rows() -> list[tuple[object, ...]]:
 
     The MLP has as many weights as a token uses of the experts.
     """
-    layer = make_layer(NUMBERS[0], HIDDEN, SIZE)
+    layer = make_layer(NUMBER, HIDDEN, SIZE)
     mlp, rows = MLP(HIDDEN, USED * SIZE, layer.backend), list[tuple[object, ...]]()
     for linear in mlp.linears():
         linear.weight.normal_(std=0.05)
@@ -112,37 +107,6 @@ def time_rows() -> list[tuple[object, ...]]:
         results = [map(function, steps) for function in (layer, mlp)]
         times = (timed(partial(next, each), len(steps))[1] for each in results)
         rows.append((num, f"{used:.1f}", *(f"{seconds * 1e3:.1f}" for seconds in times)))
-    return rows
-
-
-def hidden_states(llm: LLM, prompts: list[Any]) -> Iterator[Tensor]:
-    """Decode prompts -> what the MLP in the middle of the model gets for all, [T, E] a step."""
-    layers, seen = runner_of(llm).model.layers, list[Tensor]()
-    layer: Any = layers[len(layers) // 2]
-    mlp = layer.mlp
-
-    def record(x: Tensor) -> Tensor:
-        seen.append(x.clone())
-        result: Tensor = mlp(x)
-        return result
-
-    layer.mlp = record
-    llm.chat(prompts, use_tqdm=False)
-    return (x for x in seen if len(x) == len(prompts))
-
-
-def compare_routers() -> list[tuple[object, ...]]:
-    """Count the experts of a step of BATCH requests, as the formula and as a router has it."""
-    llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=256)
-    samples = [sample for task in OPEN_TASKS for sample in graded_samples(task, 2)][:BATCH]
-    chats = [[{"role": "user", "content": sample.question}] for sample in samples]
-    steps, rows = list(hidden_states(llm, chats)), list[tuple[object, ...]]()
-    for num in NUMBERS:
-        layer = make_layer(num, steps[0].shape[1])
-        by_router = mean(hits(layer, x) for x in steps)
-        by_formula = layer.config.expected_hits(BATCH)
-        counts = by_formula, by_formula / USED, by_router, by_router / USED
-        rows.append((f"{USED} of {num}", *(f"{count:.1f}" for count in counts)))
     return rows
 
 
@@ -169,7 +133,7 @@ def run() -> None:
         that has rows. The largest difference to a loop over tokens and their experts is
         {difference:.0e}.""")
     QUESTIONS.show(1)
-    say(f"""A layer with {NUMBERS[0]} experts, of which a token uses {USED}, in plain torch. The
+    say(f"""A layer with {NUMBER} experts, of which a token uses {USED}, in plain torch. The
         last column is one MLP with as many weights as a token uses, {USED * SIZE:,} inner units. It
         reads all of them at every number of tokens. The mixture reads the experts that are
         used:""")
@@ -178,14 +142,9 @@ def run() -> None:
     say(f"""How many experts a step uses depends on the router. If each token used any {USED} of X
         experts with equal probability, an expert would be left out by one token with the
         probability 1 - {USED}/X, and by T tokens with (1 - {USED}/X)^T. A step of T tokens would
-        use X (1 - (1 - {USED}/X)^T). The second figure is measured: {BATCH} requests are decoded by
-        the embedded model, and a router with random weights chooses experts for the inputs of one
-        of its MLPs. "Times" is the ratio to the {USED} experts of one request:""")
-    head = ("experts", "formula", "times", "measured", "times")
-    show_table(head, compare_routers())
-    say("""Similar inputs have similar scores, so this router often chooses the same experts for
-        several requests, and the batch uses fewer than by the formula. The router of a trained
-        model was not measured.""")
+        use X (1 - (1 - {USED}/X)^T). Similar inputs have similar scores, so several requests may
+        choose the same experts, and a batch then uses fewer. No trained router was measured
+        here.""")
     say("""What a decode step of Qwen3-30B-A3B reads by the formula, in bfloat16 and without KV. The
         last column is the GB for each token. A model without experts would read the same GB at
         every number of requests:""")

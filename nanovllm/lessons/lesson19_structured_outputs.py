@@ -23,7 +23,6 @@ from nanovllm.api.structured_outputs import StructuredOutputsParams
 from nanovllm.features.logit_rules.rows import RulesBatch
 from nanovllm.features.structured import GrammarCompiler, Matcher
 from nanovllm.lessons.lesson import ask, make_llm, optional, timed
-from nanovllm.lessons.pictures import show_lanes
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 
 PROMPT = "What is 12 + 30?\n"
@@ -46,7 +45,7 @@ def show_masks(llm: LLM, matcher: Matcher) -> str:
     """Print the output, token by token, with the size of each mask. Returns the text."""
     options = dict(max_tokens=40, logprobs=1, structured_outputs=PARAMS)
     output = ask(llm, [PROMPT], **options)[0].outputs[0]
-    decode, rows = llm.get_tokenizer().decode, list[tuple[int, int, str, str, int]]()
+    decode, rows = llm.get_tokenizer().decode, []
     for i, (token, entry) in enumerate(zip(output.token_ids, output.logprobs or [], strict=True)):
         mask = matcher.mask(output.token_ids[:i]) or b""
         assert mask[token >> 3] >> (token & 7) & 1
@@ -55,9 +54,6 @@ def show_masks(llm: LLM, matcher: Matcher) -> str:
         likely, drawn = (repr(decode([t])) for t in (best, token))
         rows.append((i, allowed, likely, drawn, entry[token].rank))
     show_table(("position", "allowed", "most likely", "drawn", "its rank"), rows)
-    cells = [(i, 1, drawn, 3 if allowed > 1 else 0) for i, allowed, _, drawn, _ in rows[:-1]]
-    title = "Where the grammar leaves the model a choice"
-    show_lanes(title, [("output", cells)], "token", one_token_allowed=0, several_allowed=3)
     return output.text
 
 
@@ -69,21 +65,20 @@ def run() -> None:
     vocab_size = llm.engine.input_processor.vocab_size
     QUESTIONS.show(1)
     say(f"""The embedded model was not trained to write JSON. It is asked {PROMPT!r} with a schema
-        of an integer `answer`. At each position some of the {vocab_size:,} tokens are
-        allowed; "most likely" is the model's own choice, before the mask:""")
+        of an integer `answer`. "allowed" counts tokens, of {vocab_size:,}, and "most likely" is the
+        model's own choice, before the mask:""")
     matcher = make_matcher(llm)
     text = show_masks(llm, matcher)
     assert list(json.loads(text)) == SCHEMA["required"]
-    say(f"""The output is {text!r}: valid, which does not mean right. Where one token is allowed the
-        model has no choice, and its rank does not matter. A mask cannot make a model better; it can
-        make it worse, if the format keeps it from what it has learned to write.""")
+    say(f"""The output is {text!r}: valid, which does not mean right. A mask cannot make a model
+        better; it can make it worse, if the format keeps it from what it has learned to write.""")
     QUESTIONS.show(2)
     prompt = [llm.get_tokenizer().encode(PROMPT)]
     _, mask = timed(lambda: matcher.mask([]), repeats=21)
     _, step = timed(lambda: ask(llm, prompt, max_tokens=1), repeats=9)
-    say(f"""A mask takes the host {mask * 1e6:,.0f} us here, and a request of one step of the small
-        model {step * 1e3:.1f} ms. On a GPU the layers of a step run meanwhile, so that the mask
-        costs nothing while it takes less time than they do. On a CPU both take turns.""")
+    say(f"""A mask takes the host {mask * 1e6:,.0f} us here, and a request for one token of the
+        small model {step * 1e3:.1f} ms. On a GPU a mask costs nothing while it takes less time than
+        the layers do. On a CPU both take turns.""")
     show_source(
         link(Matcher.mask, "compute_bitmask"),
         link(RulesBatch.sample, "self.apply"),

@@ -6,17 +6,17 @@ e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), which is half of bfloat16:
 
     bit        7      6 5 4 3     2 1 0
              sign   exponent e  mantissa m      value = (1 + m / 8) * 2^(e - 7)
+                                       if e = 0: value = m / 8 * 2^-6
 
-Between a power of two and the next one there are 8 numbers, so rounding changes a number by at most
-1/16 of it. Int8 (lesson 13) has equal steps instead, and needs a scale near its largest number.
-Keys and values have outliers, for which relative steps are better. The largest number is 448;
-beyond it a checkpoint's scale for each layer (k_scale, v_scale) is needed, else 1.
+From a power of two to the next one there are 8 equal steps, and rounding changes a number by half a
+step at most, 1/17 of it. Int8 (lesson 13) has equal steps instead; keys and values have outliers,
+for which relative steps are better. e = 15 and m = 7 is NaN, so 1.75 * 2^8 = 448 is the largest
+number. Larger ones need a scale for each layer (k_scale and v_scale of a checkpoint, otherwise 1).
 """
 
 import torch
 
-from nanovllm.lessons.lesson import ask, make_llm, mean_logprob, shape_of
-from nanovllm.lessons.pictures import show_plot
+from nanovllm.lessons.lesson import ask, make_llm, mean_logprob
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
 from nanovllm.models.attention import PlainAttention
 from nanovllm.models.fp8 import FP8_MAX, to_fp8
@@ -28,43 +28,28 @@ SAMPLES = [sample for task in OPEN_TASKS for sample in graded_samples(task, 3)]
 
 def show_rounding() -> float:
     """Print numbers and what is stored of them. Returns the largest relative error of many."""
-    rows = []
+    rows, step = [], FP8_MAX / 127  # of int8, if 127 stands for the largest number of fp8
     for value in (0.1, 1.06, 1.07, 3.3, 100.0, 440.0, 1000.0):
         x = torch.tensor(value)
         stored, scaled = float(to_fp8(x, 1.0).float()), float(to_fp8(x, 4.0).float() * 4)
-        rows.append((f"{value:g}", f"{stored:g}", f"{abs(stored / value - 1):.1%}", f"{scaled:g}"))
-    show_table(("number", "stored", "error", "with a scale of 4"), rows)
+        int8 = min(127, round(value / step)) * step
+        errors = (f"{abs(y / value - 1):.1%}" for y in (stored, int8))
+        rows.append((f"{value:g}", f"{stored:g}", f"{scaled:g}", *errors))
+    show_table(("number", "fp8", "with a scale of 4", "error of fp8", "of int8"), rows)
     many = torch.linspace(2**-6, FP8_MAX, 100_001)
     return float((to_fp8(many, 1.0).float() / many - 1).abs().max())
 
 
-def show_errors() -> None:
-    """Draw the largest relative error between each power of two and the next one."""
-    lines: dict[str, list[tuple[float, float]]] = {"fp8": [], "int8": []}
-    step = FP8_MAX / 127  # of int8, if 127 stands for the largest number of fp8
-    for exponent in range(-9, 8):
-        x = 2.0**exponent * torch.linspace(1, 2, 1001)
-        for name, stored in (("fp8", to_fp8(x, 1.0).float()), ("int8", (x / step).round() * step)):
-            lines[name].append((2.0**exponent, float((stored / x - 1).abs().max())))
-    show_plot(
-        "The largest relative error, of int8 with a scale for 448",
-        "number",
-        "error",
-        lines,
-        log=True,
-    )
-
-
 def run() -> None:
     QUESTIONS.show(1)
-    say("Some numbers, as the cache stores them. A scale moves the range:")
+    say("Some numbers in fp8, and the error of int8 with a scale for 448:")
     worst = show_rounding()
-    say(f"The largest error between 2^-6 and 448 is {worst:.1%}. Above 448 numbers are cut off.")
-    show_errors()
+    say(f"""The largest error of fp8 between 2^-6 and 448 is {worst:.1%}. Above 448 numbers are cut
+        off, and a scale moves the range.""")
     say("""What it loses: the embedded model continues questions in float32, and its tokens are
-        scored with both caches. 0 is certainty. Sums over many keys average the errors out:""")
-    prompts = [sample.question for sample in SAMPLES]
-    said, rows = list[list[int]](), []
+        scored with both caches, by the mean log-probability of a token. Sums over many keys average
+        the errors out:""")
+    prompts, said, rows = [sample.question for sample in SAMPLES], list[list[int]](), []
     for dtype in ("auto", "fp8"):
         llm = make_llm(attention_backend="sdpa", num_kvcache_blocks=128, kv_cache_dtype=dtype)
         outputs = ask(llm, prompts, max_tokens=12)
@@ -74,18 +59,10 @@ def run() -> None:
         score = mean_logprob(llm, [output.prompt_token_ids for output in outputs], said)
         rows.append((dtype, f"{same} of {len(said)}", f"{score:.6f}"))
     show_table(("kv_cache_dtype", "same answers", "log-probability"), rows)
-    say("""What it gains, calculated: the tokens that fit into 10 GB, and what a decode of 64
-        sequences of 4,000 tokens reads of the cache:""")
-    table = []
-    for name in ("qwen3-0.6b", "qwen3-14b"):
-        for dtype, size in (("bfloat16", 2), ("fp8", 1)):
-            token = shape_of(name).block_bytes(1, size)
-            read = f"{64 * 4000 * token / 1e9:.1f}"
-            table.append((name, dtype, f"{token:,}", f"{10e9 / token:,.0f}", read))
-    show_table(("model", "cache", "bytes a token", "tokens in 10 GB", "GB a decode"), table)
-    say("""The gain in time is smaller than in bytes, because numbers must be converted before they
-        are multiplied. docs/performance.md says what was measured: on an H100 fp8 was no longer
-        limited by memory, and on a CPU it can be slower.""")
+    say("""What it gains: twice as many tokens fit into the same memory, and a decode reads half as
+        many bytes of the cache (the last table of lesson 5). The gain in time is smaller, because
+        numbers must be converted before they are multiplied. docs/performance.md says what was
+        measured: on an H100 fp8 was no longer limited by memory, and on a CPU it can be slower.""")
     QUESTIONS.show(2)
     show_source(
         link(to_fp8, ".clamp("),

@@ -9,8 +9,7 @@ reads along. Each request has the times of its events (RequestMetrics):
 
 A service promises limits, such as 1 s to the first token and 100 ms between tokens. Goodput is the
 number of requests per second that keep both (DistServe, Zhong et al. 2024, arXiv:2401.09670). It
-grows with the load as long as the engine keeps up. Then requests queue, each step has more rows,
-and goodput falls, while tokens per second stay at their maximum.
+grows with the load as long as the engine keeps up. Then requests queue, and it falls.
 """
 
 import random
@@ -24,9 +23,8 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.lessons.lesson import make_llm
 from nanovllm.lessons.pictures import show_plot
 from nanovllm.lessons.show import Questions, link, say, show_source, show_table
-from nanovllm.tools.benchmarks.machine import cpu_seconds, describe_load, other_load
 
-REQUESTS, TOKENS = 24, 16
+REQUESTS, TOKENS = 64, 16
 LOADS = (0.3, 0.6, 0.9, 1.5, 3.0)  # arrivals, as parts of what the engine can serve
 
 
@@ -39,14 +37,15 @@ def serve(llm: LLM, arrivals: list[float]) -> tuple[list[Latency], float]:
     """Run a request at each of `arrivals`, seconds after the start -> latencies, seconds."""
     engine, latencies, due = llm.engine, list[Latency](), dict[str, float]()
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    start, waiting = time.monotonic(), list(enumerate(arrivals))
+    start, waiting = time.monotonic(), list(arrivals)
     while waiting or engine.has_unfinished_requests():
-        while waiting and start + waiting[0][1] <= time.monotonic():
-            i, arrival = waiting.pop(0)
+        while waiting and start + waiting[0] <= time.monotonic():
+            i = len(due)
             # It may have arrived during a step, before the engine could take it.
-            due[engine.add_request(f"Count from {i} to {i + 40}\n", params)] = start + arrival
+            arrival = start + waiting.pop(0)
+            due[engine.add_request(f"Count from {i} to {i + 40}\n", params)] = arrival
         if not engine.has_unfinished_requests():
-            time.sleep(max(0.0, start + waiting[0][1] - time.monotonic()))
+            time.sleep(max(0.0, start + waiting[0] - time.monotonic()))
             continue
         for output in engine.step():
             latencies.append(latency(output.metrics, due[output.request_id], TOKENS))
@@ -67,22 +66,21 @@ def goodput(latencies: list[Latency], limits: Latency, seconds: float) -> float:
 
 
 def run() -> None:
-    QUESTIONS.show(1)
     options = dict(enable_prefix_caching=False, num_kvcache_blocks=256, max_num_seqs=8)
     llm = make_llm(attention_backend="sdpa", **options)
-    serve(llm, [0.0] * 4)  # prepares buffers
+    serve(llm, [0.0] * REQUESTS)  # prepares buffers
     alone = [serve(llm, [0.0])[0][0] for _ in range(5)]
     one = Latency(median(x.first for x in alone), median(x.between for x in alone))
     capacity = REQUESTS / serve(llm, [0.0] * REQUESTS)[1]
     limits = Latency(5 * one.first, 3 * one.between)
     say(f"""A request that is alone has its first token after {one.first * 1e3:.0f} ms and another
         every {one.between * 1e3:.1f} ms. If all {REQUESTS} requests arrive at once, the engine
-        serves {capacity:.1f} requests per second, 8 at a time. Let the limits be five times as long
-        for the first token and three times as long between tokens: {limits.first * 1e3:.0f} and
-        {limits.between * 1e3:.1f} ms. The same requests arrive at random (a Poisson process), at
-        several loads. Load is arrivals divided by what the engine can serve, and p95 is the latency
-        that one in twenty requests exceeds:""")
-    rows, since = [], cpu_seconds()
+        serves {capacity:.1f} requests per second, 8 at a time. Let the limits be
+        {limits.first * 1e3:.0f} ms to the first token, five times as long, and
+        {limits.between * 1e3:.1f} ms between tokens, three times as long. The same requests arrive
+        at random (a Poisson process). Load is arrivals divided by what the engine can serve, and
+        one in twenty requests waits longer than p95:""")
+    rows = []
     for load in LOADS:
         rng, now, arrivals = random.Random(0), 0.0, list[float]()
         for _ in range(REQUESTS):
@@ -93,31 +91,24 @@ def run() -> None:
         times = (median(first), quantiles(first, n=20)[-1], median(between))
         served = (REQUESTS / seconds, goodput(latencies, limits, seconds))
         rows.append((f"{load:.1f}", *(f"{x:.0f}" for x in times), *(f"{x:.1f}" for x in served)))
-    head = ("load", "first ms", "p95 ms", "between ms", "requests/s", "goodput")
-    show_table(head, rows)
+    show_table(
+        ("load", "median first ms", "p95 first ms", "median between ms", "requests/s", "goodput"),
+        rows,
+    )
     columns = [[(float(row[0]), float(row[i])) for row in rows] for i in (-2, -1)]
     lines = dict(zip(("served", "goodput"), columns, strict=True))
     show_plot("Throughput and goodput", "load", "requests/s", lines)
-    busy = describe_load(other_load(since))
-    say(f"While this was measured, other processes took {busy} of the CPU time.")
-    QUESTIONS.show(2)
+    QUESTIONS.show(1)
     say("""Up to a load of about 1 the engine serves what arrives. Above, the queue grows with each
         request, so its wait has no limit, and more requests in a test make the table worse.
         A smaller token budget trades the time to the first token for the time between tokens
         (lesson 7), and fewer rows make steps shorter.""")
     show_source(
-        link(RequestMetrics, "first_token_time"),
-        link(Scheduler._admit, "self.max_num_seqs"),
+        link(RequestMetrics, "first_token_time"), link(Scheduler._admit, "self.max_num_seqs")
     )
 
 
 QUESTIONS = Questions("""
-    A request arrives at second 10, has its first token at 12.0, and its tenth and last at 16.5.
-    What is its time between tokens in seconds?
-    Answer: 0.5. 4.5 seconds have 9 intervals. The time to the first token, 2 seconds, is not in it:
-    it is queue and prompt, and grows for other reasons.
-    Hint: How many intervals do ten tokens have?
-
     An engine has twice as many rows. Its tokens per second grow by a third. What happens to the
     time between tokens at full load?
     (a) It falls, because the engine computes more tokens per second.

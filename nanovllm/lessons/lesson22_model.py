@@ -9,13 +9,14 @@ torch, with the weights of the embedded model. x [T, E] has a vector for each of
     RMSNorm(x) --> products with the rows of the embedding: logits [T, V]
 
     RMSNorm(x) = x / sqrt(mean(x^2)) * weight
-    rope       = pairs of numbers of q and k, rotated by position * frequency
+    rope       = x[i] and x[i + D / 2] are a pair, for i < D / 2: it is rotated
+                 by the angle position * theta^(-2 i / D)
     attention  = softmax(q k / sqrt(D)) v, causal; query heads share KV heads
-    SwiGLU(x)  = down(silu(gate(x)) * up(x))
+    SwiGLU(x)  = down(silu(gate(x)) * up(x)), silu(x) = x / (1 + exp(-x))
 
-RMSNorm is by Zhang and Sennrich (2019), rope by Su et al. (2021) and SwiGLU by Shazeer (2020). q, k
-and v are products of RMSNorm(x); Qwen3 normalizes each head of q and k too. The last task of
-`nanovllm lessons build` uses `Model`.
+o_proj, gate, up and down are products with weights, as q, k and v are of RMSNorm(x). Qwen3
+normalizes each head of q and k too. RMSNorm is by Zhang and Sennrich (2019), rope by Su et al.
+(2021) and SwiGLU by Shazeer (2020).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,26 +29,13 @@ from torch.nn import functional as F
 
 from nanovllm.api.config import EMBEDDED
 from nanovllm.lessons.lesson import ask, embedded_config, make_llm
-from nanovllm.lessons.pictures import show_graph
-from nanovllm.lessons.show import Questions, link, say, show_source, show_table
+from nanovllm.lessons.show import Questions, link, say, show_lines, show_source, show_table
 from nanovllm.loading.checkpoint import find_checkpoint
 from nanovllm.models import layers
 from nanovllm.models.qwen3 import DecoderLayer, SelfAttention
 
 # (layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]
 Attend: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-DIAGRAM = """
-    flowchart LR
-        ids[token ids] --> E[embedding] -- x --> N1
-        subgraph layer [each layer]
-            N1[RMSNorm] --> qkv[q, k, v] --> R[RMSNorm and rope of q and k] --> A[attention] --> P
-            P((+)) -- x --> N2[RMSNorm] --> S[SwiGLU] --> Q((+))
-            P -- x --> Q
-        end
-        E -- x --> P
-        cache[(KV cache)] <--> A
-        Q -- x --> N[RMSNorm] --> H[head] --> logits
-"""
 PROMPT = "What is 12 + 30?\n"
 
 
@@ -106,27 +94,23 @@ def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def run() -> None:
-    show_graph(DIAGRAM)
     QUESTIONS.show(1)
+    show_lines(Model.logits, "heads, weights =", "return F.linear")
     model, llm = Model(), make_llm(attention_backend="sdpa", num_kvcache_blocks=64)
     tokenizer, c = llm.get_tokenizer(), model.config
     ids: list[int] = tokenizer.encode(PROMPT)
     logits = model.logits(ids, range(len(ids)), attention)
     output = ask(llm, [PROMPT], max_tokens=1, logprobs=-1)[0].outputs[0]
-    assert output.logprobs is not None
-    ours, engine = logits[-1].log_softmax(0), output.logprobs[0]
+    ours, [engine] = logits[-1].log_softmax(0), output.logprobs or []
     difference = max(abs(float(ours[i]) - entry.logprob) for i, entry in engine.items())
     assert difference < 1e-3
     answer = list(ids)
     while answer[-1] not in llm.engine.input_processor.eos_token_ids and len(answer) < 40:
         answer.append(int(model.logits(answer, range(len(answer)), attention)[-1].argmax()))
-    say(f"""The page computes {tuple(logits.shape)} logits for the {len(ids)} tokens of {PROMPT!r}.
+    say(f"""It computes {tuple(logits.shape)} logits for the {len(ids)} tokens of {PROMPT!r}.
         The log-probabilities of the last row differ from the engine's by {difference:.0e} at most.
         Taking the largest logit again and again gives
         {tokenizer.decode(answer[len(ids) : -1])!r}.""")
-    say(f"""{c.num_heads} query heads share {c.num_kv_heads} KV heads of {c.head_dim} numbers: q has
-        {c.num_heads * c.head_dim} numbers a token, k and v have {c.num_kv_heads * c.head_dim} each,
-        and only these are in the KV cache (lesson 2).""")
 
     QUESTIONS.show(2)
     say("""Rope: the score of a query and a key depends on their distance, and not on where they
@@ -139,13 +123,7 @@ def run() -> None:
     pairs = ((3, 0), (10, 7), (100, 97), (100, 0))
     show_table(("position of q", "of k", "score"), [(i, j, f"{score(i, j):.3f}") for i, j in pairs])
     assert abs(score(3, 0) - score(100, 97)) < 1e-2
-    show_source(
-        link(DecoderLayer.__call__),
-        link(SelfAttention.__call__),
-        link(layers.rms_norm),
-        link(layers.rotate),
-        link(layers.silu_and_mul),
-    )
+    show_source(link(DecoderLayer.__call__), link(SelfAttention.__call__), link(layers.rotate))
 
 
 QUESTIONS = Questions("""

@@ -34,8 +34,3 @@ def show_plot(
     log: bool = False,
 ) -> None:
     """Show lines through points (x, y) on a page. A name that begins with "." has points only."""
-
-
-@shown
-def show_graph(mermaid: str) -> None:
-    """Show a diagram in the language of Mermaid on a page."""

@@ -133,15 +133,11 @@ def faster(before: float, after: float) -> str:
 @shown
 def show_question(questions: Sequence[Question], number: int) -> None:
     """Print question `number`, counted from 1, without its answer."""
-    print_question(questions, number)
-    print()
-
-
-def print_question(questions: Sequence[Question], number: int) -> None:
     text, *choices = questions[number - 1].text.splitlines()
     print(fill(text, f"Question {number}: ", "  "))
     for choice in choices:
         print(fill(choice, "  ", "      "))
+    print()
 
 
 def show_questions(questions: Sequence[Question], command: str) -> None:
@@ -160,12 +156,12 @@ def show_command(questions: Sequence[Question], command: str) -> None:
 def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
     """Print questions with their answers, or whether each of `answers` is right.
 
-    Raises ValueError for a wrong number of answers.
+    `answers` may be those of the first questions only. Raises ValueError if there are too many.
     """
-    if answers and len(answers) != len(questions):
-        raise ValueError(f"{len(questions)} answers are needed, one a question, not {len(answers)}")
-    for i, question in enumerate(questions):
-        print_question(questions, i + 1)
+    if len(answers) > len(questions):
+        raise ValueError(f"there are {len(questions)} questions, and {len(answers)} answers")
+    for i, question in enumerate(questions[: len(answers) or None]):
+        show_question(questions, i + 1)
         if not answers:
             line = f"{question.answer}. {question.why}"
         elif is_same(answers[i], question.answer):

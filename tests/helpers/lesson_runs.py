@@ -12,7 +12,7 @@ import pytest
 from nanovllm.lessons import pictures, show
 
 SHOWN = ("say", "show_table", "show_source", "show_lines", "show_question")
-DRAWN = ("show_formula", "show_lanes", "show_plot", "show_graph")
+DRAWN = ("show_formula", "show_lanes", "show_plot")
 DECIMAL = re.compile(r"(\d+\.\d+(?:e[+-]?\d+)?|\de[+-]\d+)")
 
 

@@ -103,7 +103,7 @@ def test_shorter_histories_fail_too() -> None:
     [
         (["break", "99"], f"a number from 1 to {len(break_it.FAULTS)}, not '99'"),
         (["break", "one"], "not 'one'"),
-        (["break", "1", "--answers", "1"], "2 answers are needed"),
+        (["break", "1", "--answers", "1", "2", "3"], "there are 2 questions, and 3 answers"),
         (["99"], "invalid choice: '99'"),
         (["3", "4"], "takes no '4'"),
         (["--answers"], "takes no --answers"),

@@ -108,7 +108,7 @@ def test_a_page_has_its_questions_before_the_answers(number: str) -> None:
 def test_a_page_has_its_pictures(number: str) -> None:
     files = files_of(STEMS[number])
     names = re.findall(r"^!\[.+\]\((\S+)\)$", page(number), re.MULTILINE)
-    assert names or "```" in page(number)  # a picture may also be Mermaid, or signs
+    assert names or "```" in page(number)  # a picture may also be of signs
     assert {f"{STEMS[number]}.md", *names} == set(files)
     for name in names:
         drawing = ET.fromstring(files[name])
@@ -212,7 +212,7 @@ def test_answers_do_not_run_the_lesson(monkeypatch: pytest.MonkeyPatch, capsys: 
     for number, lesson in lessons.items():
         monkeypatch.setattr(lesson, "run", lambda: pytest.fail("the lesson ran"))
         command.run_lesson(number, [])
-        assert len(lesson.QUESTIONS) >= 2
+        assert lesson.QUESTIONS
         for question in lesson.QUESTIONS:
             choices = re.findall(r"^\((\w)\) ", question.text, re.MULTILINE)
             assert not choices or question.answer in choices

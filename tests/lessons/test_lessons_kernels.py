@@ -13,7 +13,6 @@ from lesson_runs import run_lesson
 
 from nanovllm import SamplingParams
 from nanovllm.api.config import EMBEDDED
-from nanovllm.backends.int8 import quantize
 from nanovllm.features.moe.experts import Groups
 from nanovllm.lessons import lesson10_puzzles as puzzles
 from nanovllm.lessons import lesson11_paged_attention as paged
@@ -24,7 +23,6 @@ from nanovllm.lessons import lesson15_tensor_parallel as tensor_parallel
 from nanovllm.lessons import lesson16_states as states
 from nanovllm.lessons import lesson17_state_cache as state_cache
 from nanovllm.lessons import lesson18_experts as experts
-from nanovllm.lessons.lesson import embedded_config, shape_of
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.models.attention import PlainAttention
 
@@ -160,7 +158,6 @@ def test_lesson_10() -> None:
         assert tiles["i"] == ["4 5 6 7", "8 9 10 11"]
         assert tiles["mask"] == ["1 1 1 1", "1 1 0 0"]
         assert tiles["b"] == ["80 100 120 140", "160 180 0 0"]
-    assert [float(row[1]) < 1e-3 for row in table(printed, "puzzle")] == [True] * 5
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -247,8 +244,6 @@ def test_lesson_12() -> None:
     assert "plan 1, commit 1, plan 2" in printed
     assert "plan 1, plan 2, commit 1" in printed
     assert "captured for 1, 2, 4, 8 sequences" in " ".join(printed.split())
-    sizes = overlap.batch_sizes(8)
-    assert str(min(size for size in sizes if size >= 5)) == overlap.QUESTIONS[1].answer
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -273,8 +268,6 @@ def test_int8(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     scores = [float(row[3]) for row in rows.values()]
     assert 0 > scores[0] > -0.01  # it is sure of its own answers
     assert scores[5] < scores[0]
-    values, _ = quantize(torch.tensor([[0.5, -2.54, 1.0, 0.01]]))
-    assert str(int(values[0, 2])) == int8.QUESTIONS[0].answer
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -307,8 +300,6 @@ def test_tensor_parallel() -> None:
     one, *both = (row[1:] for row in table(printed, "process"))
     assert one == ["4", "2", "12.3", "0", "0"]
     assert both == [["2", "1", "6.1", "11", str(11 * 4 * 256 * 4)]] * 2
-    layers = shape_of("qwen3-0.6b").num_layers - embedded_config().num_layers
-    assert str(int(both[0][3]) + 2 * layers) == tensor_parallel.QUESTIONS[1].answer
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -327,7 +318,7 @@ def test_a_rank_that_fails_ends_the_others(
 def test_ctrl_c_ends_the_ranks() -> None:
     lesson = fresh.Process(fresh.module("nanovllm", "lessons", "15"))
     printed, end = Path(lesson.directory.name, "stdout"), time.monotonic() + 120
-    while not (printed.exists() and "\neach step the ranks compare" in printed.read_text()):
+    while not (printed.exists() and "the ranks compare" in " ".join(printed.read_text().split())):
         assert time.monotonic() < end
         time.sleep(0.05)
     running: list[int] = []
@@ -450,13 +441,6 @@ def test_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     monkeypatch.setattr(experts, "HIDDEN", 32)
     experts.run()
     printed = capsys.readouterr().out
-    counted = table(printed, "experts")
-    assert [row[:3] for row in counted] == [
-        ["8 of 64", "56.4", "7.1"],
-        ["8 of 128", "82.4", "10.3"],
-        ["8 of 256", "102.0", "12.7"],
-    ]
-    assert all(8 < float(measured) < float(formula) for _, formula, _, measured, _ in counted)
     one, *_, many = table(printed, "requests")
     assert one == ["1", "8.0", "3.4", "6.7", "6.71"]
     assert float(many[2]) == pytest.approx(30.5, rel=0.02)

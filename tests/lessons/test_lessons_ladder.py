@@ -53,8 +53,6 @@ def test_lesson_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert [row[:2] for row in rows] == [[20, 390], [40, 1180], [80, 3960]]
     assert all(seconds > 0 for _, _, seconds, _ in rows)
     assert max(map(len, printed.splitlines())) <= 100
-    prompt = make_llm(num_kvcache_blocks=64).get_tokenizer().encode(PROMPT)
-    assert lesson01_no_cache.QUESTIONS[0].answer == str(len(prompt) + 99)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Lessons 4 to 9: what they print is what they are meant to show."""
 
 import math
-import os
 import re
 
 import pytest
@@ -37,7 +36,7 @@ def test_batching():
     assert continuous[:2] == ["10", str(4 * 10 - sum(batching.LENGTHS))]
     assert float(static[2]) > 0
     assert float(continuous[2]) > 0
-    assert "request 4  ..PDDDDDDD  8 tokens" in printed
+    assert "request 4  ..PDDDDDDD  8 output tokens" in printed
     assert "rows used  4444443221  of 4" in printed
 
 
@@ -53,14 +52,6 @@ def test_prefix_sharing():
     assert "finds 8 tokens of A, 8 of B, and of the prompt of 8 tokens only 4." in " ".join(
         printed.split()
     )
-    encode = make_llm(num_kvcache_blocks=64).get_tokenizer().encode
-    prompts = [encode(f"{sharing.EXAMPLES}What is 12 + {i}?\n") for i in range(8)]
-    common = len(os.path.commonprefix(prompts)) // 16 * 16  # noqa: RUF071
-    total = sum(map(len, prompts))
-    assert common > 256
-    said = " ".join(printed.split())
-    assert f"{total:,} tokens in all" in said
-    assert f"{total - 7 * common:,} tokens are computed" in said
 
 
 def test_equal_serial_numbers_are_equal_prefixes():
@@ -90,8 +81,6 @@ def test_sjf_admits_short_prompts_first_but_not_all():
 @pytest.mark.slow
 def test_scheduling():
     printed = run_lesson("7")
-    llm = make_llm(**scheduling.OPTIONS, max_num_batched_tokens=scheduling.BUDGET)
-    assert str(len(scheduling.chunk_steps(llm))) == scheduling.QUESTIONS[1].answer
     assert row(printed, "1024")[:-2] == ["604"]  # four decodes and the prompt
     *tokens, longest, total = row(printed, "64")
     assert tokens == ["64"] * 10  # 60 of the prompt in each
@@ -129,9 +118,9 @@ def test_roofline(capsys, monkeypatch):
         monkeypatch.setattr(roofline, name, value)
     roofline.run()
     printed = capsys.readouterr().out
-    assert " ".join(printed.split()).count("The ridge is therefore at 10.0 FLOPs") == 2
+    assert "The ridge is therefore at 10.0 FLOPs" in " ".join(printed.split())
     lines = [line.split() for line in printed.splitlines() if re.match(r"decode of 8 .*%$", line)]
-    assert len(lines) == 2
+    assert len(lines) == 1
     for _, _, _, gflops, read, ratio, limit, least, measured, share in lines:
         assert float(ratio) == pytest.approx(1e3 * float(gflops) / float(read), rel=0.2)
         assert limit == "memory-bound"
@@ -165,7 +154,6 @@ def test_sampling():
     *_, left = (line.split() for line in printed.splitlines() if line.startswith("tokens left"))
     assert left[3] == "3"
     assert int(left[2]) > 50
-    assert "sequences are preempted" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 100
 
 

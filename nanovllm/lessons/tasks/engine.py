@@ -1,15 +1,18 @@
 """Your engine: the parts that you have built, in one loop that answers questions.
 
-The task. Write `step` and `attend`. This file imports your solutions of all other tasks from its
-directory. The model is `Model` of lesson 22, which calls `attend` in each layer.
+The task. Write `step` and `attend`. This file imports your solutions of all other tasks, which must
+be in its directory. The model is `Model` of lesson 22. self.blocks has the methods of a block
+manager (nanovllm/engine/block_manager.py).
 
 `step` computes one step of many requests:
-  1. Waiting requests that may be admitted take their cached prefix (match, attach_cached).
-  2. plan_step says which requests compute how many tokens, and they get blocks (append_block).
-  3. The model computes the tokens of all requests together; the runner is this one call.
-  4. Full blocks are cached (cache_full_blocks). A request whose tokens are all computed gets the
-     most likely token that keep_typical_p leaves. At an end token or at max_length it leaves
-     `running` and releases its blocks.
+  1. As many waiting requests as there are free rows take their cached prefix, once each:
+     attach_cached(seq, match(seq)), which also sets seq.num_computed. Others hold no blocks.
+  2. plan_step says which requests compute how many tokens. They get blocks: append_block(seq).
+  3. self.model.logits(ids, positions, functools.partial(self.attend, plan)) computes the logits
+     [T, V] of the T tokens of all requests. It calls attend(layer, q, k, v) in each layer.
+  4. cache_full_blocks(seq) caches what is computed. A request whose tokens are all computed gets
+     the most likely token that keep_typical_p leaves. At an end token or at max_length it leaves
+     `running`, and its blocks are released: release(seq).
 
 `attend` stores the keys and values of the step in the slots of their tokens. Then a request with
 several new tokens attends through a KVCache, to which all its keys are given, and a request with

@@ -10,7 +10,7 @@ Example: probabilities 0.5, 0.2, 0.2, 0.1 have the surprises 0.69, 1.61, 1.61, 2
 sum is 0.4, and the most likely token is hidden. For p = 0.6 three are kept, whose sum is 0.9.
 
 What must stay true:
-  - Tokens with the same distance as the last one that is kept are kept too.
+  - Tokens with the same computed distance as the last one that is kept are kept too.
   - At least one token is kept, whatever p is. p = 1 leaves the logits of a row as they are.
   - A kept token keeps its logit. A hidden one gets -inf. One that is -inf already, because an
     earlier filter has hidden it, stays -inf, and does not disturb the others.

@@ -282,7 +282,7 @@ def describe_changes(event: Event, state: State, policy: str, size: int) -> Iter
                 blocks = block_list(seq.table[: start // size])
                 yield f"Prefix hit: positions 0-{start - 1} of {names[i]} are cached ({blocks})."
         if count < left:
-            yield f"Token budget: {names[i]} computes {count} of the {left} tokens that are left."
+            yield f"Token budget: {names[i]} computes {count} of its {left} uncomputed tokens."
     for source, i in event.get("states_read", ()):
         yield f"State: {names[i]} begins with a copy of state {source}."
     for i, num_tokens, slot in event.get("states_saved", ()):

@@ -1,6 +1,7 @@
 """Checks `Engine`: nanovllm lessons build engine --check FILE"""
 
 import functools
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -150,6 +151,43 @@ def test_a_prefix_with_hits_survives_documents() -> None:
         computed == 1,
         "A prefix of 32 tokens has 2 hits, and then 3 documents need its blocks, if blocks without "
         f"hits are not evicted first. The next chat should compute 1 token, but computes {computed}.",
+    )
+
+
+@torch.inference_mode()
+def test_waiting_requests_hold_no_blocks() -> None:
+    """Two cached prefixes have 4 of 6 blocks, and a request that runs alone needs 5."""
+    engine, prefixes = start(num_blocks=6, rows=1), [[7] * 32, [8] * 32]
+    for prefix in prefixes:
+        engine.generate([[*prefix, 9]], [1], set())
+    error = None
+    try:
+        engine.generate([[6] * 70, *([*prefix, 9] for prefix in prefixes)], [10, 1, 1], set())
+    except Exception as raised:  # whatever a block manager without blocks raises
+        error = raised
+    expect(
+        error is None,
+        f"With one row a request needs 5 of 6 blocks, and your engine raises {error!r}. No request "
+        "that has to wait may hold blocks.",
+    )
+
+
+@torch.inference_mode()
+def test_one_new_token_attends_by_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    softmax, calls = sys.modules["softmax"], list[int]()
+    update = softmax.update
+
+    def counted(state: Any, scores: Tensor, values: Tensor) -> Any:
+        calls.append(len(scores))
+        return update(state, scores, values)
+
+    monkeypatch.setattr(softmax, "update", counted)
+    monkeypatch.setitem(Engine.attend.__globals__, "update", counted)
+    start().generate([[7] * 20], [2], set())
+    expect(
+        len(calls) > 0,
+        "A request with one new token should attend through tiles, but `update` of softmax.py is "
+        "not called.",
     )
 
 

@@ -82,6 +82,17 @@ def test_equals_transformers(p: float) -> None:
     expect(difference == 0, f"Kept logits should not change, but change by up to {difference:.2f}.")
 
 
+def test_small_probabilities_count() -> None:
+    """A constant that is added to them, so that log 0 is finite, must be much smaller."""
+    torch.manual_seed(6)
+    logits = torch.randn(1, 50_000)
+    got, want = (len(kept(x[0])) for x in (filtered(logits, 0.5), reference(logits, 0.5)))
+    expect(
+        abs(got - want) < 0.01 * want,
+        f"Of 50,000 random logits typical_p=0.5 should keep about {want} tokens, but keeps {got}.",
+    )
+
+
 def test_each_row_has_its_own_value() -> None:
     torch.manual_seed(1)
     values = (0.2, 1.0, 0.9, 0.5)
@@ -99,8 +110,10 @@ def test_each_row_has_its_own_value() -> None:
 def test_one_turns_it_off() -> None:
     torch.manual_seed(2)
     logits = 30 * torch.randn(4, 60)  # many probabilities are so small that they are rounded to 0
-    got = filtered(logits, *[1.0] * 4)
-    expect(torch.equal(got, logits), "typical_p=1 should not change the logits, but it does.")
+    got = filtered(logits, 1.0, 1.0, 1.0, 0.5)
+    expect(
+        torch.equal(got[:3], logits[:3]), "typical_p=1 should not change the logits, but it does."
+    )
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 100.0])

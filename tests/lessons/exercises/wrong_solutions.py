@@ -525,6 +525,18 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "filter": [
         (
+            "(typical_p < 1)[:, None]",
+            "(typical_p < 1).any()",
+            "test_one_turns_it_off",
+            "typical_p=1 should not change the logits, but it does.",
+        ),
+        (
+            "log_probs = logits.log_softmax(dim=-1)\n    probs = log_probs.exp()",
+            "probs = logits.softmax(dim=-1)\n    log_probs = (probs + 1e-5).log()",
+            "test_small_probabilities_count",
+            "Of 50,000 random logits typical_p=0.5 should keep about",
+        ),
+        (
             "nansum",
             "sum",
             "test_what_is_hidden_stays_hidden",
@@ -616,6 +628,18 @@ WRONG: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "engine": [
+        (
+            "if count == 1:",
+            "if False:",
+            "test_one_new_token_attends_by_tiles",
+            "`update` of softmax.py is not called.",
+        ),
+        (
+            "waiting[: self.max_num_seqs - len(running)]",
+            "list(waiting)",
+            "test_waiting_requests_hold_no_blocks",
+            "that has to wait may hold blocks.",
+        ),
         (
             "where[-count:]], cache[1, where[-count:]]",
             "where[:count]], cache[1, where[:count]]",
