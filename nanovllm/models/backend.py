@@ -81,6 +81,10 @@ class Backend:
         """
         return None
 
+    def expert_mlp(self, gate_up: Linear, down: Linear) -> Any:
+        """Return a faster `expert_mlp` of features/moe/experts.py for these weights, or None."""
+        return None
+
     # ---- results, as in models/sampler.py and models/logprobs.py ----
 
     sample = staticmethod(sampler.sample)

@@ -9,6 +9,7 @@ import torch
 
 from nanovllm.backends.cpu import (
     delta_rule,
+    expert_mlp,
     experts,
     fused_decode,
     int4,
@@ -54,8 +55,8 @@ class CpuBackend(Backend):
     def after_load(self, module: Linear) -> None:
         (experts if num_experts(module.projections) else linear).pack(module)
 
-    def experts(self, module: Linear) -> Any:
-        return experts if experts.is_packed(module) else None
+    def expert_mlp(self, gate_up: Linear, down: Linear) -> Any:
+        return expert_mlp.expert_mlp if experts.is_packed(down) else None
 
     def delta_rule(self) -> Any:
         return delta_rule

@@ -45,8 +45,8 @@ def example_arguments(
         **{"example": example, "weight_example": example, "cache_example": cached},
     }
     for element_type, dims, names_of_arrays in (
-        (np.int64, 1, "slot_mapping seeds positions tokens"),
-        (np.int64, 2, "queries context_lens"),
+        (np.int64, 1, "slot_mapping seeds positions tokens hits ends"),
+        (np.int64, 2, "queries context_lens places"),
         (np.int32, 2, "block_tables starts"),
         (np.int8, 2, "values"),
         (np.bool_, 1, "filtered"),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nanovllm.models.layers import Linear
 
@@ -63,3 +64,23 @@ def expert_linear(x: Tensor, module: Linear, ends: Tensor) -> Tensor:
             out[start:end] = module.backend.linear(x[start:end], expert)
         start = end
     return out
+
+
+def expert_mlp(
+    x: Tensor, weights: Tensor, choices: Tensor, gate_up: Linear, down: Linear
+) -> Tensor:
+    """Map x [T, E] to the sum of the results of each token's experts -> [T, E].
+
+    `weights` and `choices` [T, k] are the factors and the numbers of the experts.
+    """
+    groups = Groups.of(choices, down.weight.shape[0] // x.shape[1])
+
+    def product(x: Tensor, module: Linear) -> Tensor:
+        kernels: Any = module.backend.experts(module)
+        linear = expert_linear if kernels is None else kernels.expert_linear
+        result: Tensor = linear(x, module, groups.ends)
+        return result
+
+    rows = product(gate_up.backend.silu_and_mul(product(x[groups.tokens], gate_up)), down)
+    # On a CPU, a bmm of gathered rows takes 2 to 13 times as long.
+    return F.embedding_bag(groups.places, rows, per_sample_weights=weights, mode="sum")

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from nanovllm.features.moe import experts as reference
 from nanovllm.features.moe.config import Experts, MoeConfig
-from nanovllm.features.moe.experts import Groups
 from nanovllm.models.backend import Backend
 from nanovllm.models.layers import Linear
 from nanovllm.models.qwen3 import MLP, Qwen3
@@ -45,12 +44,9 @@ class SparseMLP(MLP):
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, E] to [T, E]."""
         weights, choices = self.route(x)
-        groups = Groups.of(choices, self.config.num_experts)
-        rows = self.product(x[groups.tokens], self.gate_up_proj, groups.ends)
-        rows = self.product(self.backend.silu_and_mul(rows), self.down_proj, groups.ends)
-        # The weighted sum of the k rows of each token. On a CPU, a bmm of gathered rows takes 2 to
-        # 13 times as long.
-        y = F.embedding_bag(groups.places, rows, per_sample_weights=weights, mode="sum")
+        linears = self.gate_up_proj, self.down_proj
+        mlp: Any = self.backend.expert_mlp(*linears) or reference.expert_mlp
+        y: Tensor = mlp(x, weights, choices, *linears)
         if self.shared is not None:
             y += F.linear(x, self.shared_gate).sigmoid() * self.shared(x)
         return y if self.down_proj.reduce is None else self.down_proj.reduce(y)
@@ -62,12 +58,6 @@ class SparseMLP(MLP):
         if self.config.normalized:
             weights /= weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), choices
-
-    def product(self, x: Tensor, module: Linear, ends: Tensor) -> Tensor:
-        """Multiply the sorted rows x [N, I] by the weights of their experts -> [N, O]."""
-        kernels: Any = self.backend.experts(module) or reference
-        result: Tensor = kernels.expert_linear(x, module, ends)
-        return result
 
     def linears(self) -> tuple[Linear, ...]:
         shared = () if self.shared is None else self.shared.linears()
