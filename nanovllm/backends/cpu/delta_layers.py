@@ -110,6 +110,15 @@ def decode_hybrid_layers(code, step, addresses, states):
 class HybridLayers(FusedLayers):
     """Computes the layers of Qwen3.5 from the addresses of its weights and states."""
 
+    @staticmethod
+    def is_whole(layer: Any, width: int) -> bool:
+        """Return the same. Queries and gate are two products. Linear attention may be padded."""
+        attn, (projection, *others) = layer.self_attn, layer.linears()
+        sizes = [len(module.weight) for module in others]
+        if not is_linear(attn):
+            sizes += [len(projection.weight), attn.q_size]
+        return all(size % width == 0 for size in sizes)
+
     def all_addresses(self, attention: NumbaAttention) -> np.ndarray:
         return np.array([addresses(layer, attention) for layer in self.model.layers], np.int64)
 
@@ -140,10 +149,15 @@ class HybridLayers(FusedLayers):
         decode_hybrid_layers(self.code, step, self.addresses, States._make(states))
 
 
+def is_linear(attn: Any) -> bool:
+    """Return whether a layer's attention is features.hybrid.model.LinearAttention."""
+    return hasattr(attn, "conv1d")
+
+
 def addresses(layer: Any, attention: NumbaAttention) -> list[int]:
     """Return the addresses of a layer for `decode_hybrid_layers`."""
     attn, first = layer.self_attn, pointer(layer.input_layernorm)
-    if hasattr(attn, "conv1d"):  # linear attention
+    if is_linear(attn):
         heads = attn.conv1d, attn.a_log, attn.dt_bias, attn.norm
         qkv, output = address(attn.in_proj.weight), address(attn.out_proj.weight)
         shared = [first, qkv, 0, 0, 0, output, 0, *second_half(layer), 0, 0]

@@ -160,6 +160,11 @@ class FusedLayers:
         self.addresses = self.all_addresses(attention)
         self.compile()
 
+    @staticmethod
+    def is_whole(layer: DecoderLayer, width: int) -> bool:
+        """Return whether the outputs of the products are whole blocks of `width`."""
+        return all(len(module.weight) % width == 0 for module in layer.linears())
+
     def compile(self) -> None:
         """Compile what backends/cpu/compile.py does not compile for every model."""
 
@@ -226,7 +231,7 @@ class UnitLinear:
 def fuse_layers(
     model: Qwen3, attention: NumbaAttention, layers: type[FusedLayers] | None
 ) -> FusedLayers | None:
-    """Return `layers` of the model, or None if the unit does not read one of its weights.
+    """Return `layers` of the model, or None if they do not read one of its weights.
 
     Outside fused layers, the unit computes all products of few rows whose weights it reads.
     """
@@ -237,6 +242,7 @@ def fuse_layers(
     if layers is None or attention.cache.dtype is not dtype:
         return None
     fits = all(m in linear.addresses for layer in model.layers for m in layer.linears())
+    fits = fits and all(layers.is_whole(layer, unit.width) for layer in model.layers)
     return layers(model, attention) if fits else None
 
 
