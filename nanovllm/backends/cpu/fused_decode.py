@@ -182,10 +182,10 @@ class FusedLayers:
         x = F.embedding(batch.input_ids, model.embed_tokens)
         residual = torch.zeros_like(x)
         cos, sin = model.rotary.at(batch.positions)
-        addresses = (tensor.data_ptr() for tensor in (x, residual, cos, sin))
+        tensors = (tensor.data_ptr() for tensor in (x, residual, cos, sin))
         sizes = *x.shape, config.intermediate_size, config.num_heads
         examples = self.example, self.weight_example
-        step = (*addresses, *sizes, config.rms_norm_eps, attention.shape, plan.slot_mapping,
+        step = (*tensors, *sizes, config.rms_norm_eps, attention.shape, plan.slot_mapping,
                 plan.work, *examples, numba.get_num_threads())
         self.decode(Step._make(step), batch)
         return pointwise.add_rms_norm(x, residual, model.norm, config.rms_norm_eps)[0]
@@ -225,7 +225,7 @@ class UnitLinear:
         out = x.new_empty((len(x), blocks * self.width))
         arguments = x.data_ptr(), weight, bias, out.data_ptr(), *x.shape, out.shape[1]
         in_parts(self.code, arguments, blocks, numba.get_num_threads())
-        return out[:, :outputs].contiguous()
+        return out[:, :outputs].contiguous()  # a copy if the last block is padded
 
 
 def fuse_layers(
