@@ -17,6 +17,7 @@ linear.py            Weights in oneDNN's blocked layout, which the units read to
 int8.py              Linear layers with weights in int8.
 sampler.py           Filters, draws and log-probabilities of tokens.
 fused_decode.py      All layers of a decode step in one call. Needs the units and linear.py.
+delta_layers.py      The same for hybrid models, with delta_rule.py and delta_tokens.py.
 first_start.py       Whether the kernels were ever compiled, found out without Numba.
 compile.py           Compiles all kernels above once, in this process or in the background.
 attention.py         NumbaAttention: who computes which tokens of a step. Needs compile.py.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nanovllm.backends.cpu import (
+    delta_layers,
     delta_rule,
     expert_mlp,
     experts,
@@ -62,7 +63,8 @@ class CpuBackend(Backend):
         return delta_rule
 
     def fuse_layers(self, model: Any, attention: Any) -> fused_decode.FusedLayers | None:
-        return fused_decode.fuse_layers(model, attention)
+        kinds = {"": fused_decode.FusedLayers, "hybrid": delta_layers.HybridLayers}
+        return fused_decode.fuse_layers(model, attention, kinds.get(model.config.feature))
 
     def step_context(self) -> AbstractContextManager[object]:
         return jit.guard()

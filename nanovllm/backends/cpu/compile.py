@@ -25,7 +25,7 @@ from nanovllm.backends.cpu.jit import Kernel
 from nanovllm.backends.cpu.parallel import Types
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.units.amx import AMX
-from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, Unit, attend
+from nanovllm.backends.cpu.units.any import Unit, attend
 from nanovllm.backends.cpu.units.unit import units
 
 
@@ -56,18 +56,15 @@ def calls(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> list[tupl
         (kernel, parallel.example_arguments(kernel, dtype, cache_dtype))
         for kernel in kernels_in_parts(unit, dtype)
     ]
-    queries, shape = np.empty((0, 0), np.int64), (1,) * 4
-    groups = QueryGroups(queries, queries, queries.astype(np.int32))
-    work = AttentionWork(groups, groups, queries.astype(np.float32))
+    step = fused_decode.example_step(example, example)
     callers = [
         *((parallel.in_parts, (0, arguments, 1, 1)) for _, arguments in in_parts),
-        (attend, (*[0] * 6, shape, work, example, cached, 0, 1)),
+        (attend, (*[0] * 6, step.shape, step.work, example, cached, 0, 1)),
         (int8.product, ((0, 0), *[0] * 11, example, 1)),
     ]
     if unit.linear_dtype is dtype is cache_dtype:
-        code, slots = fused_decode.Code(*[0] * 6), np.empty(0, np.int64)
-        sizes = 1, 1, 0.0, shape, slots, work, example, 1
-        callers.append((fused_decode.decode_layers, (code, queries, *[0] * 6, *sizes)))
+        layers = fused_decode.Code(*[0] * 6), step, np.empty((0, 0), np.int64)
+        callers.append((fused_decode.decode_layers, layers))
     called = [(kernel, (*arguments, 0, 0)) for kernel, arguments in in_parts]
     return [(kernel, tuple(map(typeof, arguments))) for kernel, arguments in called + callers]
 

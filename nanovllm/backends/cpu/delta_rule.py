@@ -1,8 +1,9 @@
 """The gated delta rule on a CPU; features/hybrid/delta_rule.py has it in plain torch.
 
 A decode step reads and writes the whole state of a sequence: 37 MB for Qwen3.5-0.8B. The kernel
-reads it from memory once, and again from the cache of the core. The rules and shapes of kernels are
-in backends/cpu/pointwise.py; features/hybrid/delta_rule.py explains Hk, Hv, Dk, Dv and C.
+reads it from memory once, and again from the cache of the core, while the next head is prefetched.
+The rules and shapes of kernels are in backends/cpu/pointwise.py; features/hybrid/delta_rule.py
+explains Hk, Hv, Dk, Dv and C.
 """
 
 from typing import Any
@@ -10,10 +11,23 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from nanovllm.backends.cpu.delta_tokens import convolve_chunk, convolved, gated_norm, norm_head
+from nanovllm.backends.cpu.delta_tokens import (
+    convolve_chunk,
+    convolve_next,
+    gated_norm,
+    norm_head,
+    scale_heads,
+)
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.parallel import run
-from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE, array, exp, f32, to_float32
+from nanovllm.backends.cpu.primitives import (
+    DTYPE_EXAMPLE,
+    array,
+    exp,
+    f32,
+    prefetch_range,
+    to_float32,
+)
 
 __all__ = ["convolve_chunk", "decode", "gated_norm", "solve"]
 
@@ -21,37 +35,47 @@ CHUNK = 64  # tokens of a triangular system
 
 
 @compiled()
-def rule_heads(
-    x_ptr, mixed_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, rule_ptr, rows_ptr, out_ptr, num_rows,
-    width, num_states, key_heads, value_heads, key_dim, value_dim, eps, example, start, stop,
+def decode_heads(
+    x_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr, conv_ptr, rule_ptr, rows_ptr, out_ptr,
+    num_rows, width, num_states, key_heads, value_heads, key_dim, value_dim, eps, example, start,
+    stop,
 ):
-    """Compute out [S, Hv Dv] and advance the states [num_states, Hv, Dk, Dv] by one token.
+    """Compute out [S, Hv Dv] and advance the states of `rows` [S] int64 by one token.
 
-    The items are value heads of rows. x [S, width] has z, b and a after its first C numbers.
+    The items are key heads of rows, each with its value heads. x [S, width] begins with the
+    projections of a token. weight [4, C] is of the convolution. The states are conv
+    [num_states, 3, C] and rule [num_states, Hv, Dk, Dv].
     """
-    size = value_heads * value_dim
-    channels = 2 * key_heads * key_dim + size
+    group, keys, size = value_heads // key_heads, key_heads * key_dim, value_heads * value_dim
+    channels = 2 * keys + size
     x = array(x_ptr, (num_rows, width), example)
-    mixed = array(mixed_ptr, (num_rows, channels), f32(0))
+    weight = array(weight_ptr, (4, channels), f32(0))
     a_log = array(a_log_ptr, (value_heads,), f32(0))
     dt_bias = array(dt_bias_ptr, (value_heads,), f32(0))
     norm, out = array(norm_ptr, (value_dim,), f32(0)), array(out_ptr, (num_rows, size), example)
+    conv = array(conv_ptr, (num_states, 3, channels), example)
     rule = array(rule_ptr, (num_states, value_heads, key_dim, value_dim), f32(0))
     rows = array(rows_ptr, (num_rows,), np.int64(0))
+    qk, v = np.empty(2 * key_dim, f32), np.empty(value_dim, f32)
+    q, k = qk[:key_dim], qk[key_dim:]
     difference, o = np.empty(value_dim, f32), np.empty(value_dim, f32)
-    for item in range(start, stop):
+    for item in range(start * group, stop * group):
         i, h = item // value_heads, item % value_heads
-        first = h // (value_heads // key_heads) * key_dim
-        q = mixed[i, first : first + key_dim]
-        k = mixed[i, key_heads * key_dim + first : key_heads * key_dim + first + key_dim]
-        v = mixed[i, channels - size + h * value_dim : channels - size + (h + 1) * value_dim]
-        b = to_float32(x[i, width - 2 * value_heads + h])
-        a = to_float32(x[i, width - value_heads + h])
+        before, new = conv[rows[i]], x[i]
+        if h % group == 0:
+            first = h // group * key_dim
+            convolve_next(before, new, weight, first, q, example)
+            convolve_next(before, new, weight, keys + first, k, example)
+            scale_heads(qk, 1, key_dim)
+        convolve_next(before, new, weight, 2 * keys + h * value_dim, v, example)
+        b = to_float32(new[channels + size + h])
+        a = to_float32(new[channels + size + value_heads + h])
         beta = f32(1) / (f32(1) + exp(-b))
         a += dt_bias[h]
         softplus = a if a > f32(20) else f32(np.log1p(np.exp(np.float64(a))))
         decay = exp(-exp(a_log[h]) * softplus)
-        state = rule[rows[i], h]
+        state, later = rule[rows[i], h], min(item + 1, stop * group - 1)
+        ahead = rule[rows[later // value_heads], later % value_heads].ctypes.data
         difference[:] = f32(0)
         o[:] = f32(0)
         for r in range(key_dim):
@@ -60,11 +84,12 @@ def rule_heads(
         for c in range(value_dim):
             difference[c] = beta * (v[c] - decay * difference[c])
         for r in range(key_dim):
+            prefetch_range(np.int64(ahead) + 4 * r * value_dim, 4 * value_dim)
             for c in range(value_dim):
-                new = decay * state[r, c] + k[r] * difference[c]
-                state[r, c] = new
-                o[c] += new * q[r]
-        z = x[i, channels + h * value_dim : channels + (h + 1) * value_dim]
+                updated = decay * state[r, c] + k[r] * difference[c]
+                state[r, c] = updated
+                o[c] += updated * q[r]
+        z = new[channels + h * value_dim : channels + (h + 1) * value_dim]
         norm_head(o, z, norm, eps, out[i, h * value_dim : (h + 1) * value_dim], example)
 
 
@@ -183,13 +208,12 @@ def decode(layer: Any, x: Tensor, conv: Tensor, rule: Tensor, rows: Tensor) -> T
 
     Arguments and result are as in features/hybrid/delta_rule.py.
     """
-    _, value_heads, key_dim, value_dim = layer.sizes
+    key_heads, value_heads, key_dim, value_dim = layer.sizes
     (num_rows, width), x = x.shape, x.contiguous()
-    mixed = convolved(layer, x, conv, rows, is_decode=True)
     out = x.new_empty((num_rows, value_heads * value_dim))
-    tensors = x, mixed, layer.a_log, layer.dt_bias, layer.norm, rule, rows, out
+    weights = layer.conv1d, layer.a_log, layer.dt_bias, layer.norm
+    tensors = x, *weights, conv, rule, rows, out
     sizes = num_rows, width, len(rule), *layer.sizes
     arguments = (*(t.data_ptr() for t in tensors), *sizes, layer.eps, DTYPE_EXAMPLE[x.dtype])
-    items = num_rows * value_heads
-    run(rule_heads, arguments, items, items * key_dim * value_dim)
+    run(decode_heads, arguments, num_rows * key_heads, num_rows * value_heads * key_dim * value_dim)
     return out

@@ -38,45 +38,50 @@ def scale_heads(out, key_heads, key_dim):
 
 
 @compiled()
-def convolve(a, b, c, d, weight, out, example):
-    """Compute out [C], the silu of the convolution of four tokens [C] with weight [4, C]."""
+def convolve(a, b, c, d, weight, first, out, example):
+    """Compute out [n], the silu of the convolution of four tokens with weight [4, C].
+
+    It is for the channels from `first`. The tokens have C numbers or more.
+    """
+    a, b, c, d = a[first:], b[first:], c[first:], d[first:]
+    wa, wb, wc, wd = weight[0, first:], weight[1, first:], weight[2, first:], weight[3, first:]
     for i in range(len(out)):
-        total = to_float32(a[i]) * weight[0, i] + to_float32(b[i]) * weight[1, i]
-        total += to_float32(c[i]) * weight[2, i] + to_float32(d[i]) * weight[3, i]
+        total = to_float32(a[i]) * wa[i] + to_float32(b[i]) * wb[i]
+        total += to_float32(c[i]) * wc[i] + to_float32(d[i]) * wd[i]
         out[i] = to_float32(from_float32(total / (f32(1) + exp(-total)), example))
 
 
 @compiled()
-def convolve_tokens(
-    x_ptr, weight_ptr, conv_ptr, rows_ptr, mixed_ptr, num_tokens, width, num_states, channels,
-    key_heads, key_dim, example, is_decode, start, stop,
-):
-    """Compute mixed [T, C] in float32 from x [T, width], whose first C numbers are its inputs.
+def convolve_next(before, new, weight, first, out, example):
+    """Compute out [n] like `convolve` for a token and the state before [3, C], and advance it."""
+    a, b, c, d = before[0, first:], before[1, first:], before[2, first:], new[first:]
+    convolve(before[0], before[1], before[2], new, weight, first, out, example)
+    for i in range(len(out)):
+        a[i], b[i], c[i] = b[i], c[i], d[i]
 
-    The tokens are one of each of `rows` [T] int64 if `is_decode`, else consecutive ones of rows[0].
-    weight [4, C] is in float32. The conv states [num_states, 3, C] precede the tokens. A decode
-    advances them.
+
+@compiled()
+def convolve_tokens(
+    x_ptr, weight_ptr, conv_ptr, mixed_ptr, num_tokens, width, channels, key_heads, key_dim,
+    example, start, stop,
+):
+    """Compute mixed [T, C] in float32 from consecutive tokens x [T, width].
+
+    The first C numbers of a token are its inputs. weight [4, C] is in float32. The state conv
+    [3, C] precedes the tokens.
     """
     x = array(x_ptr, (num_tokens, width), example)
     mixed = array(mixed_ptr, (num_tokens, channels), f32(0))
     weight = array(weight_ptr, (4, channels), f32(0))
-    conv = array(conv_ptr, (num_states, 3, channels), example)
-    rows = array(rows_ptr, (num_tokens if is_decode else 1,), np.int64(0))
+    before = array(conv_ptr, (3, channels), example)
     for t in range(start, stop):
-        new, out = x[t, :channels], mixed[t]
-        before = conv[rows[t if is_decode else 0]]
-        if is_decode:
-            convolve(before[0], before[1], before[2], new, weight, out, example)
-            for c in range(channels):
-                before[0, c], before[1, c], before[2, c] = before[1, c], before[2, c], new[c]
-        elif t >= 3:
-            first, second, third = x[t - 3, :channels], x[t - 2, :channels], x[t - 1, :channels]
-            convolve(first, second, third, new, weight, out, example)
+        new, out = x[t], mixed[t]
+        if t >= 3:
+            convolve(x[t - 3], x[t - 2], x[t - 1], new, weight, 0, out, example)
         else:
-            first = before[t]
-            second = before[t + 1] if t < 2 else x[0, :channels]
-            third = before[2] if t == 0 else x[t - 1, :channels]
-            convolve(first, second, third, new, weight, out, example)
+            second = before[t + 1] if t < 2 else x[0]
+            third = before[2] if t == 0 else x[t - 1]
+            convolve(before[t], second, third, new, weight, 0, out, example)
         scale_heads(out, key_heads, key_dim)
 
 
@@ -112,22 +117,16 @@ def gated_norm_tokens(
             norm_head(o[h, t], z, norm, eps, out[t, h * value_dim : (h + 1) * value_dim], example)
 
 
-def convolved(layer: Any, x: Tensor, conv: Tensor, rows: Tensor, is_decode: bool) -> Tensor:
-    """Return q, k and v [T, C] in float32. See `convolve_tokens`."""
-    key_heads, _, key_dim, _ = layer.sizes
-    num_states, _, channels = conv.shape
-    mixed = torch.empty((len(x), channels), dtype=torch.float32)
-    tensors = x, layer.conv1d, conv, rows, mixed
-    sizes = *x.shape, num_states, channels, key_heads, key_dim
-    arguments = (*(t.data_ptr() for t in tensors), *sizes, DTYPE_EXAMPLE[x.dtype], is_decode)
-    run(convolve_tokens, arguments, len(x), mixed.numel())
-    return mixed
-
-
 def convolve_chunk(layer: Any, x: Tensor, conv: Tensor) -> Tensor:
     """Return q, k and v [Q, C] of consecutive tokens, and advance the state conv [3, C]."""
-    mixed = convolved(layer, x, conv.unsqueeze(0), torch.zeros(1, dtype=torch.int64), False)
-    conv.copy_(torch.cat((conv, x[-3:, : conv.shape[1]]))[-3:])
+    key_heads, _, key_dim, _ = layer.sizes
+    channels = conv.shape[1]
+    mixed = torch.empty((len(x), channels), dtype=torch.float32)
+    tensors = x, layer.conv1d, conv, mixed
+    sizes = *x.shape, channels, key_heads, key_dim
+    arguments = (*(t.data_ptr() for t in tensors), *sizes, DTYPE_EXAMPLE[x.dtype])
+    run(convolve_tokens, arguments, len(x), mixed.numel())
+    conv.copy_(torch.cat((conv, x[-3:, :channels]))[-3:])
     return mixed
 
 

@@ -79,23 +79,24 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def is_packed_by(width: int, weight: Tensor) -> bool:
-    """Return whether a packed weight [O, I] has the layout [O / width, I / n, width, n].
+    """Return whether a packed weight [O, I] has the layout [blocks, I / n, width, n].
 
-    n is 2 in bfloat16 and 1 in float32. The units read it. It is not documented. Products with unit
-    vectors are columns of the weight, which confirm it.
+    The last block may be padded. n is 2 in bfloat16 and 1 in float32. The units read this layout.
+    It is not documented. Products with unit vectors are columns of the weight, which confirm it.
     """
     ops, (outputs, inputs) = torch.ops.mkldnn, weight.shape
-    if not weight.is_mkldnn or not hasattr(ops, "data_ptr") or outputs % width or inputs % 32:
+    num_blocks = -(-outputs // width)
+    if not weight.is_mkldnn or not hasattr(ops, "data_ptr") or inputs % 32:
         return False
-    if ops._nbytes(weight) != weight.itemsize * outputs * inputs:
+    if ops._nbytes(weight) != weight.itemsize * num_blocks * width * inputs:
         return False
     n, number = (2, ctypes.c_int16) if weight.dtype is torch.bfloat16 else (1, ctypes.c_float)
     pointer = ctypes.cast(address(weight), ctypes.POINTER(number))
-    shape = (outputs // width, inputs // n, width, n)
+    shape = (num_blocks, inputs // n, width, n)
     blocks = torch.from_numpy(np.ctypeslib.as_array(pointer, shape))
     columns = torch.from_numpy(np.linspace(0, inputs - 1, PACKED_FOR).astype(np.int64))
     units = F.one_hot(columns, inputs).to(weight.dtype)
-    expected = blocks[:, columns // n, :, columns % n].flatten(1).view(weight.dtype)
+    expected = blocks[:, columns // n, :, columns % n].flatten(1)[:, :outputs].view(weight.dtype)
     # AMX treats denormal numbers as 0.
     return bool(((product(units, weight) - expected).abs() < 1e-37).all())
 

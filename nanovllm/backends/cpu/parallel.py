@@ -31,18 +31,23 @@ CODE: dict[tuple[Kernel, bytes], np.ndarray] = {}
 
 
 def example_arguments(
-    kernel: Kernel, dtype: torch.dtype, cache_dtype: torch.dtype
+    kernel: Kernel,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    norm_dtype: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
     """Return arguments without (start, stop) that have the types of a kernel's arguments.
 
     A name has the same type in all kernels that run in parts. A name that is not listed here is an
-    address or a size. The dtypes are of the model and of the KV cache.
+    address or a size. The dtypes are of the model, of the KV cache, and of the weights of norms
+    (None: of the model).
     """
     example, cached = DTYPE_EXAMPLE[dtype], DTYPE_EXAMPLE[cache_dtype]
     arguments: dict[str, Any] = {
         **dict.fromkeys(("eps", "k_scale", "v_scale"), 0.0),
         **dict.fromkeys(("is_bf16", "is_prefix"), True),
-        **{"example": example, "weight_example": example, "cache_example": cached},
+        **{"example": example, "cache_example": cached},
+        "weight_example": DTYPE_EXAMPLE[norm_dtype or dtype],
     }
     for element_type, dims, names_of_arrays in (
         (np.int64, 1, "slot_mapping seeds positions tokens hits ends"),
@@ -87,9 +92,9 @@ def address_of(kernel: Kernel, arguments: tuple[Any, ...]) -> int:
     return int(CODE[key].ctypes.data)
 
 
-def address_for(kernel: Kernel, dtype: torch.dtype, cache_dtype: torch.dtype) -> int:
-    """Return the address by which a kernel is called for the dtypes of a model and its KV cache."""
-    return address_of(kernel, example_arguments(kernel, dtype, cache_dtype))
+def address_for(kernel: Kernel, *dtypes: torch.dtype) -> int:
+    """Return the address by which a kernel is called for the dtypes of `example_arguments`."""
+    return address_of(kernel, example_arguments(kernel, *dtypes))
 
 
 @intrinsic

@@ -407,11 +407,26 @@ def test_fused_layers_are_the_models(tmp_path, family: str, tie: bool, dtype: to
     params = [SamplingParams(temperature=0, max_tokens=2 + i, ignore_eos=True) for i in range(70)]
     prompts = [[3] * 300 + [i] for i in range(4)] + [[1 + i] * (i % 50 + 1) for i in range(66)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_decode, "decode_layers", lambda *a: (calls.append(a[4]), layers(*a)))
+        patch.setattr(
+            fused_decode, "decode_layers", lambda *a: (calls.append(a[1].rows), layers(*a))
+        )
         llm.generate(prompts, params, use_tqdm=False)
     assert {1, 16, 17, 33, 64, 65} <= set(sizes)
     assert {1, 16, 17, 33, 64} <= set(calls)
     assert max(calls) == 64
+
+
+def test_padded_weights(tmp_path) -> None:
+    """The unit computes products with them. Fused layers would not compute all outputs."""
+    make_checkpoint(tmp_path, "qwen3", 32, 1, 1, hidden_size=2752)
+    runner = random_llm(tmp_path, dtype="float32").engine.runner
+    linears = runner.model.layers[0].linears()
+    assert linears[0] in runner.backend.linear.addresses
+    assert runner.fused_model is runner.model
+    for module in linears:
+        x = torch.randn(3, module.weight.shape[1])
+        found, wanted = runner.backend.linear(x, module), linear.linear(x, module)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

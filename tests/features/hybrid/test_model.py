@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.api.config import EngineConfig
 from nanovllm.backends.cpu import delta_rule as cpu_delta_rule
+from nanovllm.backends.cpu.delta_layers import HybridLayers
 from nanovllm.features.hybrid import delta_rule
 from nanovllm.features.hybrid.memory import check_options
 from nanovllm.features.hybrid.model import LinearAttention
@@ -173,6 +174,21 @@ def test_preemption_chunks_and_overlap(
         check_greedy(model, llm.generate(prompts, params, use_tqdm=False))
     if options.get("num_kvcache_blocks") == 14:
         assert llm.stats()["preemptions"]
+
+
+def test_decodes_in_one_call(tmp_path: Path) -> None:
+    """With preemption, snapshots and several samples of a prompt, like layer by layer."""
+    model = make_hybrid_checkpoint(tmp_path, "LLFL", value_heads=32, intermediate_size=128)
+    options: dict[str, Any] = {"attention_backend": "numba", "num_kvcache_blocks": 14}
+    llm = random_llm(tmp_path, **options, max_num_seqs=6)
+    assert isinstance(llm.engine.runner.fused_model, HybridLayers)
+    [shared, *tails] = [p["prompt_token_ids"] for p in prompts_of(40, 3, 9, 30)]
+    prompts = [{"prompt_token_ids": shared + tail} for tail in tails] + prompts_of(1, 17, 60)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, n=2)
+    for _ in range(2):
+        check_greedy(model, llm.generate(prompts, params, use_tqdm=False))
+    assert llm.stats()["preemptions"]
+    assert llm.stats()["state_hits"]
 
 
 def test_samples_and_beams(checkpoint: tuple[Path, torch.nn.Module]) -> None:
