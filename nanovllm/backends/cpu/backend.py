@@ -19,12 +19,9 @@ from nanovllm.backends.cpu import (
     sampler,
 )
 from nanovllm.backends.cpu.attention import NumbaAttention
-from nanovllm.backends.cpu.compile import is_ready
 from nanovllm.backends.int4 import HEAD
 from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.layers import Linear
-
-__all__ = ["is_ready", "make_backend"]
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
