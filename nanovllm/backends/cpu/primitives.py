@@ -11,7 +11,7 @@ from numba import carray, types
 from numba.extending import overload
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.llvm.calls import decode_fp8, pointer, prefetch
+from nanovllm.backends.cpu.llvm.calls import pointer, prefetch, to_float32
 from nanovllm.models.fp8 import FP8
 
 CACHE_LINE = 64  # bytes
@@ -29,20 +29,6 @@ def array(address, shape, example):
     names it. Kernels therefore read `.ctypes.data` of an array in the loop that uses the address.
     """
     return carray(pointer(address, example), shape)
-
-
-def to_float32(x):
-    """Convert a stored number to float32."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(to_float32)
-def _to_float32(x):
-    if x == types.uint8:
-        return lambda x: decode_fp8(x)
-    if x == types.uint16:
-        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-    return lambda x: x
 
 
 def from_float32(x, example):
