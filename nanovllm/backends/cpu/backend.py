@@ -74,7 +74,7 @@ class CpuInt8Backend(CpuBackend):
         return int8.PackedWeight.empty(self.empty, outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
-        """Nothing: weights are packed when they are stored."""
+        """Do nothing, because weights are packed when they are stored."""
 
     def fuse_layers(self, model: Any, attention: Any) -> None:
         """Return None, because fused layers read bfloat16."""

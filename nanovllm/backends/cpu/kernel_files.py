@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, and whether they are compiled, which is found out without Numba.
+"""Finds the compiled kernels, or starts to compile them, without an import of Numba.
 
 The import of Numba takes 0.15 s, and 0.9 s while its modules have no bytecode. A process that runs
 in plain torch while another one compiles the kernels does not need it.
@@ -47,7 +47,7 @@ def digest() -> str:
 def processor() -> str:
     """Return a description of the processor, which is the same for processors of one kind."""
     with suppress(OSError):
-        lines = set(Path("/proc/cpuinfo").read_text().splitlines())  # those of all cores, once
+        lines = set(Path("/proc/cpuinfo").read_text().splitlines())  # a set: cores are alike
         names = "model name", "flags", "Features", "CPU part"
         return "\n".join(sorted(line for line in lines if line.startswith(names)))
     return platform.processor()
