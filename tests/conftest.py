@@ -80,10 +80,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.option.markexpr == "gpu":
         return  # a card's time is short
     try:
-        from nanovllm.backends.cpu import compile, jit
+        from nanovllm.backends.cpu import compile, kernel_files
     except ImportError:
         return  # without Numba
-    if hasattr(session.config, "workerinput") and jit.DIRECTORY:
+    if hasattr(session.config, "workerinput") and kernel_files.DIRECTORY:
         share_compilation()
     for dtype in DTYPES:
         compile.compile_now(dtype)
@@ -92,7 +92,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def share_compilation() -> None:
     """Compile what the whole suite needs, fp8 caches too, with the other process: each first does
     what the other is not doing, and then waits for what the other has begun."""
-    from nanovllm.backends.cpu import compile, jit
+    from nanovllm.backends.cpu import compile, kernel_files
     from nanovllm.backends.cpu.units.any import ANY
     from nanovllm.backends.cpu.units.unit import units
 
@@ -108,7 +108,7 @@ def share_compilation() -> None:
     calls = sorted(work, key=work.__getitem__)
     for wait in (False, True):
         for number, (kernel, types) in enumerate(calls):
-            with (jit.DIRECTORY / f"tests-{number}.lock").open("w") as lock:
+            with (kernel_files.DIRECTORY / f"tests-{number}.lock").open("w") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
                 except BlockingIOError:

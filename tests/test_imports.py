@@ -88,7 +88,7 @@ def test_the_package_has_twelve_places() -> None:
 def test_one_file_starts_python() -> None:
     """With the path of this process."""
     files = [p.name for p in PACKAGE.rglob("*.py") if "sys.executable" in p.read_text()]
-    assert sorted(files) == ["child.py", "compile.py"]  # the second in a message
+    assert sorted(files) == ["child.py", "kernel_files.py"]  # the second in a message
 
 
 def run(code: str) -> str:

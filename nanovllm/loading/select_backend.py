@@ -34,15 +34,13 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
     if name == "sdpa":
         return Backend(device, dtype)
     may_be_plain = is_auto and name == "numba" and num_weights < SMALL_MODEL
-    first_start = find_optional("backends.cpu.first_start") if may_be_plain else None
-    if first_start is not None and first_start.begin(dtype):
+    kernel_files = find_optional("backends.cpu.kernel_files") if may_be_plain else None
+    if kernel_files is not None and not kernel_files.is_ready(dtype):
+        # An engine keeps its backend: with another one, its tokens could change.
         return Backend(device, dtype)
     try:
         path = f"backends.{FOLDERS[name]}.backend"
         module = load_optional(path, f"attention_backend={name!r}")
-        if may_be_plain and not module.is_ready(dtype):
-            # An engine keeps its backend: with another one, its tokens could change.
-            return Backend(device, dtype)
         backend: Backend = module.make_backend(device, dtype)
         return backend
     except (ImportError, ValueError) as error:
@@ -60,12 +58,12 @@ def pick_backend(name: str, device: torch.device, dtype: torch.dtype, num_weight
 def import_backend(name: str, device: str) -> None:
     """Import the modules of the backend that these options probably select.
 
-    Errors are left to `pick_backend`. At the first start on a CPU nothing is imported.
+    Errors are left to `pick_backend`. On a CPU without compiled kernels nothing is imported.
     """
     if name == "auto":
         name = "triton" if device != "cpu" and torch.cuda.is_available() else "numba"
-        first_start = find_optional("backends.cpu.first_start") if name == "numba" else None
-        if first_start is not None and first_start.is_first():
+        kernel_files = find_optional("backends.cpu.kernel_files") if name == "numba" else None
+        if kernel_files is not None and not kernel_files.has_kernels():
             return
     if name in FOLDERS:
         with suppress(ImportError):

@@ -2,7 +2,8 @@
 
 Read the files in this order. Each needs only models/ and the files above it.
 
-jit.py               `compiled`, the decorator of all kernels, and where their code is kept.
+kernel_files.py      Where compiled kernels are kept, and whether they are compiled. No Numba.
+jit.py               `compiled`, the decorator of all kernels.
 llvm/calls.py        What Numba cannot say in Python is emitted as LLVM code: calls, pointers, fp8.
 primitives.py        Numbers as they are stored, arrays at addresses, exp and maximum.
 parallel.py          Runs a kernel on several threads, each for a range of its items.
@@ -18,12 +19,11 @@ int8.py              Linear layers with weights in int8.
 sampler.py           Filters, draws and log-probabilities of tokens.
 fused_decode.py      All layers of a decode step in one call. Needs the units and linear.py.
 delta_layers.py      The same for hybrid models, with delta_rule.py and delta_tokens.py.
-first_start.py       Whether the kernels were ever compiled, found out without Numba.
-compile.py           Compiles all kernels above once, in this process or in the background.
+compile.py           Compiles all kernels above once.
 attention.py         NumbaAttention: who computes which tokens of a step. Needs compile.py.
 backend.py           Joins all of it into a Backend.
 
 threads.py and openmp.py stand alone. They limit the threads of a step to free cores, and refuse to
-start where OpenMP would hang. The first five files suffice to read any other kernel. Only a Unit,
+start where OpenMP would hang. The first six files suffice to read any other kernel. Only a Unit,
 int8.py and linear.py depend on the processor. All others run where Numba does.
 """

@@ -21,12 +21,9 @@ from nanovllm.backends.cpu import (
     sampler,
 )
 from nanovllm.backends.cpu.attention import NumbaAttention
-from nanovllm.backends.cpu.compile import is_ready
 from nanovllm.backends.int4 import HEAD
 from nanovllm.models.backend import Backend, num_experts
 from nanovllm.models.layers import Linear
-
-__all__ = ["is_ready", "make_backend"]
 
 
 def make_backend(device: torch.device, dtype: torch.dtype) -> Backend:
@@ -80,7 +77,7 @@ class CpuInt8Backend(CpuBackend):
         return int8.PackedWeight.empty(self.empty, outputs, inputs)
 
     def after_load(self, module: Linear) -> None:
-        """Nothing: weights are packed when they are stored."""
+        """Do nothing, because weights are packed when they are stored."""
 
     def fuse_layers(self, model: Any, attention: Any) -> None:
         """Return None, because fused layers read bfloat16."""

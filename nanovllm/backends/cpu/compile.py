@@ -1,30 +1,22 @@
-"""Compiles the CPU's kernels for one dtype, in this process or in another one in the background.
+"""Compiles the CPU's kernels for one dtype.
 
     python -m nanovllm.backends.cpu.compile bfloat16
 
-Later processes load the code in less than a second. A file next to the code, the marker, says that
-all kernels of a dtype are compiled. A log next to it says that they are being compiled, or that
-this failed.
+Later processes load the code in less than a second.
 """
 
-import os
-import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import torch
 from numba import typeof
 
-from nanovllm.api.child import python
 from nanovllm.api.log import logger
 from nanovllm.backends.cpu import fused_decode, int4, int8, jit, parallel, pointwise, sampler
-from nanovllm.backends.cpu.first_start import IN_BACKGROUND
 from nanovllm.backends.cpu.jit import Kernel
+from nanovllm.backends.cpu.kernel_files import DIRECTORY, locked, marker
 from nanovllm.backends.cpu.parallel import Types
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
-from nanovllm.backends.cpu.units.amx import AMX
 from nanovllm.backends.cpu.units.any import Unit, attend
 from nanovllm.backends.cpu.units.unit import units
 
@@ -81,14 +73,8 @@ def compile_all(dtype: torch.dtype, unit: Unit, cache_dtype: torch.dtype) -> Non
             kernel.compile(argument_types)
             if not missed and kernel.stats.cache_misses.total() > misses:
                 missed = True
-                kept = "and keeping them" if jit.DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
+                kept = "and keeping them" if DIRECTORY else "not kept: set NUMBA_CACHE_DIR"
                 logger.info(f"compiling the CPU kernels, which takes 15 to 30 s ({kept})")
-
-
-def marker(dtype: torch.dtype) -> Path | None:
-    """Return the path of the marker, or None if Numba has no directory to keep kernels in."""
-    name = f"{str(dtype)[6:]}{'-amx' if AMX.is_available() else ''}.compiled"
-    return jit.DIRECTORY / name if jit.DIRECTORY else None
 
 
 def compile_now(dtype: torch.dtype) -> None:
@@ -96,7 +82,7 @@ def compile_now(dtype: torch.dtype) -> None:
     path = marker(dtype)
     if path is None or path.exists():
         return
-    with jit.locked(path.with_suffix(".lock")):
+    with locked(path.with_suffix(".lock")):
         compile_marked(dtype)
 
 
@@ -109,66 +95,6 @@ def compile_marked(dtype: torch.dtype) -> None:
             compile_all(dtype, unit, dtype)
         path.touch()
         path.with_suffix(".log").unlink(missing_ok=True)
-
-
-def compile_alone(dtype: torch.dtype) -> None:
-    """Compile in the process of first_start.py, unless another one does. Errors go to the log."""
-    path = marker(dtype)
-    if path is None:
-        return
-    with suppress(BlockingIOError), jit.locked(path.with_suffix(".lock"), wait=False):
-        with path.with_suffix(".log").open("w") as log:
-            os.dup2(log.fileno(), sys.stderr.fileno())
-        compile_marked(dtype)
-
-
-def is_ready(dtype: torch.dtype) -> bool:
-    """Return whether the kernels are compiled. If not, start to compile them in the background."""
-    path = marker(dtype)
-    if path is None:
-        logger.warning(
-            "Numba finds no directory to keep compiled kernels in, so this process runs in plain "
-            "torch, which is slower; set NUMBA_CACHE_DIR"
-        )
-        return False
-    if path.exists():
-        return True
-    # Suppressed: another process is compiling, or none can be started. The next start reports it.
-    with suppress(OSError), jit.locked(path.with_suffix(".lock"), wait=False) as lock:
-        report_failure(path.with_suffix(".log"), str(dtype)[6:])
-        start_compiling(path.with_suffix(".log"), dtype, lock)
-    logger.info(IN_BACKGROUND)
-    return False
-
-
-def report_failure(log: Path, name: str) -> None:
-    """Warn if a process that no longer runs has left its log, which it removes when it is done."""
-    if log.exists():
-        lines = log.read_text(errors="replace").split("\n")
-        reason = next((line for line in reversed(lines) if line.strip()), "without a message")
-        logger.warning(
-            f"an earlier start could not compile the CPU's kernels in the background "
-            f"({reason:.200}); it is tried again. The command that shows the whole error, or "
-            "compiles them: "
-            f"{os.path.basename(sys.executable)} -m nanovllm.backends.cpu.compile {name}"
-        )
-
-
-def start_compiling(log: Path, dtype: torch.dtype, lock: list[int]) -> None:
-    """Start the process, which holds the lock until it ends, however it does."""
-    code = (
-        f"import torch; from nanovllm.backends.cpu import compile; compile.compile_marked({dtype})"
-    )
-    with log.open("w") as errors:
-        # A new session, because Ctrl-C in this one must not stop it.
-        subprocess.Popen(
-            python(code),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            pass_fds=lock,
-            start_new_session=True,
-        )
 
 
 if __name__ == "__main__":

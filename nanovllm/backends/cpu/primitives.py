@@ -11,14 +11,14 @@ from numba import carray, types
 from numba.extending import overload
 
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.llvm.calls import decode_fp8, pointer, prefetch
+from nanovllm.backends.cpu.llvm.calls import pointer, prefetch, to_float32
 from nanovllm.models.fp8 import FP8
 
 CACHE_LINE = 64  # bytes
 BFLOAT16 = np.uint16(0)
 DTYPE_EXAMPLE = {torch.bfloat16: BFLOAT16, torch.float32: np.float32(0), FP8: np.uint8(0)}
 
-f32 = np.float32
+f32, int32 = np.float32, np.int32
 
 
 @compiled()
@@ -29,20 +29,6 @@ def array(address, shape, example):
     names it. Kernels therefore read `.ctypes.data` of an array in the loop that uses the address.
     """
     return carray(pointer(address, example), shape)
-
-
-def to_float32(x):
-    """Convert a stored number to float32."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(to_float32)
-def _to_float32(x):
-    if x == types.uint8:
-        return lambda x: decode_fp8(x)
-    if x == types.uint16:
-        return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
-    return lambda x: x
 
 
 def from_float32(x, example):
@@ -109,25 +95,18 @@ def exp(x):
     return power * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@compiled(no_nan=True)
-def maximum_in(x, lanes):
-    """Return the maximum of x [n], n >= 1. It uses `lanes` [16]: LLVM vectorizes no plain loop."""
-    lanes[:] = x[0]
-    end = len(x) // 16 * 16
-    for i in range(0, end, 16):
-        for c in range(16):
-            lanes[c] = max(lanes[c], x[i + c])
-    top = lanes[0]
-    for c in range(1, 16):
-        top = max(top, lanes[c])
-    for i in range(end, len(x)):
-        top = max(top, x[i])
-    return top
-
-
-@compiled(no_nan=True)
+@compiled()
 def maximum(x):
-    return maximum_in(x, np.empty(16, x.dtype))
+    """Return the maximum of x [n] in float32, or minus infinity if n = 0; undefined for a NaN.
+
+    LLVM vectorizes a maximum of integers. The bits of floats are in the order of integers after all
+    but the sign of negative ones are inverted.
+    """
+    top = int32(-0x7F800001)  # minus infinity
+    for i in range(len(x)):
+        bits = f32(x[i]).view(int32)
+        top = max(top, int32(bits ^ int32(int32(bits >> int32(31)) & int32(0x7FFFFFFF))))
+    return int32(top ^ int32(int32(top >> int32(31)) & int32(0x7FFFFFFF))).view(f32)
 
 
 @compiled()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
 from nanovllm.backends.cpu.parallel import run
-from nanovllm.backends.cpu.primitives import BFLOAT16, array, exp, maximum, maximum_in, to_float32
+from nanovllm.backends.cpu.primitives import BFLOAT16, array, exp, maximum, to_float32
 from nanovllm.models import logprobs, sampler
 from nanovllm.models.batch import SamplingBatch
 from nanovllm.plan import FILTERS
@@ -228,9 +228,8 @@ def _weigh_chunks(address, is_bf16, size, temperatures, filtered, maxima, chunk_
         _load(address, is_bf16, row * size + first, part)
         groups = maxima[row, chunk * GROUPS : (chunk + 1) * GROUPS]
         for i in range(GROUPS):
-            group = part[i * GROUP : (i + 1) * GROUP]
-            groups[i] = maximum_in(group, weights[:16]) if len(group) else -INFINITY
-        top = max(max(groups[0], groups[1]), max(groups[2], groups[3]))
+            groups[i] = maximum(part[i * GROUP : (i + 1) * GROUP])
+        top = maximum(groups)
         chunk_max[row, chunk], sums[row, chunk] = top, 1
         if temperatures[row] > 0 and top > -np.inf and not filtered[row]:
             temperature = max(temperatures[row], MIN_TEMPERATURE)

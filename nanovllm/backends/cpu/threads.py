@@ -108,7 +108,7 @@ class ThreadLimit:
 
     def set_limit(self, past: Clocks) -> None:
         """Set the limit from how the clocks advanced with the present limit."""
-        # With n - 1 threads, the work takes n / (n - 1) times as long, but none waits.
+        # With n - 1 threads, the work takes n / (n - 1) times as long, but no thread waits.
         if self.limit > 1 and past.waited * self.limit > past.time:
             self.limit = max(1, self.limit - max(1, round(past.waited / past.time)))
             self.next_trial = time.monotonic() + self.delay

@@ -16,7 +16,7 @@ import torch
 numba = pytest.importorskip("numba")
 
 import nanovllm  # noqa: E402
-from nanovllm.backends.cpu import attention, compile, first_start, jit  # noqa: E402
+from nanovllm.backends.cpu import attention, compile, kernel_files  # noqa: E402
 from nanovllm.backends.cpu.units.amx import AMX  # noqa: E402
 from nanovllm.loading.checkpoint import Checkpoint  # noqa: E402
 
@@ -53,16 +53,16 @@ def test_first_start_answers_while_kernels_are_compiled(
     for name in ("numba", "torch", "json"):
         (cwd / f"{name}.py").write_text("raise ImportError('a file of the current directory')")
     compile.compile_now(torch.float32)
-    source = jit.DIRECTORY
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    directory = jit.make_directory()
+    source = kernel_files.DIRECTORY
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    directory = kernel_files.make_directory()
     missing = "pointwise.silu_and_mul_rows-"
     assert list(source.glob(f"{missing}*.nbc"))
     for path in source.glob("*.nb[ic]"):
         if not path.name.startswith(missing):
             shutil.copy2(path, directory)
-    lock = directory / compile.marker(torch.float32).with_suffix(".lock").name
-    for others in (jit.locked(lock), nullcontext()):
+    lock = directory / kernel_files.marker(torch.float32).with_suffix(".lock").name
+    for others in (kernel_files.locked(lock), nullcontext()):
         with others:
             lines, log = start(tmp_path, cwd=cwd)
         assert lines == ["34 + 58 = 92", "PlainAttention"]
@@ -79,61 +79,22 @@ def test_first_start_answers_while_kernels_are_compiled(
     assert "compil" not in log
 
 
-def test_the_very_first_start_does_not_import_numba(tmp_path: Path) -> None:
-    """One of two processes that start at once compiles; other starts look for kernels with Numba."""
+def test_nothing_imports_numba_before_the_kernels_are_compiled(tmp_path: Path) -> None:
+    """One of two processes that start at once compiles."""
     code = (
-        "import sys, types; from nanovllm.backends.cpu import first_start\n"
+        "import os, sys, types; from nanovllm.backends.cpu import kernel_files\n"
         "calls = []\n"
-        "popen = lambda command, **options: calls.append(command[-1].splitlines()[-1])\n"
-        "first_start.subprocess = types.SimpleNamespace(Popen=popen, DEVNULL=-3)\n"
+        "def popen(command, pass_fds, **options):\n"
+        "    os.dup(pass_fds[0])  # as a child process inherits it\n"
+        "    calls.append(command[-1].splitlines()[-1])\n"
+        "kernel_files.subprocess = types.SimpleNamespace(Popen=popen, DEVNULL=-3)\n"
     )
-    code += ANSWER + "print('numba' in sys.modules, *calls)\n"
+    code += ANSWER + "LLM(dtype='float32')\nprint('numba' in sys.modules, *calls)\n"
     lines, log = start(tmp_path / "cache", code)
     assert lines[:2] == ["34 + 58 = 92", "PlainAttention"]
     assert lines[2].startswith("False import torch; from nanovllm.backends.cpu import compile;")
-    assert "compile_alone(torch.float32)" in lines[2]
-    assert log.count("compiled in the background") == 1
-
-
-def test_which_start_is_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "numba")
-    started: list[object] = []
-    monkeypatch.setattr(first_start.subprocess, "Popen", lambda *_, **__: started.append(_))
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "new"))
-    assert first_start.is_first()
-    monkeypatch.setattr(first_start, "is_first", lambda: True)  # as another start, just before
-    assert [first_start.begin(torch.float32) for _ in range(2)] == [True, False]
-    assert len(started) == 1
-    monkeypatch.setattr(first_start, "folder", lambda: tmp_path / "new" / first_start.MARK / "x")
-    assert not first_start.begin(torch.float32)  # a file is in the way
-    monkeypatch.undo()
-    for kernels in ("kernels-begun", "kernels-0a", "cpu_12/kernels-0a"):
-        with monkeypatch.context() as patch:
-            patch.setenv("NUMBA_CACHE_DIR", str(tmp_path / kernels[-5:]))
-            patch.delitem(sys.modules, "numba")
-            assert first_start.is_first()
-            (tmp_path / kernels[-5:] / kernels).mkdir(parents=True)
-            assert not first_start.is_first()
-            shutil.rmtree(tmp_path / kernels[-5:])
-            patch.setenv("NUMBA_DISABLE_JIT", "1")
-            assert not first_start.is_first()
-
-
-def test_errors_of_the_very_first_start_are_kept(tmp_path: Path) -> None:
-    code = (
-        "import torch; from nanovllm.backends.cpu import compile\n"
-        "def compile_all(*_): {}\n"
-        "compile.compile_all = compile_all\n"
-        "compile.compile_alone(torch.float32)\n"
-    )
-    done = fresh.run(code.format("raise OSError('disk full')"), NUMBA_CACHE_DIR=str(tmp_path))
-    [log] = tmp_path.rglob("float32*.log")
-    assert done.returncode == 1
-    assert "OSError: disk full" in log.read_text()
-    assert start(tmp_path, code.format("pass"))[1] == ""
-    assert [path.suffix for path in log.parent.glob("float32*") if path.suffix != ".lock"] == [
-        ".compiled"
-    ]
+    assert lines[2].count("compile_marked(torch.float32)") == 1
+    assert log.count("compiled in the background") == 2
 
 
 def test_a_compilation_that_failed_is_reported_once(
@@ -149,12 +110,12 @@ def test_a_compilation_that_failed_is_reported_once(
 
     def reports() -> list[str]:
         caplog.clear()
-        assert not compile.is_ready(torch.float32)
+        assert not kernel_files.is_ready(torch.float32)
         assert "compiled in the background" in caplog.records[-1].getMessage()
         return [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
 
-    monkeypatch.setattr(jit, "DIRECTORY", tmp_path)
-    monkeypatch.setattr(compile.subprocess, "Popen", start_child)
+    monkeypatch.setattr(kernel_files, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(kernel_files.subprocess, "Popen", start_child)
     caplog.set_level("INFO", logger="nanovllm")
     assert reports() == []
     assert started[0].wait() == 1
@@ -171,20 +132,20 @@ def test_a_compilation_that_failed_is_reported_once(
     started[2].wait()
     monkeypatch.setattr(compile, "compile_all", lambda *arguments: None)
     compile.compile_now(torch.float32)
-    assert compile.is_ready(torch.float32)
+    assert kernel_files.is_ready(torch.float32)
     assert not list(tmp_path.glob("*.log"))
 
 
 def test_each_processor_and_dtype_has_its_marker(monkeypatch: pytest.MonkeyPatch) -> None:
-    markers = {compile.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    other = not AMX.is_available()
-    monkeypatch.setattr(AMX, "is_available", lambda: other)
-    markers |= {compile.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    assert len(markers) == 4
-    assert None not in markers
-    before = jit.digest()
-    monkeypatch.setattr(numba.config, "CPU_NAME", "x86-64-v3")
-    assert jit.digest() != before
+    markers = {kernel_files.marker(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    assert len(markers - {None}) == 2
+    digests = {kernel_files.digest()}
+    assert "model name" in kernel_files.processor() or platform.machine() != "x86_64"
+    monkeypatch.setattr(kernel_files, "processor", lambda: "flags: amx_bf16")
+    digests.add(kernel_files.digest())
+    monkeypatch.setenv("NUMBA_CPU_NAME", "x86-64-v3")
+    digests.add(kernel_files.digest())
+    assert len(digests) == 3
 
 
 def test_with_amx_every_block_size_is_compiled_in_the_background(
@@ -193,7 +154,7 @@ def test_with_amx_every_block_size_is_compiled_in_the_background(
     """AMX is emulated: what would be compiled is noted, and nothing runs."""
     compiled: list[tuple[torch.dtype, bool | None]] = []
     monkeypatch.setattr(AMX, "is_available", lambda: True)
-    monkeypatch.setattr(jit, "DIRECTORY", tmp_path)
+    monkeypatch.setattr(kernel_files, "DIRECTORY", tmp_path)
     for module in (attention, compile):
         monkeypatch.setattr(module, "compile_all", lambda *arguments: compiled.append(arguments))
     monkeypatch.setattr(attention, "address_for", lambda *arguments: 0)
@@ -238,45 +199,48 @@ for kernel in (amx.linear_blocks, amx.attend_groups, avx512.linear_blocks):
 
 def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that no process has used for a week are removed, and nothing else."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    path = jit.make_directory()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    path = kernel_files.make_directory()
     assert path is not None
-    assert path.parent.parent == tmp_path
+    assert path.parent == tmp_path
     names = {"kernels-1": 8, "kernels-2": 6, "others": 8, path.name: 8}
     for name, days in names.items():
         directory = path.with_name(name)
         directory.mkdir(exist_ok=True)
         (directory / "code.nbc").touch()
         os.utime(directory, (0, time.time() - days * 24 * 3600))
-    assert jit.make_directory() == path
+    assert kernel_files.make_directory() == path
     assert {p.name for p in path.parent.iterdir()} == names.keys() - {"kernels-1"}
     assert path.stat().st_mtime > time.time() - 3600
-    # Neither a directory in the way nor one that cannot be made is an error.
+    # If it cannot be made there, or a file is in the way, it is somewhere else.
     shutil.rmtree(path)
     path.touch()
-    assert jit.make_directory() is None
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(path / "below a file"))
-    fallback = jit.make_directory()
-    assert fallback is not None
-    assert tmp_path not in fallback.parents
+    for place in (tmp_path, path / "below a file"):
+        monkeypatch.setenv("NUMBA_CACHE_DIR", str(place))
+        other = kernel_files.make_directory()
+        assert other is not None
+        assert tmp_path not in other.parents
 
 
 @pytest.mark.slow
 def test_code_follows_the_sources_of_other_kernels(tmp_path: Path) -> None:
-    """A kernel of the sampler calls `exp` of cpu/primitives.py, which Numba's cache overlooks."""
+    """A kernel of the sampler calls `exp` of cpu/primitives.py, which Numba's cache overlooks. It is
+    compiled again if a text has changed, not if a time has.
+    """
     package, found = tmp_path / "nanovllm", []
     ignored = shutil.ignore_patterns("__pycache__", "demo", "lessons", "benchmarks")
     shutil.copytree(Path(nanovllm.__file__).parent, package, ignore=ignored)
     source = package / "backends" / "cpu" / "primitives.py"
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import numpy as np; from nanovllm.backends.cpu import jit, sampler\n"
+        "import numpy as np; from nanovllm.backends.cpu import kernel_files, sampler\n"
         "print(sampler._weight(np.float32(0)), len(sampler._weight.stats.cache_hits))\n"
-        "print(jit.DIRECTORY)"
+        "print(kernel_files.DIRECTORY)"
     )
     for change in ("", "", "f32(2) * "):
         text = source.read_text()
         source.write_text(text.replace("return power *", f"return {change}power *"))
+        source.with_name("sampler.py").touch()
         # Without NUMBA_CACHE_DIR it is beside the sources.
         found.append(start(Path(), code, NUMBA_CACHE_DIR="")[0])
     values, directories = zip(*found, strict=True)
@@ -289,10 +253,11 @@ def test_nowhere_to_keep_kernels(tmp_path: Path) -> None:
     """Neither __pycache__ nor a home that can be written: one line says so and what helps, and the
     answer comes at once. A kernel that is called is compiled all the same, and not kept.
     """
-    code = "import numba.core.caching as c; c.CacheImpl._locator_classes = []\n" + ANSWER
+    code = "import errno, tempfile\ndef refuse(dir): raise OSError(errno.EROFS, dir)\n"
+    code += f"tempfile.TemporaryFile = refuse\n{ANSWER}"
     code += (
-        "import numpy as np; from nanovllm.backends.cpu import jit, primitives\n"
-        "assert jit.DIRECTORY is None\n"
+        "import numpy as np; from nanovllm.backends.cpu import kernel_files, primitives\n"
+        "assert kernel_files.DIRECTORY is None\n"
         "assert primitives.maximum(np.ones(20, np.float32)) == 1\n"
     )
     lines, log = start(tmp_path, code)

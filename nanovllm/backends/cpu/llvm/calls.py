@@ -69,13 +69,14 @@ def prefetch_line(builder, pointer):
     call(builder, "prefetch.p0", VOID, pointer, INT32(0), INT32(3), INT32(1))
 
 
-def fp8_to_float32(builder, bits):
-    """Convert a number in fp8, or a vector of them, given as bytes.
+def stored_to_float32(builder, x):
+    """Convert a stored number, or a vector of them: a byte is fp8, and 16 bits are bfloat16.
 
-    The processor converts float16, which has the same order of fields, one more bit of exponent (0
-    here) and seven more of mantissa. The exponent of float16 means 2^8 less.
+    For fp8 the processor converts float16, which has the same order of fields, one more bit of
+    exponent (0 here) and seven more of mantissa. The exponent of float16 means 2^8 less.
     """
-    lanes = bits.type.count if isinstance(bits.type, ir.VectorType) else 0
+    lanes = x.type.count if isinstance(x.type, ir.VectorType) else 0
+    stored = x.type.element if lanes else x.type
 
     def like(kind):
         return ir.VectorType(kind, lanes) if lanes else kind
@@ -83,7 +84,12 @@ def fp8_to_float32(builder, bits):
     def constant(kind, value):
         return ir.Constant(like(kind), [value] * lanes if lanes else value)
 
-    x = builder.shl(builder.sext(bits, like(INT16)), constant(INT16, 7))
+    if stored == FLOAT:
+        return x
+    if stored == INT16:
+        shifted = builder.shl(builder.zext(x, like(INT32)), constant(INT32, 16))
+        return builder.bitcast(shifted, like(FLOAT))
+    x = builder.shl(builder.sext(x, like(INT16)), constant(INT16, 7))
     x = builder.and_(x, constant(INT16, ~0x4000))
     exponent = constant(INT16, 0x3F80)
     is_nan = builder.icmp_signed("==", builder.and_(x, exponent), exponent)
@@ -113,13 +119,13 @@ def pointer(typing, address, example):
 
 
 @intrinsic
-def decode_fp8(typing, bits):
-    """Convert a number in fp8, given as uint8, to float32."""
+def to_float32(typing, x):
+    """Convert a number as it is stored: uint8 is fp8, and uint16 is bfloat16."""
 
     def generate(context, builder, signature, args):
-        return fp8_to_float32(builder, args[0])
+        return stored_to_float32(builder, args[0])
 
-    return types.float32(types.uint8), generate
+    return types.float32(x), generate
 
 
 @intrinsic

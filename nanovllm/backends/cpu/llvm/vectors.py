@@ -18,8 +18,8 @@ from nanovllm.backends.cpu.llvm.calls import (
     INT32,
     call,
     element,
-    fp8_to_float32,
     prefetch_line,
+    stored_to_float32,
     without_result,
 )
 
@@ -38,17 +38,6 @@ def copies(builder, number):
     return builder.shuffle_vector(first, first, order)
 
 
-def to_float32(builder, x):
-    """Convert 16 stored numbers; see primitives.to_float32."""
-    if x.type == FLOATS:
-        return x
-    if x.type.element == BYTE:
-        return fp8_to_float32(builder, x)
-    numbers = ir.VectorType(INT32, LANES)
-    shifted = builder.shl(builder.zext(x, numbers), ir.Constant(numbers, [16] * LANES))
-    return builder.bitcast(shifted, FLOATS)
-
-
 def load_stored(builder, address, ahead, number, mask, example):
     """Load 16 numbers like `example` as float32, 0 where there is a mask and it is false.
 
@@ -59,11 +48,11 @@ def load_stored(builder, address, ahead, number, mask, example):
     kind = ir.VectorType(FLOAT if example == types.float32 else ir.IntType(8 * size), LANES)
     pointer = element(builder, address, number, size, kind)
     if mask is None:
-        return to_float32(builder, builder.load(pointer, align=size))
+        return stored_to_float32(builder, builder.load(pointer, align=size))
     suffix = f"v16{'f' if example == types.float32 else 'i'}{8 * size}.p0"
     zeros = ir.Constant(kind, None)
     loaded = call(builder, f"masked.load.{suffix}", kind, pointer, INT32(size), mask, zeros)
-    return to_float32(builder, loaded)
+    return stored_to_float32(builder, loaded)
 
 
 def for_columns(builder, dim, body):

@@ -1,6 +1,6 @@
 """The unit of processors with AMX, Intel's matrix instructions: attention, products of few rows.
 
-All is in bfloat16. backends/cpu/pointwise.py has the rules and shapes, units/any.py QueryGroups.
+It works in bfloat16. The rules and shapes are in backends/cpu/pointwise.py, QueryGroups in any.py.
 LLVM compiles these kernels only for a processor with AMX.
 
 There are eight tiles of up to 16 rows of up to 64 bytes. tile_dot multiplies bfloat16 numbers in

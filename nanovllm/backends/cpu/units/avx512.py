@@ -1,6 +1,6 @@
 """The unit of processors with AVX512-BF16 and without AMX: products of few rows, attention.
 
-All is in bfloat16. backends/cpu/pointwise.py has the rules and shapes, units/any.py QueryGroups.
+It works in bfloat16. The rules and shapes are in backends/cpu/pointwise.py, QueryGroups in any.py.
 LLVM compiles these kernels only for a processor with these instructions.
 
 A product of few rows takes as long as reading its weights. On the 2 cores of an EPYC, oneDNN reads
