@@ -68,9 +68,16 @@ TARGETS = {
     "sm_120": (GPUTarget("cuda", 120, 32), 99, torch.bfloat16),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64, torch.bfloat16),
 }
-# One head size for each row of the tile table, and on sm_90 also one that is padded.
+# One head size for each row of the tile table, and on sm_90 also one that is padded. The tiles of
+# attention depend on the size and on the target's shared memory. The other kernels come with EVERY.
 HEAD_DIMS = (64, 128, 256)
 PADDED_HEAD_DIMS = (80,)
+EVERY = 128
+ATTENTION = (attention._attend, attention._attend_decode)
+# Other kernels have the same tiles for all targets. They are compiled for one target of each kind of
+# matrix units: sm_86, sm_89 and sm_120 execute the instructions of sm_80, with less shared memory.
+KINDS = ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942")
+LEAST_KIB = {"sm_80": 99}  # the least shared memory of those for which it stands
 # The targets whose instructions convert fp8 (compute capability 8.9 and higher).
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 # For these Triton makes the PTX of another target with as much shared memory (sm_86 that of sm_89), to
@@ -90,7 +97,7 @@ SPILLS = {
     r"float32 .* fp8": "it uses no matrix units, and is for comparisons",
     r"_int[48]_linear .* ALIGNED=False": "layers whose inputs are no multiple of 16 are rare",
     r"_(solve|chunk_rule) \(float32 ": "it uses no matrix units, and is for comparisons",
-    r"sm_(80|86|89|100|120): _(solve|chunk_rule) ": "at most 312 bytes; it has all 255 registers",
+    r"sm_(80|100): _(solve|chunk_rule) ": "at most 312 bytes; it has all 255 registers",
     r"sm_75: _expert_linear": "136 to 640 bytes with both tiles, in each kind of weights",
     r"sm_75: _int[48]_linear": "2 to 8 KB with every tile; use the dtype of the model there",
 }
@@ -102,9 +109,9 @@ LIMITS = {
     r"sm_90: _attend_decode \(bfloat16 D=64 fp8 ": (105, 100),
     r"sm_90: _attend_decode \(bfloat16 D=128 fp8 ": (95, 90),
     r"sm_90: _attend_decode \(bfloat16 D=256 fp8 ": (100, 100),
-    r"sm_90: _int8_linear \(bfloat16 D=64 G=16 .*ALIGNED=True": (155, 145),
-    r"sm_90: _int8_linear \(bfloat16 D=64 G=32 .*ALIGNED=True": (166, 166),
-    r"sm_90: _int8_linear \(bfloat16 D=64 G=64 .*ALIGNED=True": (242, 232),
+    r"sm_90: _int8_linear \(bfloat16 D=128 G=16 .*ALIGNED=True": (155, 145),
+    r"sm_90: _int8_linear \(bfloat16 D=128 G=32 .*ALIGNED=True": (166, 166),
+    r"sm_90: _int8_linear \(bfloat16 D=128 G=64 .*ALIGNED=True": (242, 232),
 }
 # Slow instructions that these loops do not need: conversions of integers, and loads of single bytes
 # from shared memory.
@@ -174,12 +181,24 @@ class Variant:
 def variants(
     name: str, dtype: torch.dtype, head_dim: int, cache_dtype: torch.dtype
 ) -> list[Variant]:
-    """The kernels of the package for TARGETS[name]; those without a head size come with D = 64."""
+    """The kernels of the package for TARGETS[name]; those without a head size come with EVERY.
+
+    With an fp8 cache the kernel for prompts has the tile that it has without. It is compiled for the
+    largest head size, which needs the most registers, and the kernel for decodes for each.
+    """
     target, shared_memory_kib, half = TARGETS[name]
     gpu = GpuInfo(shared_memory_kib)
     caught: dict[tuple[str, int], Variant] = {}
+    exact, is_fp8 = dtype == torch.float32, cache_dtype == FP8
+
+    def is_wanted(kernel: JITFunction) -> bool:
+        if is_fp8 and dtype == half and kernel is attention._attend:
+            return head_dim == HEAD_DIMS[-1]
+        return kernel in ATTENTION or head_dim in (EVERY, *PADDED_HEAD_DIMS)
 
     def catch(kernel, *args, grid, warmup, **kwargs):
+        if not is_wanted(kernel):
+            return
         variant = Variant(kernel, target, args, kwargs)
         caught.setdefault((variant.text, variant.group), variant)
 
@@ -189,9 +208,9 @@ def variants(
         if (name, dtype, head_dim, cache_dtype) == ("sm_90", half, 128, half):
             for heads in HEADS[1:]:
                 launch_layer(gpu, dtype, head_dim, cache_dtype, *heads)
-        if head_dim == 128 and dtype == half:
+        if head_dim == EVERY and dtype == half:
             launch_few_rows(name, dtype, cache_dtype)
-        if head_dim == HEAD_DIMS[0] and cache_dtype == dtype:
+        if head_dim == EVERY and name in KINDS and not is_fp8:
             x = torch.empty((32, 4096), dtype=dtype)
             pointwise.add_rms_norm(x, x, x[0], 1e-6)
             pointwise.add_rms_norm(x, None, x[0], 1e-6)
@@ -204,12 +223,11 @@ def variants(
                 row_kernels.decode_inputs(
                     ids[:num_rows], table, ids, torch.ones(4, 33), ids, ids, 16
                 )
-            every, exact = name == "sm_90" and dtype == half, dtype == torch.float32
+            every = name == "sm_90" and dtype == half
             for heads in DELTA_HEADS if every else DELTA_HEADS[:1]:
                 launch_delta_rule(dtype, *heads, only_decode=name == "sm_75")
             launch_quantized(dtype, all_tiles=dtype == torch.bfloat16, odd=every or exact)
-            if dtype in (half, torch.float32):
-                launch_experts(dtype)
+            launch_experts(dtype)
             # The vocabulary of the embedded model is a single chunk.
             for num_rows, vocab_size in ((32, 151_936), (1, 151_936), (32, 1042)):
                 row, ids = torch.ones(num_rows), torch.ones(num_rows, dtype=torch.int64)
@@ -325,6 +343,8 @@ def compile_one(name: str, label: str, variant: Variant) -> tuple[str, list[str]
     """Compile for TARGETS[name]; return (row of the table, errors)."""
     target, limit_kib, _ = TARGETS[name]
     kernel, (options, *specialized) = variant.kernel, variant.packed
+    if kernel not in (*ATTENTION, few_rows._few_rows_attend):
+        limit_kib = LEAST_KIB.get(name, limit_kib)
     title, start = f"{name}: {kernel.__name__} ({label})", time.perf_counter()
     convert.PTX = tl.constexpr(target.backend == "cuda")
     try:
@@ -402,7 +422,7 @@ def check_wait(title: str, cubin: bytes, variant: Variant) -> list[str]:
 def jobs(name: str) -> list[tuple[str, torch.dtype, int, torch.dtype]]:
     """The dtypes, head sizes and dtypes of the cache that are compiled for TARGETS[name]."""
     half = TARGETS[name][2]
-    cases = [(half, head_dim) for head_dim in (HEAD_DIMS[1:2] if name in ALIKE else HEAD_DIMS)]
+    cases = [(half, head_dim) for head_dim in ((EVERY,) if name in ALIKE else HEAD_DIMS)]
     if name == "sm_90":
         cases += [(half, head_dim) for head_dim in PADDED_HEAD_DIMS]
         cases += [(torch.float16, 64)] + [(torch.float32, head_dim) for head_dim in HEAD_DIMS]
@@ -430,7 +450,7 @@ def main() -> int:
     args = parser.parse_args()
     start = time.perf_counter()
     todo = [job for name in args.targets for job in jobs(name)]
-    todo.sort(key=lambda job: job[2])  # those with the kernels that have no head size come first
+    todo.sort(key=lambda job: job[2] != EVERY)  # those with most kernels come first
     with tempfile.TemporaryDirectory() as cache:
         # An empty cache makes Triton compile every kernel.
         os.environ["TRITON_CACHE_DIR"] = cache

@@ -175,7 +175,7 @@ def embedded_bf16() -> LLM:
 
 @pytest.fixture(scope="session")
 def wrong_in_bf16(embedded_bf16: LLM) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
-    return wrong_by_task(embedded_bf16, every=1)
+    return wrong_by_task(embedded_bf16, number=50)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from nanovllm.tools.trace.trace import Trace
 
 SEEDS = 300  # histories to try
 FAILURES = 3  # failing histories that are shortened; the shortest is shown
+VARIATIONS = 20  # other requests in place of one, and other engines, that are tried
 # The oracle with states needs features/hybrid. If this folder is deleted, its faults are left out.
 STATES = find_optional("tools.oracle.states") if find_optional("features.hybrid") else None
 STATE_FAULTS = (
@@ -105,10 +106,10 @@ class Attempt:
             yield replace(self, actions=actions[:i] + actions[i + 1 :])
         for i, action in enumerate(actions):
             if action.name == "add":
-                for seed in range(20):
+                for seed in range(VARIATIONS):
                     other = (Action("add", seed),)
                     yield replace(self, actions=actions[:i] + other + actions[i + 1 :])
-        for seed in range(20):
+        for seed in range(VARIATIONS):
             yield replace(self, seed=seed)
 
 

@@ -85,7 +85,7 @@ def random_llm(path: Path, **options: object) -> LLM:
 
 
 def wrong_by_task(
-    llm: LLM, number: int = 100, every: int = 4
+    llm: LLM, number: int = 25, every: int = 16
 ) -> dict[str, tuple[list[tuple[data.Sample, str]], int]]:
     """Of each task, the wrong answers with what was said, and how many questions there were:
     `number` of an open task, every so many of a closed one, each of whose answers is asked for in

@@ -746,7 +746,7 @@ def browse(
     command += ["--enable-logging=stderr", f"--window-size={size}", "--virtual-time-budget=3000"]
     # A second browser with the same profile would hand its page to the first.
     command += [f"--user-data-dir={path.parent / 'profile'}", f"file://{path}{fragment}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     errors = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert not errors, errors
     return done.stdout

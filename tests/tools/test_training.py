@@ -20,14 +20,13 @@ def floor_of(task: str) -> float:
 
 @pytest.mark.slow
 def test_accuracy(embedded: LLM) -> None:
-    """In bfloat16 the weights answer twice as many questions; `same_answers` compares tokens."""
-    for task, (failed, total) in wrong_by_task(embedded, number=50).items():
+    """Of the closed tasks in all phrasings. With AVX2 alone bfloat16 takes five times as long."""
+    for task, (failed, total) in wrong_by_task(embedded, number=100, every=1).items():
         assert len(failed) <= (1 - floor_of(task)) * total, (task, failed[:3])
 
 
 @pytest.mark.slow
 def test_accuracy_in_bf16(wrong_in_bf16: dict) -> None:
-    """Of the closed tasks in all phrasings."""
     for task, (failed, total) in wrong_in_bf16.items():
         assert len(failed) <= (1 - floor_of(task)) * total, (task, failed[:3])
 
@@ -41,6 +40,8 @@ VARIANTS = [
     {"scheduling_policy": "sjf"},
     {"async_scheduling": True},
 ]
+# The number of rows that a kernel computes, on which the kernel and its rounding depend.
+ROWS = [{"max_num_seqs": 1}, {"max_num_batched_tokens": 16}]
 
 
 @pytest.fixture(scope="session")
@@ -70,8 +71,9 @@ def test_options_change_no_token(answered: dict, options: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.parametrize("options", ROWS, ids=str)
 def test_accuracy_holds_in_bf16(options: dict) -> None:
+    """The other options change no token in float32, and no number of rows in bfloat16."""
     llm = LLM(dtype="bfloat16", device="cpu", **options)
     wrong = total = 0
     number = 7 if options == {"max_num_seqs": 1} else 13
