@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.features.moe.config import Experts, MoeConfig
-from nanovllm.features.moe.experts import Groups, expert_linear
+from nanovllm.features.moe.experts import Groups, expert_linear, expert_mlp
 from nanovllm.features.moe.model import SparseMLP
 from nanovllm.lessons.lesson import timed
 from nanovllm.lessons.pictures import show_plot
@@ -162,7 +162,7 @@ def run() -> None:
         link(Groups.of, "sort(stable"),
         link(Groups.of, "searchsorted"),
         link(expert_linear, "backend.linear"),
-        link(SparseMLP.__call__, "embedding_bag"),
+        link(expert_mlp, "embedding_bag"),
         link(Experts.expected_hits),
     )
 
