@@ -53,7 +53,7 @@ def title(number: str) -> str:
 
 
 def run_lesson(number: str, answers: list[str] | None) -> None:
-    """Run a lesson. With `answers`, compare them to those of its questions, or show these."""
+    """Run a lesson. With `answers`, compare them to its answers, or show its answers."""
     lesson = load(number)
     if answers is None:
         say(str(lesson.__doc__))

@@ -93,7 +93,7 @@ def route_four() -> tuple[list[tuple[object, ...]], float]:
 
 
 def time_rows() -> list[tuple[object, ...]]:
-    """Time steps of TIMED tokens -> for each the hits, the milliseconds, and those of one MLP.
+    """Time steps of TIMED tokens -> the hits, the milliseconds of the experts, and of one MLP.
 
     The MLP has as many weights as a token uses of the experts.
     """

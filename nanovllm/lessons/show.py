@@ -148,7 +148,7 @@ def show_questions(questions: Sequence[Question], command: str) -> None:
 
 
 def show_command(questions: Sequence[Question], command: str) -> None:
-    """Print the command that compares a reader's answers with those of the questions."""
+    """Print the command that compares a reader's answers with the right ones."""
     yours = " ".join("..." for _ in questions)
     print(f"Compare your answers, or see these:\n{fill(f'{command} {yours}', '  ', '    ')}")
 
@@ -156,7 +156,7 @@ def show_command(questions: Sequence[Question], command: str) -> None:
 def show_answers(questions: Sequence[Question], answers: list[str]) -> None:
     """Print questions with their answers, or whether each of `answers` is right.
 
-    `answers` may be those of the first questions only. Raises ValueError if there are too many.
+    `answers` may stop after some questions. Raises ValueError if there are too many.
     """
     if len(answers) > len(questions):
         raise ValueError(f"there are {len(questions)} questions, and {len(answers)} answers")

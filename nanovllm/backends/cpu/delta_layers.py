@@ -33,8 +33,8 @@ from nanovllm.backends.cpu.parallel import address_for, in_parts
 from nanovllm.backends.cpu.primitives import array, exp, f32, from_float32, to_float32
 from nanovllm.models.batch import ForwardBatch
 
-# The columns of the addresses after those of decode_layers. LAYER is the number of a layer among
-# those of linear attention. CONV1D is 0 for a layer of attention.
+# The columns of the addresses that follow the 12 of decode_layers. LAYER counts only the layers of
+# linear attention. CONV1D is 0 for a layer of attention.
 GATE, GATE_BIAS, LAYER, CONV1D, A_LOG, DT_BIAS, NORM = range(12, 19)
 
 

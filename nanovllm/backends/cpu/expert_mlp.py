@@ -31,7 +31,7 @@ from nanovllm.models.layers import Linear
 def gather_rows(x_ptr, tokens, out_ptr, size, example, start, stop):
     """Copy rows [start, stop) of out [N, size] from the rows `tokens` [N] of x."""
     out = array(out_ptr, (len(tokens), size), example)
-    x = array(x_ptr, (np.max(tokens) + 1, size), example)
+    x = array(x_ptr, (len(tokens), size), example)  # of T <= N rows
     for i in range(start, stop):
         out[i] = x[tokens[i]]
 

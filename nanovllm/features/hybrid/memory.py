@@ -43,7 +43,7 @@ def num_states(
         raise ValueError(
             f"the states of {rows} sequence(s) and num_state_slots={slots:,} take {size:,} bytes, "
             f"and KV cache and states may take {max_bytes:,}; lower num_state_slots, or set "
-            "kv_cache_memory_bytes"
+            "a larger kv_cache_memory_bytes"
         )
     if rows < config.max_num_seqs:
         logger.info(
