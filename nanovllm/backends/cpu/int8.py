@@ -85,11 +85,11 @@ def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     """
     w = weight_ptr, 4 * OUTPUTS
     if tokens == TOKENS:
-        dot_rows(INT8, 4, 4, 1, (x_ptr, stride, 4), w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0))
+        dot_rows(INT8, 4, 4, 1, (x_ptr, stride, 4), w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0, 0))
     else:
         for t in range(tokens):
             x, sums = (x_ptr + t * stride, stride, 4), (sums_ptr + 4 * OUTPUTS * t, 4 * OUTPUTS)
-            dot_rows(INT8, 1, 4, 1, x, w, steps, sums, (0, 0))
+            dot_rows(INT8, 1, 4, 1, x, w, steps, sums, (0, 0, 0))
 
 
 @compiled()

@@ -32,8 +32,8 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
     BF16: N = 2 numbers in bfloat16, and out is float32. INT8: N = 4, x is int8, w uint8, out int32.
     The first four arguments are literals, and `steps` is a multiple of `chains`. x is (address, row
     stride, step stride), w (address, step stride), and out (address, row stride), with all strides
-    in bytes. `ahead` is (address, lines): step s prefetches `lines` cache lines, beginning with
-    line s * lines from that address.
+    in bytes. `ahead` is (address, stride, lines): step s prefetches `lines` cache lines that begin
+    at address + s * stride.
 
     The instruction multiplies N numbers of one row of x with the weights of 16 outputs and adds the
     products to 16 sums, which stay in registers. It waits for the instruction before it that adds
@@ -48,7 +48,7 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
         x, x_row, x_step = cgutils.unpack_tuple(builder, x)
         w, w_step = cgutils.unpack_tuple(builder, w)
         out, out_row = cgutils.unpack_tuple(builder, out)
-        ahead, lines = cgutils.unpack_tuple(builder, ahead)
+        ahead, ahead_step, lines = cgutils.unpack_tuple(builder, ahead)
         numbers = ir.VectorType(FLOAT if is_float32 else INT32, LANES)
         sums = numbers if numbers_of == INT8 else FLOATS
         name = f"x86.{'avx512bf16.dpbf16ps.512' if numbers_of == BF16 else 'avx512.vpdpbusd.512'}"
@@ -74,10 +74,9 @@ def dot_rows(typing, kind, rows, vectors, chains, x, w, steps, out, ahead):
             for chain in range(num_chains):
                 this = builder.add(step, INT(chain))
                 block = builder.add(w, builder.mul(this, w_step))
-                line = builder.mul(this, lines)
+                line = builder.add(ahead, builder.mul(this, ahead_step))
                 with cgutils.for_range(builder, lines) as later:
-                    index = builder.add(line, later.index)
-                    prefetch_line(builder, element(builder, ahead, index, 64, BYTE))
+                    prefetch_line(builder, element(builder, line, later.index, 64, BYTE))
                 weights = [
                     builder.load(element(builder, block, INT(v), 64, numbers), align=4)
                     for v in range(num_vectors)]

@@ -186,24 +186,25 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
     x [rows, inputs], out [rows, outputs].
 
     oneDNN packs W as [outputs / 64, inputs, 64]. The sums of up to 6 rows and 16 outputs fit into
-    the 16 registers of AVX2. The rows of x are divided into panels of the same height, so the last
-    panel may start early and compute some rows again. A panel is stored as [inputs, height]: rows
-    that begin a multiple of 4 kB apart would all have the same place in a cache.
+    the 16 registers of AVX2. The rows of x are divided into panels of the same height, and the last
+    row fills the last panel. A panel is stored as [inputs, height]: rows that begin a multiple of
+    4 kB apart would all have the same place in a cache.
 
-    Of several panels, the first one reads 16 kB of weights from memory, and the others read them
-    from the cache. To keep memory busy meanwhile, the next 16 kB are prefetched in four turns.
+    The first panel reads 16 kB of weights from memory, and the others read them from the cache. All
+    panels together prefetch the next 16 kB, one line in each step, to keep memory busy meanwhile.
+    For one row the processor's own prefetching is faster.
     """
     out = array(out_ptr, (rows, outputs // WIDTH, WIDTH), f32(0))
-    height = rows if rows < 5 else 3 if rows == 5 else 4 if rows in (8, 16, 20) else 6
+    height = 1 if rows == 1 else 4 if rows <= 4 or 7 <= rows <= 8 else 6
     panels = (rows + height - 1) // height
-    columns = 64 if height == 1 else 32 if height < 4 else 16  # outputs at a time
+    columns = 64 if height == 1 else 16  # outputs at a time
     x = array(x_ptr, (rows, inputs), f32(0))
     packed = np.empty((panels, inputs, height), f32)
     for panel in range(panels):
-        row = min(panel * height, rows - height)
         for r in range(height):
+            row = min(panel * height + r, rows - 1)
             for i in range(inputs):
-                packed[panel, i, r] = x[row + r, i]
+                packed[panel, i, r] = x[row, i]
     acc, bias = np.empty((panels * height, WIDTH), f32), np.zeros(WIDTH, f32)
     for block in range(start, stop):
         if bias_ptr != 0:
@@ -215,31 +216,24 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
         for first in range(0, inputs, INPUTS):
             steps = min(INPUTS, inputs - first)
             weights = weight_ptr + 4 * WIDTH * (block * inputs + first)
-            ahead = weights + 4 * WIDTH * INPUTS
+            ahead, stride = weights + 4 * WIDTH * INPUTS, 64 // panels
+            lines = 1 if first + INPUTS < inputs or block + 1 < stop else 0
             for panel in range(panels):
                 x_panel = np.int64(packed[panel, first:].ctypes.data), 4, 4 * height
                 sums = np.int64(acc[panel * height :].ctypes.data)
                 for c in range(0, WIDTH, columns):
                     w, to = (weights + 4 * c, 4 * WIDTH), (sums + 4 * c, 4 * WIDTH)
-                    turn = (panel * WIDTH + c) // columns
-                    lines = columns // 16 if turn % panels == 0 else 0
-                    fetch = ahead + turn // panels * lines * 64 * steps, lines
                     if height == 6:
-                        dot_rows(FLOAT32, 6, 1, 1, x_panel, w, steps, to, fetch)
+                        dot_rows(FLOAT32, 6, 1, 1, x_panel, w, steps, to, (ahead, stride, lines))
                     elif height == 4:
-                        dot_rows(FLOAT32, 4, 1, 1, x_panel, w, steps, to, fetch)
-                    elif height == 3:
-                        dot_rows(FLOAT32, 3, 2, 1, x_panel, w, steps, to, fetch)
-                    elif height == 2:
-                        dot_rows(FLOAT32, 2, 2, 1, x_panel, w, steps, to, fetch)
+                        dot_rows(FLOAT32, 4, 1, 1, x_panel, w, steps, to, (ahead, stride, lines))
                     else:
-                        dot_rows(FLOAT32, 1, 4, 1, x_panel, w, steps, to, fetch)
-        for panel in range(panels):
-            row = min(panel * height, rows - height)
-            for r in range(height):
-                result = out[row + r, block]
-                for c in range(WIDTH):
-                    result[c] = acc[panel * height + r, c]
+                        dot_rows(FLOAT32, 1, 4, 1, x_panel, w, steps, to, (0, 0, 0))
+                    ahead += stride * steps
+        for row in range(rows):
+            result = out[row, block]
+            for c in range(WIDTH):
+                result[c] = acc[row, c]
 
 
 @compiled()

@@ -65,7 +65,7 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
                 to = np.int64(acc[panel * height :].ctypes.data), 4 * WIDTH
                 # Beyond 4, this is the beginning of the weights after the next ones.
                 fetched = min(panel * lines, 4)
-                ahead = weights + 2 * WIDTH * INPUTS + fetched * 64 * steps, lines
+                ahead = weights + 2 * WIDTH * INPUTS + fetched * 64 * steps, 64 * lines, lines
                 if height == 6:
                     dot_rows(BF16, 6, 4, 1, x, w, steps, to, ahead)
                 elif height == 4:
@@ -155,7 +155,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
                     x = np.int64(keys[j:].ctypes.data), 2 * dim, 4
                     to = np.int64(scores[first + j :, r:].ctypes.data), 4 * max_rows
                     w = np.int64(query[r // ROWS].ctypes.data), 4 * ROWS
-                    dot_rows(BF16, 8, 2, 1, x, w, pairs, to, (0, 0))
+                    dot_rows(BF16, 8, 2, 1, x, w, pairs, to, (0, 0, 0))
 
         for t in range(num_keys):
             for r in range(padded):
@@ -192,7 +192,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
                 for d in range(0, dim, 32):
                     w = np.int64(values[:, d:].ctypes.data), 4 * dim
                     to = np.int64(acc[r:, d:].ctypes.data), 4 * dim
-                    dot_rows(BF16, 8, 2, 1, x, w, KEYS // 2, to, (0, 0))
+                    dot_rows(BF16, 8, 2, 1, x, w, KEYS // 2, to, (0, 0, 0))
 
         for r in range(rows):
             token, h = queries[p, r // q_per_kv], head * q_per_kv + r % q_per_kv
