@@ -22,9 +22,10 @@ from nanovllm.backends.cpu.primitives import array, exp, f32, from_float32, maxi
 PREFETCH_TILES = 2
 # The largest number of rows of a group of several queries: with AMX each takes two of a tile's 16.
 MAX_ROWS = 8
-# The product: outputs of a block of the packed weight, and the inputs of a block that all rows are
-# multiplied with before the next ones. Their weights take 16 kB of a cache.
-WIDTH, INPUTS = 64, 64
+# The product: outputs of a block of the packed weight, and the inputs that all rows are multiplied
+# with before the next ones. The weights of 64 inputs take 16 kB of a cache, for several panels.
+WIDTH = 64
+INPUTS_OF_ONE_PANEL, INPUTS = 256, 64
 
 
 @dataclass(eq=False)
@@ -190,14 +191,15 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
     row fills the last panel. A panel is stored as [inputs, height]: rows that begin a multiple of
     4 kB apart would all have the same place in a cache.
 
-    The first panel reads 16 kB of weights from memory, and the others read them from the cache. All
-    panels together prefetch the next 16 kB, one line in each step, to keep memory busy meanwhile.
-    For one row the processor's own prefetching is faster.
+    The first panel reads weights from memory, and the others read them from the cache. All panels
+    together prefetch the next ones, one line in each step, to keep memory busy meanwhile. For one
+    row the processor's own prefetching is faster.
     """
     out = array(out_ptr, (rows, outputs // WIDTH, WIDTH), f32(0))
     height = 1 if rows == 1 else 4 if rows <= 4 or 7 <= rows <= 8 else 6
     panels = (rows + height - 1) // height
     columns = 64 if height == 1 else 16  # outputs at a time
+    span = INPUTS if panels > 1 else INPUTS_OF_ONE_PANEL
     x = array(x_ptr, (rows, inputs), f32(0))
     packed = np.empty((panels, inputs, height), f32)
     for panel in range(panels):
@@ -213,20 +215,19 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
         for r in range(panels * height):
             for c in range(WIDTH):
                 acc[r, c] = bias[c]
-        for first in range(0, inputs, INPUTS):
-            steps = min(INPUTS, inputs - first)
+        for first in range(0, inputs, span):
+            steps = min(span, inputs - first)
             weights = weight_ptr + 4 * WIDTH * (block * inputs + first)
-            ahead, stride = weights + 4 * WIDTH * INPUTS, 64 // panels
-            lines = 1 if first + INPUTS < inputs or block + 1 < stop else 0
+            ahead, stride = weights + 4 * WIDTH * steps, 64 // panels
             for panel in range(panels):
                 x_panel = np.int64(packed[panel, first:].ctypes.data), 4, 4 * height
                 sums = np.int64(acc[panel * height :].ctypes.data)
                 for c in range(0, WIDTH, columns):
                     w, to = (weights + 4 * c, 4 * WIDTH), (sums + 4 * c, 4 * WIDTH)
                     if height == 6:
-                        dot_rows(FLOAT32, 6, 1, 1, x_panel, w, steps, to, (ahead, stride, lines))
+                        dot_rows(FLOAT32, 6, 1, 1, x_panel, w, steps, to, (ahead, stride, 1))
                     elif height == 4:
-                        dot_rows(FLOAT32, 4, 1, 1, x_panel, w, steps, to, (ahead, stride, lines))
+                        dot_rows(FLOAT32, 4, 1, 1, x_panel, w, steps, to, (ahead, stride, 1))
                     else:
                         dot_rows(FLOAT32, 1, 4, 1, x_panel, w, steps, to, (0, 0, 0))
                     ahead += stride * steps
