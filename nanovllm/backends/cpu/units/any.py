@@ -25,7 +25,7 @@ MAX_ROWS = 8
 # The product: outputs of a block of the packed weight, and the inputs that all rows are multiplied
 # with before the next ones. The weights of 64 inputs take 16 kB of a cache, for several panels.
 WIDTH = 64
-INPUTS_OF_ONE_PANEL, INPUTS = 256, 64
+INPUTS_OF_ONE_PANEL, INPUTS = 128, 64
 
 
 @dataclass(eq=False)
