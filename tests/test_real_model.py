@@ -40,7 +40,7 @@ QUESTIONS = [
     "Wie heißt die Hauptstadt von Österreich? 你好 🙂",
 ]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
-GREEDY = SamplingParams(temperature=0, max_tokens=128)
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
 SYSTEM = "You are a patient teacher who answers in plain words and gives an example. " * 8
 TEXT = Path(find_checkpoint.__code__.co_filename).read_text()[:1500]
 
@@ -91,9 +91,9 @@ def test_greedy_tokens(reference: Any, real: LLM, case: str) -> None:
         chats = [[{"role": "system", "content": SYSTEM}, *chat] for chat in CHATS]
         llm.chat(chats[0], SamplingParams(max_tokens=1), use_tqdm=False)
     else:
-        llm = make_llm(num_kvcache_blocks=80)
+        llm = make_llm(num_kvcache_blocks=60)
     outputs = llm.chat(chats, GREEDY, use_tqdm=False)
-    assert sum(len(output.outputs[0].token_ids) for output in outputs) > 1000
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) > 600
     assert check_greedy(reference, outputs) <= 2
     if case == "system prompt":
         assert all(output.num_cached_tokens >= 100 for output in outputs)
