@@ -13,6 +13,7 @@ from quantized_files import quantize_checkpoint
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.backends.cpu.experts import is_packed
 from nanovllm.backends.int8 import Int8Backend
 from nanovllm.features.moe.experts import Groups, expert_linear
 from nanovllm.features.tensor_parallel.shards import config_of_rank, tensors_of_rank
@@ -69,6 +70,15 @@ def test_parity(shape: dict[str, Any], backend: str, tmp_path: Path) -> None:
     params = replace(GREEDY, max_tokens=40)
     check_greedy(model, llm.generate(prompts_of(1, 33, 70, 5, 64, 43), params, use_tqdm=False))
     assert llm.stats()["preemptions"] > 0
+
+
+def test_parity_of_packed_experts(tmp_path: Path) -> None:
+    """Experts whose sizes are multiples of 64 have the CPU's own kernel in float32."""
+    model = make_moe_checkpoint(tmp_path, moe_intermediate_size=64, hidden_size=128)
+    llm = random_llm(tmp_path, attention_backend="numba", max_num_batched_tokens=24)
+    layers = llm.engine.runner.model.layers
+    assert all(is_packed(layer.mlp.down_proj) for layer in layers)
+    check_greedy(model, llm.generate(prompts_of(1, 33, 70, 5), GREEDY, use_tqdm=False))
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
