@@ -154,8 +154,8 @@ class ModelConfig:
         return 0
 
 
-# Properties that follow from the name of the architecture and may be absent from config.json. If
-# attention_bias is not given here, the one of config.json is for all four projections of attention.
+# Properties that follow from the name of the architecture and may be absent from config.json.
+# Without attention_bias here, its value in config.json applies to all projections of attention.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 128},
     "Qwen2ForCausalLM": {"qk_norm": False, "attention_bias": True},
