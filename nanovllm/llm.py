@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Unpack
 
 from tqdm import tqdm
@@ -16,7 +16,6 @@ from nanovllm.api.log import show_log
 from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
 from nanovllm.api.prompts import Prompt, pair_up
 from nanovllm.api.sampling_params import SamplingParams
-from nanovllm.engine.garbage import frozen_imports, frozen_requests
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
 from nanovllm.engine.request import Progress, Request
@@ -60,7 +59,8 @@ class LLM:
         """
         show_log()
         config = engine_config({"model": model, **options})
-        with frozen_imports():
+        garbage = find_optional("features.garbage")
+        with garbage.frozen_imports() if garbage else nullcontext():
             from nanovllm.loading.make_engine import make_engine
             from nanovllm.loading.select_backend import import_backend
 
@@ -217,7 +217,9 @@ class LLM:
         """Queue the prompts, and run steps until their requests have ended."""
         requests: list[Request] = []
         progress = Progress()
-        with self._abort_on_error(requests) as interrupt, frozen_requests() as freeze:
+        garbage = find_optional("features.garbage")
+        frozen = garbage.frozen_requests() if garbage else nullcontext(lambda num_requests: None)
+        with self._abort_on_error(requests) as interrupt, frozen as freeze:
             for _ in self.engine.add(prompts, requests, progress):
                 interrupt.check()
                 freeze(len(requests))

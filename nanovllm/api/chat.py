@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-import jinja2
-
 from nanovllm.api.checks import check_scalar
-from nanovllm.api.time_limit import call_with_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Message = dict[str, Any]
-# Arguments of apply_chat_template that `render` sets itself.
+# Arguments of apply_chat_template that `apply` sets itself.
 RESERVED = {"self", "conversation", "conversations", "messages", "tokenize"}
-# Limits of a template that is passed with a request. The text of the longest context of a model has
-# about a tenth of MAX_CHARACTERS.
-MAX_SECONDS = 10
-MAX_CHARACTERS = 2**26
 
 
 def as_conversations(
@@ -39,18 +32,12 @@ def as_conversations(
     return cast("list[Sequence[Message]]", conversations)
 
 
-def render(
-    conversation: Iterable[Message],
-    tokenizer: Tokenizer,
-    variables: dict[str, Any],
-    overrides: dict[str, Any] | None,
-) -> str:
-    """Return the text of a conversation.
+def template_variables(
+    variables: dict[str, Any], overrides: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template`: a chat template and its variables.
 
-    variables: the arguments of `apply_chat_template`, such as a chat template and its variables.
     overrides: the argument chat_template_kwargs of a call. It overrides `variables`, as in vLLM.
-
-    A template that is passed with a request may run forever, so it has a time limit.
     """
     overrides = {} if overrides is None else overrides
     check_scalar("chat_template_kwargs", overrides, dict)
@@ -60,29 +47,22 @@ def render(
                 f"chat_template_kwargs has {name!r:.80}, which cannot be a variable of a chat "
                 "template; remove it"
             )
-    variables = variables | overrides
-    template = variables.get("chat_template")
-    if template is None:
-        return render_without_limit(conversation, tokenizer, variables)
-    check_scalar("chat_template", template, str)
-    try:
-        return call_with_limit(
-            lambda: render_without_limit(conversation, tokenizer, variables), MAX_SECONDS
-        )
-    except TimeoutError:
-        raise ValueError(
-            f"chat_template={template!r:.80} takes more than {MAX_SECONDS} seconds; "
-            "end its loops earlier"
-        ) from None
+    return variables | overrides
 
 
-def render_without_limit(
-    conversation: Iterable[Message], tokenizer: Tokenizer, variables: dict[str, Any]
-) -> str:
+def render(conversation: Iterable[Message], tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
+    """Return the text of a conversation. `variables` are those of `template_variables`."""
     template = variables.get("chat_template")
     messages = plain_messages(conversation, tokenizer, template)
-    try:
+    with explain_template_error(template):
         return apply(tokenizer, messages, variables)
+
+
+@contextmanager
+def explain_template_error(template: str | None) -> Iterator[None]:
+    """Raise ValueError for an error in the `with` block. None: the template of the tokenizer."""
+    try:
+        yield
     except Exception as error:  # A template can raise any error, such as ZeroDivisionError.
         shown = "the tokenizer's" if template is None else f"{template!r:.80}"
         raise ValueError(
@@ -93,38 +73,7 @@ def render_without_limit(
 
 
 def apply(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, Any]) -> str:
-    if (template := variables.get("chat_template")) is not None:
-        limit_template(tokenizer.get_chat_template(template))
     return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, **variables))
-
-
-def limit_template(template: str) -> None:
-    """Limit the length of the text that a template returns.
-
-    Raises ValueError if the template has the operator **, because one power of large numbers can
-    take hours. During this time no other thread can run, and Ctrl-C has no effect.
-    """
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    tokens = [t for t in jinja2.Environment().lex(template) if t[1] != "whitespace"]
-    for (*_, before), (_, kind, token) in itertools.pairwise(tokens):
-        # After "(" or ",", ** does not compute a power but unpacks the arguments of a call.
-        if kind == "operator" and token == "**" and before not in ("(", ","):
-            raise ValueError("the operator ** is not accepted")
-    # transformers caches compiled templates, each with its own environment.
-    _compile_jinja_template(template).environment.concat = join
-
-
-def join(parts: Iterable[str]) -> str:
-    """Concatenate the parts of a text. Raises ValueError if the text is too long."""
-    kept = []
-    size = 0
-    for part in parts:
-        kept.append(part)
-        size += 1 + len(part)  # empty parts take memory too
-        if size > MAX_CHARACTERS:
-            raise ValueError(f"the text has more than {MAX_CHARACTERS} characters")
-    return "".join(kept)
 
 
 def plain_messages(

@@ -44,7 +44,7 @@ class EngineConfig:
     # Maximum number of prompt and output tokens together, at least one each. None: the maximum of
     # the checkpoint, or what the memory allows if that is less.
     max_model_len: Annotated[int, 2, math.inf] | None = None
-    # Sequences that run at a time: at most what a dimension of a CUDA grid can have.
+    # Sequences that run at a time. The limit is the size of one dimension of a CUDA grid.
     max_num_seqs: Annotated[int, 1, 65_535] = 256
     max_num_batched_tokens: Positive = 8192  # the token budget of one step
     # Fraction of the GPU's memory that the engine may use.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from nanovllm.api.chat import Message, render
+from nanovllm.api.chat import Message, render, template_variables
 from nanovllm.api.checks import located
 from nanovllm.api.log import logger
 from nanovllm.api.prompts import Prompt, split_prompt
@@ -51,6 +51,7 @@ class InputProcessor:
     make_rules: Any = None  # `make_rules` of features/logit_rules/params.py
     grammars: Any = None  # a GrammarCompiler of features/structured.py
     pooling: Any = None  # PoolingSettings: the embedding settings of the checkpoint
+    render_with_limits: Any = None  # `render_with_limits` of features/chat_template.py
     tokens: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,19 +145,13 @@ class InputProcessor:
             return rules
         for name in RULE_PARAMETERS:
             if getattr(params, name) != getattr(DEFAULTS, name):
-                raise ValueError(
-                    f"{name} needs nanovllm/features/logit_rules, which this copy of nanovllm "
-                    "does not have"
-                )
+                raise missing(name, "logit_rules")
         return None
 
     def compile_grammar(self, params: Any, stop_token_ids: tuple[int, ...]) -> Any:
         """Return the compiled grammar of an output that ends with one of `stop_token_ids`."""
         if self.grammars is None:
-            raise ValueError(
-                "structured_outputs needs nanovllm/features/structured.py, which this copy of "
-                "nanovllm does not have"
-            )
+            raise missing("structured_outputs", "structured.py")
         return self.grammars.compile(params, list(stop_token_ids))
 
     def chat_prompt(
@@ -167,7 +162,13 @@ class InputProcessor:
         variables: the chat template and its variables.
         more: the chat_template_kwargs of a caller, which override `variables`.
         """
-        text = render(conversation, self.get_tokenizer(), variables, more)
+        variables = template_variables(variables, more)
+        render_any = render
+        if variables.get("chat_template") is not None:
+            if self.render_with_limits is None:
+                raise missing("chat_template", "chat_template.py")
+            render_any = self.render_with_limits
+        text = render_any(conversation, self.get_tokenizer(), variables)
         return {"prompt": text, "prompt_token_ids": self.encode(text, add_special_tokens=False)}
 
     def get_tokenizer(self) -> Tokenizer:
@@ -195,3 +196,9 @@ class InputProcessor:
             with contextlib.suppress(TypeError, UnicodeError):  # `encode` names the text
                 return iter(self.get_tokenizer()(texts, verbose=False, **options)["input_ids"])
         return map(self.encode, texts)
+
+
+def missing(option: str, file: str) -> ValueError:
+    return ValueError(
+        f"{option} needs nanovllm/features/{file}, which this copy of nanovllm does not have"
+    )

@@ -16,8 +16,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.api.structured_outputs import StructuredOutputsParams
-from nanovllm.api.time_limit import call_with_limit
 from nanovllm.engine.detokenizer import Tokenizer
+from nanovllm.features.time_limit import call_with_limit
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -3,9 +3,9 @@
 The keys and values of a token depend on this token and those before it, and on nothing after it.
 Two prompts that begin with the same tokens have the same KV there, so both block tables can
 contain the same blocks. The prefix cache finds a block by its tokens and the block before it. The
-samples of one prompt (n=2) share blocks too, and one that writes into a shared block copies it
-first. Sharing and copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180). A
-tree of prefixes is from SGLang (Zheng et al. 2023, arXiv:2312.07104); vLLM has hashes instead.
+samples of one prompt (n=2) share blocks too, and a sample that writes into a shared block copies it
+first. Sharing and copy-on-write are from PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+SGLang (Zheng et al. 2023, arXiv:2312.07104) finds prefixes in a tree, and vLLM by hashes.
 
     prompt A   [ t0 t1 t2 t3 | t4 t5 t6 t7 | t8 t9       ]   block table  1 2 3
     prompt B   [ t0 t1 t2 t3 | t4 t5 u6 u7 | u8          ]   block table  1 4 5
@@ -86,8 +86,8 @@ def run() -> None:
     same = next(i for i in range(len(b)) if a[i] != b[i])
     print(*(f"{name} = {text!r}" for name, text in PROMPTS.items()), sep="\n", end="\n\n")
     say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. Below is the
-        trace of their first step. Its columns free, cached and shared count blocks; cached are
-        blocks of the prefix cache that no sequence owns now. docs/trace.md explains the others.""")
+        trace of their first step. Its columns free, cached and shared count blocks. A cached block
+        is in the prefix cache and no sequence owns it now. docs/trace.md explains the others.""")
     counts = share_blocks(llm)
     show_table(("block", "ref_count"), counts.items())
     say(f"""A and B share one block, so its reference count is 2. They can share it in the same
@@ -109,17 +109,17 @@ def run() -> None:
         and of the prompt of 8 tokens only {runs[1][2]}.""")
 
     QUESTIONS.show(2)
-    say("""Two samples of A, at a high temperature: sequences 0.0 and 0.1 of request 0. Sequence 0.1
-        is forked when 0.0 has its first token, and shares the blocks of the prompt. It computes the
-        last prompt token again, to sample from its logits. The last block is not full, and both
-        will write into it, so the engine copies it for one of them first:""")
+    say("""Next, two samples of A are drawn at a high temperature: sequences 0.0 and 0.1 of request
+        0. Sequence 0.1 is forked when 0.0 has its first token, and shares the blocks of the prompt.
+        It computes the last prompt token again, to sample from its logits. The last block is not
+        full, and both will write into it, so the engine copies it for one of them first:""")
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=32)
     print(trace_samples(llm, 2)[0], end="\n\n")
     say("""Cached blocks without an owner are kept until no block is free. Then the least recently
         used one is evicted. A pool of 6 blocks runs A, C, A again, and D. D needs 3 blocks, and 2
         are free. The last block of C is evicted. The beginning of C stays, because a sequence
-        releases its last block first. Tokens of each prompt that the next request would find in the
-        cache:""")
+        releases its last block first. The table shows how many tokens of each prompt the next
+        request would find in the cache:""")
     show_table(("after", "of A", "of C", "of D"), evict())
     show_source(
         link(BlockManager.match), link(BlockManager.copy_on_write), link(BlockManager.choose_victim)
@@ -132,13 +132,13 @@ QUESTIONS = Questions("""
     (a) The cache compares whole prompts.
     (b) Their positions differ.
     (c) The keys and values of a token depend on all tokens before it, so they differ.
-    Answer: c. Therefore the parent is part of what finds a block. Equal tokens after different
-    beginnings are different blocks.
+    Answer: c. This is why the cache finds a block by its tokens and its parent. Equal tokens after
+    different beginnings are different blocks.
     Hint: Which tokens do the keys and values of the fifth token depend on, in the second layer?
 
     If two samples of a prompt are drawn, its last block, which is not full, is copied once. How
     many copies are made for four samples?
-    Answer: 3. Each of the four writes into this block and needs one of its own. One of them keeps
-    the original.
+    Answer: 3. Each of the four samples writes into this block, so each needs a separate block. One
+    sample keeps the original.
     Hint: How many samples write into the block, and who may keep the original?
 """)

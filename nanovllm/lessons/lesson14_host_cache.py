@@ -21,8 +21,8 @@ from nanovllm.loading.memory import num_weights
 from nanovllm.models.qwen3 import Qwen3
 
 A, B = "What is 12 + 30?\n", "Spell strawberry\n"
-SLOTS, POOL = 4, 66  # of a block; blocks of the device
-CHATS, TURNS, TURN = 4, 5, 40  # conversations; a turn adds so many tokens to each
+SLOTS, POOL = 4, 66  # slots of a block, blocks of the device
+CHATS, TURNS, TURN = 4, 5, 40  # conversations, their turns, tokens that a turn adds
 LINK, GPU = 25e9, 400e12  # bytes per second to host memory, FLOPs per second: a GPU on PCIe
 
 
@@ -47,15 +47,15 @@ def converse(llm: LLM) -> tuple[int, int]:
 
 def run() -> None:
     llm = make(4, 64)
-    say(f"""A, then B, then A again, in a pool of 4 blocks of {SLOTS} slots: A = {A!r} and B =
-        {B!r}. The blocks of A are evicted for B, and come back in step 3:""")
+    say(f"""A pool of 4 blocks of {SLOTS} slots runs A = {A!r}, then B = {B!r}, then A again.
+        The blocks of A are evicted for B, and loaded again in step 3:""")
     with Trace(llm) as trace:
         for prompt in (A, B, A):
             ask(llm, [prompt], max_tokens=1)
     print(trace, end="\n\n")
-    say("""A block's number says where it is, and not what it holds. In step 3 blocks 1 and 2 are in
-        two sentences: they are evicted with the tokens of B, and then loaded with those of A, which
-        the prefix hit found in host memory.""")
+    say("""The number of a block is its place in the cache, and does not depend on its content. In
+        step 3 two sentences name blocks 1 and 2: their tokens of B are evicted, and then tokens of
+        A, which the prefix hit found in host memory, are loaded into them.""")
     saves = llm.stats()["host_saves"]
     QUESTIONS.show(1)
     say("The host keeps its copy of a block that was loaded, also while the block is in use.")
@@ -84,9 +84,9 @@ def run() -> None:
         times = (f"{1e6 * size / LINK:.1f}", f"{1e6 * flops / GPU:.1f}")
         rows.append((name, f"{size:,}", f"{flops / 1e9:.1f}", *times))
     show_table(("model", "bytes", "GFLOPs", "us to load", "us to compute"), rows)
-    say("""For the small model a load is slower than computing, unless the host is reached faster.
-        The engine does not compare the two: with swap_space it loads each block that the host has.
-        On a CPU a larger KV cache does the same without copies.""")
+    say("""For the small model a load is slower than computing, unless the link to the host is
+        faster. The engine does not compare the two: with swap_space it loads each block that the
+        host has. On a CPU a larger KV cache does the same without copies.""")
     show_source(link(HostCacheBlockManager._save), link(HostCacheBlockManager._load))
 
 
@@ -105,5 +105,5 @@ QUESTIONS = Questions("""
     (c) It makes no difference: both grow with the number of layers.
     Answer: b. From the small to the large model, the FLOPs of a token grow more than its bytes of
     KV.
-    Hint: By which factor do the weights grow, and by which the bytes of a token?
+    Hint: By which factor do the weights grow, and by which factor the bytes of a token?
 """)

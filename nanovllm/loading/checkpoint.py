@@ -27,7 +27,6 @@ from nanovllm.models.config import (
     ModelConfig,
     check_field,
     check_fields,
-    override,
     read_json,
     unreadable,
     with_text_config,
@@ -159,7 +158,11 @@ class Checkpoint:
                 f"{self.directory} has no config.json; it is not a model in Hugging Face layout"
             )
         raw: dict[str, Any] = with_text_config(read_json(self.config_path))
-        return override(raw, self.overrides) if self.overrides else raw
+        if self.overrides:
+            raw = load_optional("features.hf_overrides", "hf_overrides").override(
+                raw, self.overrides
+            )
+        return raw
 
     @cached_property
     def model_config(self) -> ModelConfig:

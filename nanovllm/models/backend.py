@@ -20,7 +20,7 @@ from nanovllm.models.layers import Linear
 
 
 def num_experts(names: Iterable[str]) -> int:
-    """Return of how many experts the projections of a Linear are; 0 if they are not of experts."""
+    """Return the number of experts that the projections of a Linear belong to, or 0."""
     return len({name.split(".")[1] for name in names if name.startswith("experts.")})
 
 

@@ -29,7 +29,7 @@ class ForwardBatch:
     query_lens: np.ndarray  # [S] int64, on the host: the number of tokens of each sequence
     host_lens: np.ndarray | None = None  # [S] int64: context_lens, if the host knows them
     num_decodes: int = 0  # the last `num_decodes` sequences have one token each
-    order: Tensor | None = None  # [num_decodes] int64: `longest_first`, if it is not the host's
+    order: Tensor | None = None  # [num_decodes] int64: `longest_first`, if on the device
     attention_metadata: Any = None  # set by `prepare` of the attention backend
     states: Any = None  # a StepStates of features/hybrid, if the model has linear attention
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nanovllm.api.checks import KINDS, check_scalar, unknown_name
+from nanovllm.api.checks import KINDS, check_scalar
 from nanovllm.api.config import DTYPES
 from nanovllm.models.rope import RopeConfig
 
@@ -155,8 +154,8 @@ class ModelConfig:
         return 0
 
 
-# Properties that follow from the name of the architecture and may be absent from config.json. If
-# attention_bias is not given here, the one of config.json is for all four projections of attention.
+# Properties that follow from the name of the architecture and may be absent from config.json.
+# Without attention_bias here, its value in config.json applies to all projections of attention.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"qk_norm": True, "head_dim": 128},
     "Qwen2ForCausalLM": {"qk_norm": False, "attention_bias": True},
@@ -224,31 +223,6 @@ def _sliding_window(raw: dict[str, Any], architecture: str, is_null: bool) -> in
     else:
         slides = "sliding_attention" in layers
     return raw.get("sliding_window", 4096) if slides else None
-
-
-def override(raw: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of config.json with `overrides`, which vLLM calls hf_overrides.
-
-    New rope fields replace the old ones except rope_theta. Raises ValueError for a field that is
-    neither in the file nor used here.
-    """
-    nested = {field.name for field in dataclasses.fields(RopeConfig)} - {"rope_theta"} | {"type"}
-    known = sorted((raw.keys() | FIELDS.keys()) - nested)
-    for name in map(str, overrides):
-        if name in nested:
-            raise ValueError(f"hf_overrides: {name!r} is a field of 'rope_scaling'; put it there")
-        if name not in known:
-            raise ValueError(f"hf_overrides: {unknown_name('field of config.json', name, known)}")
-    rope = raw.get("rope_parameters")
-    if isinstance(rope, dict) and rope.get("rope_theta") is not None:
-        rest = {name: value for name, value in rope.items() if name != "rope_theta"}
-        raw = raw | {"rope_theta": rope["rope_theta"], "rope_parameters": rest}
-    fields = {**raw, **overrides}
-    if "rope_scaling" in overrides:
-        fields["rope_parameters"] = None
-    elif "rope_parameters" in overrides:
-        fields["rope_scaling"] = None
-    return fields
 
 
 def check_fields(raw: dict[str, Any], path: Path, fields: Fields = FIELDS) -> dict[str, Any]:

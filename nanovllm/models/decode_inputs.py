@@ -9,9 +9,9 @@ from nanovllm.plan import FILTERS
 
 
 def longest_first(context_lens: np.ndarray) -> np.ndarray:
-    """Return the indices [S] int64 of sequences by length, for a device that starts them so.
+    """Return the indices [S] int64 of sequences by length, for a device that starts them in order.
 
-    No long sequence is then still computed when the others have ended.
+    A long sequence that started last would still run when all others have ended.
     """
     return np.argsort(-context_lens, kind="stable")
 
@@ -39,7 +39,7 @@ def decode_inputs(
 ) -> DecodeInputs:
     """Read what a decode of `rows` [S] needs, and advance their positions.
 
-    The others are the tensors of runner/device_rows.py. Row N is padding: it stays at position 0.
+    The other tensors are in runner/device_rows.py. Row N is padding and stays at position 0.
     """
     positions[-1:].zero_()
     at = positions[rows]

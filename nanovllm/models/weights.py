@@ -42,7 +42,7 @@ def load_weights(tensors: Iterable[CheckpointTensor], files: Mapping[Path, Any])
     """Store all tensors from open files.
 
     Raises ValueError with all differences, before anything is stored, if the files do not contain
-    exactly `tensors`. If no name in the files starts with "model.", no name needs to.
+    exactly `tensors`. The names in the files may all lack the prefix "model.".
     """
     if not any(name.startswith(PREFIX) for file in files.values() for name in file.keys()):  # noqa: SIM118
         tensors = [replace(tensor, name=tensor.name.removeprefix(PREFIX)) for tensor in tensors]

@@ -62,7 +62,7 @@ class PendingOutput:
             results[row].logprobs = unpack_logprobs(packed, token_ids[i], k)
         all_packed = (packed for part in self.prompt_parts for packed in part())
         for chunk, k in self.prompts:
-            # The targets are first: zip stops after the last one and takes no result too many.
+            # The targets are the first argument, so that zip takes no result after the last target.
             entries = zip(chunk.logprob_targets, all_packed, strict=False)
             result = results[chunk.row]
             result.prompt_logprobs = [unpack_logprobs(p, token, k) for token, p in entries]

@@ -17,12 +17,12 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.api.child import python
 from nanovllm.api.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.garbage import frozen_requests
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Progress, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.features.garbage import frozen_requests
 from nanovllm.plan import RowSampling, StepOutput, StepPlan
 from nanovllm.runner.rows import Rows
 from nanovllm.tools.benchmarks import machine

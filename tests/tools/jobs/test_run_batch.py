@@ -564,10 +564,10 @@ def test_ctrl_c_ends_a_template_of_a_line(tmp_path: Path, presses: int) -> None:
     lines = [line("loop", CHAT, **ask("Hi", chat_template=ENDLESS)), *few(2)]
     source, target = save(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     code = f"""
-from nanovllm.api import chat
+from nanovllm.features import chat_template
 from nanovllm.engine.interrupt import DeferredInterrupt
 from nanovllm.tools.jobs import run_batch
-chat.MAX_SECONDS = {2 if presses == 1 else 10**6}
+chat_template.MAX_SECONDS = {2 if presses == 1 else 10**6}
 parse_line, handle = run_batch.parse_line, DeferredInterrupt.__call__
 
 def noted(self, number, frame):

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from tokenizers import (
 )
 from tokenizers import pre_tokenizers as pre
 
+from nanovllm.features.plain_tokenizer import QWEN_SPLIT, PlainTokenizer
 from nanovllm.loading import tokenizer as loading
-from nanovllm.loading.tokenizer import QWEN_SPLIT, PlainTokenizer, load_full, load_tokenizer
+from nanovllm.loading.tokenizer import load_full, load_tokenizer
 
 EMBEDDED = Path(loading.__file__).with_name("qwen3-nano")
 # The first and the last character of blocks of many scripts, marks, private use, other planes.
@@ -141,6 +143,14 @@ def test_ids_and_texts_are_those_of_transformers(directory: Path) -> None:
             assert plain.decode(ids, **options) == full.decode(ids, **options)
     options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
     assert plain(every, **options)["input_ids"] == full(every, **options)["input_ids"]
+
+
+def test_the_file_can_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_tokenizer(EMBEDDED)
+    monkeypatch.setitem(sys.modules, "nanovllm.features.plain_tokenizer", None)
+    full = load_tokenizer(EMBEDDED)
+    assert type(full).__module__.startswith("transformers.")
+    assert full.encode("12 + 30?") == plain.encode("12 + 30?")
 
 
 def test_chats_are_rendered_as_by_transformers(directory: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EngineConfig
-from nanovllm.engine import garbage
-from nanovllm.engine.garbage import FREEZE_EVERY, frozen_imports, frozen_requests
 from nanovllm.engine.input_processor import InputProcessor
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.features import garbage
+from nanovllm.features.garbage import FREEZE_EVERY, frozen_imports, frozen_requests
 from nanovllm.tools.benchmarks.modes import NoModel
 
 

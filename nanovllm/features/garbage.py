@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 FREEZE_EVERY = 1000  # requests
-# About how many objects `frozen_imports` has frozen. It is one number for the process, as the
-# collector is.
+# About how many objects `frozen_imports` has frozen: one number, as a process has one collector.
 num_imported = 0
 
 
@@ -27,10 +26,9 @@ num_imported = 0
 def frozen_imports() -> Iterator[None]:
     """Run a block that imports torch without collections, and freeze all objects at its end.
 
-    The program's own objects of this time are frozen too: those in cycles are never freed. So
-    nothing is frozen if torch has been imported before, because the program may have made models
-    with it. Nothing is frozen either if the program has disabled the collector or has frozen
-    objects itself.
+    All existing objects of the program are frozen too, and cycles of them are then never freed.
+    Nothing is frozen if torch has been imported before, because the program may have made models
+    with it, or if the program has disabled the collector or has frozen objects itself.
     """
     global num_imported
     if "torch" in sys.modules or not gc.isenabled() or gc.get_freeze_count():
@@ -62,7 +60,7 @@ def frozen_requests() -> Iterator[Callable[[int], None]]:
     """
     num_frozen = 0
 
-    @functools.cache  # to count the objects takes 0.04 s
+    @functools.cache  # counting the objects takes 0.04 s
     def may_freeze() -> bool:
         return gc.isenabled() and gc.get_freeze_count() <= num_imported
 
