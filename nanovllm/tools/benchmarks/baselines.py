@@ -26,7 +26,7 @@ BASELINES = {
     "hf-continuous": "continuous batching of transformers",
     "vllm": "vLLM with its defaults, in the environment of --peer-python",
     "vllm-eager": "vLLM without compilation",
-    "llama.cpp": "llama-cpp-python of --peer-python, on the GGUF file of --workload chat-real",
+    "llama.cpp": "llama-cpp-python of --peer-python, on the GGUF file of chat-real or of a --shape",
 }
 
 
@@ -202,21 +202,24 @@ def vllm_job(options: dict[str, Any], work: Workload) -> dict[str, Any]:
 
 
 def llama_cpp(
-    model: str, work: Workload, parallel: int, python: str | None
+    model: str, work: Workload, parallel: int, python: str | None, path: Path | None = None
 ) -> tuple[list[str], dict[str, Any], str]:
-    """Return the command and the job of llama_cpp_peer.py, and a note. Raises ValueError."""
+    """Return the command and the job of llama_cpp_peer.py, and a note. Raises ValueError.
+
+    path: the GGUF file of a shape, which is written later. Without it the model needs one.
+    """
     import torch
 
     from nanovllm.features.gguf.named import MODELS, gguf_file
 
-    if model not in MODELS:
+    if path is None and model not in MODELS:
         raise ValueError(f"--baseline llama.cpp needs a GGUF file; {model} has none")
     remedy = "give the Python of a venv where llama-cpp-python is installed"
     if python is None:
         raise ValueError(f"--baseline llama.cpp needs --peer-python: {remedy}")
     code = "import llama_cpp; print(llama_cpp.__version__)"
     version = run_peer([python, "-c", code], remedy)
-    path = gguf_file(model)
+    path = path or gguf_file(model)
     options = {"model": str(path), "parallel": parallel, "longest": max(work.lengths)}
     options["threads"] = torch.get_num_threads()
     rounds = [([work.prompts[i] for i in r], [work.outputs[i] for i in r]) for r in work.rounds]

@@ -19,7 +19,15 @@ from nanovllm.llm import engine_config
 from nanovllm.loading.checkpoint import Checkpoint, find_checkpoint
 from nanovllm.loading.memory import available_host_memory
 from nanovllm.loading.select_backend import pick_device, pick_dtype
-from nanovllm.tools.benchmarks import baselines, machine, report, roofline, vllm_peer, workloads
+from nanovllm.tools.benchmarks import (
+    baselines,
+    gguf_weights,
+    machine,
+    report,
+    roofline,
+    vllm_peer,
+    workloads,
+)
 from nanovllm.tools.benchmarks.turn import COMMAND, Process, Result
 from nanovllm.tools.benchmarks.workloads import Workload
 
@@ -59,6 +67,8 @@ def throughput(args: argparse.Namespace, options: Result, command: str, temporar
     peak = roofline.measure_peak(setup.device, setup.dtype, step_bytes)
     if setup.writes_weights:
         workloads.write_weights(setup.directory, setup.dtype)
+        if any(engine.name == "llama.cpp" for engine in setup.engines):
+            gguf_weights.write_gguf(setup.directory, gguf_weights.TYPES[setup.dtype])
 
     # On a GPU each engine takes nearly all memory.
     together = setup.device.type == "cpu"
@@ -199,7 +209,8 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
             engines.append(Engine(name, work, peer, peer_job, version, variables))
         elif name == "llama.cpp":
             size = min(args.batch_size, len(work.rounds[0]))
-            command, peer_job, note = baselines.llama_cpp(model, work, size, args.peer_python)
+            path = gguf_weights.gguf_path(directory) if shape else None
+            command, peer_job, note = baselines.llama_cpp(model, work, size, args.peer_python, path)
             engines.append(Engine(name, work, command, peer_job, note))
         else:
             part, note = baselines.hf_part(name, work, args.sample, args.batch_size)
