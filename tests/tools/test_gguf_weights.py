@@ -30,5 +30,12 @@ def test_experts(kind: str, error: float, tmp_path: Path) -> None:
             found[f"blk.2.{theirs}.weight"], weights[f"model.layers.2.{ours}.weight"]
         )
     assert reader.get_field("general.architecture").contents() == "qwen3moe"
-    assert reader.get_field("qwen3moe.expert_used_count").contents() == 3
+    fields = {
+        "expert_count": 11,
+        "expert_used_count": 3,
+        "attention.value_length": 32,
+        "rope.freq_base": 10_000,
+    }
+    for name, value in fields.items():
+        assert reader.get_field(f"qwen3moe.{name}").contents() == value
     assert sum(t.n_elements for t in reader.tensors) == sum(w.numel() for w in weights.values())

@@ -10,10 +10,10 @@ import torch
 
 from nanovllm.features.gguf.reader import FIELDS, NAMES
 
-MOE_FIELDS = {
-    "num_experts": "expert_count",
+MORE_FIELDS = {
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "head_dim": "attention.value_length",
     "vocab_size": "vocab_size",
 }
 GGUF_NAMES = {ours: theirs for theirs, ours in NAMES.items()} | {"mlp.gate": "ffn_gate_inp"}
@@ -48,21 +48,28 @@ def write_gguf(directory: Path, kind: str) -> Path:
     path, config = gguf_path(directory), read_config(directory)
     architecture = ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, architecture, use_temp_file=False)
-    for ours, theirs in (FIELDS | MOE_FIELDS).items():
+    config |= config.get("rope_parameters") or {}
+    for ours, theirs in [*FIELDS.items(), *MORE_FIELDS.items()]:
         if (value := config.get(ours)) is not None:
             add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
             add(f"{architecture}.{theirs}", value)
     writer.add_tokenizer_model("none")
+    num_experts = 0
     with safe_open(directory / "model.safetensors", "pt") as file:
         parts: dict[str, list[str]] = {}  # the name in GGUF -> the names of its tensors
         for name in sorted(file.keys(), key=expert_of):
             parts.setdefault(gguf_name(name), []).append(name)
         for name, sources in parts.items():
             values = np.stack([file.get_tensor(source).float().numpy() for source in sources])
-            values = values if "_exps." in name else values[0]
+            if "_exps." in name:
+                num_experts = len(values)
+            else:
+                values = values[0]
             exact = values.ndim == 1 or "ffn_gate_inp" in name
             raw = gguf.GGMLQuantizationType["F32" if exact else kind]
             writer.add_tensor(name, gguf.quants.quantize(values, raw), raw_dtype=raw)
+    if num_experts:
+        writer.add_uint32(f"{architecture}.expert_count", num_experts)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
