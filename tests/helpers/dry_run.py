@@ -789,7 +789,7 @@ def serve(
             SamplingParams(
                 temperature=0.8 * (i % 3 > 0),
                 seed=i,
-                max_tokens=4 + 7 * i % 11,
+                max_tokens=4 + 7 * i % 19,
                 ignore_eos=True,
                 **fields[i % len(fields)],
             )
