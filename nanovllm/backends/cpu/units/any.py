@@ -22,10 +22,9 @@ from nanovllm.backends.cpu.primitives import array, exp, f32, from_float32, maxi
 PREFETCH_TILES = 2
 # The largest number of rows of a group of several queries: with AMX each takes two of a tile's 16.
 MAX_ROWS = 8
-# The product: outputs of a block of the packed weight, and the inputs that all rows are multiplied
-# with before the next ones. The weights of 64 inputs take 16 kB of a cache, for several panels.
-WIDTH = 64
-INPUTS_OF_ONE_PANEL, INPUTS = 128, 64
+# The product: outputs of a block of the packed weight, and the inputs of a block that all rows are
+# multiplied with before the next ones. Their weights take 16 kB of a cache.
+WIDTH, INPUTS = 64, 64
 
 
 @dataclass(eq=False)
@@ -199,7 +198,6 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
     height = 1 if rows == 1 else 4 if rows <= 4 or 7 <= rows <= 8 else 6
     panels = (rows + height - 1) // height
     columns = 64 if height == 1 else 16  # outputs at a time
-    span = INPUTS if panels > 1 else INPUTS_OF_ONE_PANEL
     x = array(x_ptr, (rows, inputs), f32(0))
     packed = np.empty((panels, inputs, height), f32)
     for panel in range(panels):
@@ -215,8 +213,8 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
         for r in range(panels * height):
             for c in range(WIDTH):
                 acc[r, c] = bias[c]
-        for first in range(0, inputs, span):
-            steps = min(span, inputs - first)
+        for first in range(0, inputs, INPUTS):
+            steps = min(INPUTS, inputs - first)
             weights = weight_ptr + 4 * WIDTH * (block * inputs + first)
             ahead, stride = weights + 4 * WIDTH * steps, 64 // panels
             for panel in range(panels):
