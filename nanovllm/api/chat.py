@@ -51,7 +51,7 @@ def template_variables(
 
 
 def render(conversation: Iterable[Message], tokenizer: Tokenizer, variables: dict[str, Any]) -> str:
-    """Return the text of a conversation. `variables` are those of `template_variables`."""
+    """Return the text of a conversation. `variables` come from `template_variables`."""
     template = variables.get("chat_template")
     messages = plain_messages(conversation, tokenizer, template)
     with explain_template_error(template):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
 
 
 def gguf_path(directory: Path) -> Path:
-    """Return the path for `write_gguf`. Raises ValueError for a model that it cannot write."""
+    """Return the path for `write_gguf`. Raises ValueError if it cannot write this model."""
+    if find_spec("gguf") is None:
+        raise ValueError("--baseline llama.cpp writes a GGUF file of a shape; pip install gguf")
     kind = read_config(directory)["model_type"]
     if kind not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)

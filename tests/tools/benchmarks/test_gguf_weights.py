@@ -7,7 +7,7 @@ import torch
 from moe_checkpoints import make_moe_checkpoint
 from safetensors.torch import load_file
 
-from nanovllm.tools.benchmarks.gguf_weights import write_gguf
+from nanovllm.tools.benchmarks.gguf_weights import gguf_path, write_gguf
 
 gguf = pytest.importorskip("gguf")
 
@@ -39,3 +39,9 @@ def test_experts(kind: str, error: float, tmp_path: Path) -> None:
     for name, value in fields.items():
         assert reader.get_field(f"qwen3moe.{name}").contents() == value
     assert sum(t.n_elements for t in reader.tensors) == sum(w.numel() for w in weights.values())
+
+
+def test_other_models_are_refused_early(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5_text"}')
+    with pytest.raises(ValueError, match=r"qwen3_moe; this is one of qwen3_5_text"):
+        gguf_path(tmp_path)
