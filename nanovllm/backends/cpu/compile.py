@@ -29,7 +29,6 @@ def kernels_in_parts(unit: Unit, dtype: torch.dtype) -> list[Kernel]:
         pointwise.add_rms_norm_rows,
         pointwise.silu_and_mul_rows,
         pointwise.norm_rope_store_rows,
-        sampler._weigh_chunks,
         sampler._draw_rows,
         sampler._logprobs_of_rows,
         int8.quantize_rows,

@@ -1,10 +1,10 @@
-"""The sampler on a CPU: filters, draws and log-probabilities, each logit read once or twice.
+"""The sampler on a CPU: filters, draws and log-probabilities.
 
-The reference is models/sampler.py: it has the same filters and the same random numbers. `sample`
-takes the maximum and the sum of the weights e^((logit - maximum) / temperature) of each chunk of
-the vocabulary, chooses a chunk, and reads that chunk again. With filters, a row is drawn from its
-candidates. With top-k these are few: at least k tokens reach the k-th largest of the maxima of all
-groups of tokens, so smaller logits cannot be among the k largest.
+The reference is models/sampler.py: it has the same filters and the same random numbers. A row of
+logits is read once, in groups of tokens whose maxima are kept. A token is drawn by its weight
+e^((logit - maximum) / temperature): first the group, by the sums of weights, then the token. With
+top-k only few tokens are candidates: at least k tokens reach the k-th largest of the maxima, so
+smaller logits cannot be among the k largest.
 """
 
 import numpy as np
@@ -22,17 +22,15 @@ f32 = np.float32
 INFINITY = f32(np.inf)
 # The filters of `sample`, in its order. With any other, models/sampler.py samples the tokens.
 IN_KERNEL = ("top_k", "top_p", "min_p")
-# Tokens of a chunk and of a group; a chunk is a whole number of groups.
-CHUNK, GROUP = 1024, 256
-GROUPS = CHUNK // GROUP
+GROUP = 256  # tokens
 # The lowest temperature used: its reciprocal is finite.
 MIN_TEMPERATURE = f32(1.2e-38)
 # Less than any weight of a token that can be drawn, e^-87 or more.
 MIN_WEIGHT = f32(1e-38)
 # The places of floats in their order, from minus infinity to infinity; 0.0 has place 0.
 LOWEST, HIGHEST = -0x7F800001, 0x7F800000
-# `_logprobs_of_rows` inserts the most likely tokens one by one, which is slow for more of them.
-MAX_LOGPROBS = 64
+# `_logprobs_of_rows` takes the most likely tokens one by one, which is slow for more of them.
+MAX_LOGPROBS = 1000
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -45,23 +43,15 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     filters = np.empty((len(IN_KERNEL), rows), np.float32)
     for i, name in enumerate(IN_KERNEL):
         filters[i] = values[name].numpy() if name in values else FILTERS[name]
-    top_k, top_p, min_p = filters
-    temperatures = batch.temperature.numpy()
-    filtered = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
-    chunks = -(-size // CHUNK)
-    chunk_max, sums = np.empty((2, rows, chunks), np.float32)
-    maxima = np.empty((rows, chunks * GROUPS), np.float32)
-    source = logits.data_ptr(), logits.dtype is torch.bfloat16, size
-    weighed = filtered, maxima, chunk_max, sums
-    run(_weigh_chunks, (*source, temperatures, *weighed), rows * chunks, rows * size)
     tokens = np.empty(rows, np.int64)
-    numbers = temperatures, batch.seeds.numpy(), batch.positions.numpy()
-    run(_draw_rows, (*source, *numbers, filters, *weighed, tokens), rows, rows * size)
+    source = logits.data_ptr(), logits.dtype is torch.bfloat16, size
+    numbers = batch.temperature.numpy(), batch.seeds.numpy(), batch.positions.numpy()
+    run(_draw_rows, (*source, *numbers, filters, tokens), rows, rows * size)
     return torch.from_numpy(tokens)
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Compute models.logprobs.token_logprobs in one pass over each row."""
+    """Compute models.logprobs.token_logprobs, reading each row once."""
     if k > MAX_LOGPROBS:
         return logprobs.token_logprobs(logits, tokens, k)
     logits = logits.contiguous()
@@ -72,19 +62,31 @@ def token_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
 
 
 @compiled()
-def _load(address, is_bf16, start, wide):
-    """Set wide [n] to the logits from `start` on, in float32, with +inf in place of NaN.
+def _load(address, is_bf16, start, values, maxima):
+    """Set values [V] to the logits of a row in float32, and maxima [groups]. Return the maximum.
 
-    `maximum` assumes that there is no NaN. min(inf, NaN) is inf.
+    The row begins at `start`. NaN becomes infinity, because `maximum` assumes that there is none;
+    min(inf, NaN) is inf.
     """
-    if is_bf16:
-        half = array(address + 2 * start, (len(wide),), BFLOAT16)
-        for i in range(len(wide)):
-            wide[i] = min(INFINITY, to_float32(half[i]))
-    else:
-        full = array(address + 4 * start, (len(wide),), f32(0))
-        for i in range(len(wide)):
-            wide[i] = min(INFINITY, full[i])
+    full = array(address + 4 * start, (len(values),), f32(0))
+    half = array(address + 2 * start, (len(values),), BFLOAT16)
+    for group in range(len(maxima)):
+        first, last = group * GROUP, min((group + 1) * GROUP, len(values))
+        if is_bf16:
+            for i in range(first, last):
+                values[i] = min(INFINITY, to_float32(half[i]))
+        else:
+            for i in range(first, last):
+                values[i] = min(INFINITY, full[i])
+        maxima[group] = maximum(values[first:last])
+    return maximum(maxima)
+
+
+@compiled()
+def _first_largest(values, maxima):
+    """Return the index of the first of the largest values, and its group."""
+    group = np.argmax(maxima)
+    return group * GROUP + np.argmax(values[group * GROUP : (group + 1) * GROUP]), group
 
 
 @compiled()
@@ -173,36 +175,33 @@ def _smallest_kept(values, weights, target, low):
 
 
 @compiled()
-def _load_candidates(address, is_bf16, start, size, maxima, top_k, values, tokens):
-    """Set values and tokens to logits and ids that include the k most likely. Return their number.
+def _kth_largest(values, k):
+    return _smallest_kept(values, np.ones(len(values), f32), f32(k), LOWEST)
 
-    The logits of the row begin at `start`; maxima [groups] has the maximum of each group. Unless k
-    is small, all tokens are candidates, and their ids are not set.
+
+@compiled()
+def _keep_candidates(values, maxima, top_k, tokens):
+    """Move the candidates of top-k to the front of `values`, with their ids in `tokens`.
+
+    Return their number.
     """
-    if not 0 < top_k <= len(maxima):
-        _load(address, is_bf16, start, values)
-        return size
-    bound = _smallest_kept(maxima, np.ones(len(maxima), f32), f32(top_k), LOWEST)
-    wide, count = np.empty(GROUP, f32), 0
+    bound, count = _kth_largest(maxima, top_k), 0
     for group in range(len(maxima)):
         if maxima[group] >= bound:
-            first = group * GROUP
-            part = wide[: min(GROUP, size - first)]
-            _load(address, is_bf16, start + first, part)
-            for i in range(len(part)):
-                if part[i] >= bound:
-                    values[count], tokens[count] = part[i], first + i
+            for i in range(group * GROUP, min((group + 1) * GROUP, len(values))):
+                if values[i] >= bound:
+                    values[count], tokens[count] = values[i], i
                     count += 1
     return count
 
 
 @compiled()
-def _weigh_candidates(values, weights, top, temperature, filters):
-    """Set weights [n] for the logits of the candidates. Return the smallest weight that is kept."""
+def _weigh(values, weights, top, temperature, filters):
+    """Set the weights of the candidates [n]. Return the smallest weight that the filters keep."""
     top_k, top_p, min_p = np.int64(filters[0]), filters[1], filters[2]
     total = _exp_weights(values, top, temperature, weights)
     if 0 < top_k < len(values):
-        bound = _smallest_kept(values, np.ones(len(values), f32), f32(top_k), LOWEST)
+        bound = _kth_largest(values, top_k)
         for i in range(len(values)):
             weights[i] = weights[i] if values[i] >= bound else f32(0)
         total = _sum_from(weights, f32(0))
@@ -214,100 +213,51 @@ def _weigh_candidates(values, weights, top, temperature, filters):
 
 
 @compiled()
-def _weigh_chunks(address, is_bf16, size, temperatures, filtered, maxima, chunk_max, sums, start,
-                  stop):
-    """Fill maxima [R, chunks * GROUPS], chunk_max and sums [R, chunks] in one pass over all logits.
-
-    An item is a chunk of a row. The sums of rows that are greedy or filtered are 1.
-    """
-    chunks, wide, weights = chunk_max.shape[1], np.empty(CHUNK, f32), np.empty(CHUNK, f32)
-    for item in range(start, stop):
-        row, chunk = item // chunks, item % chunks
-        first = chunk * CHUNK
-        part = wide[: min(CHUNK, size - first)]
-        _load(address, is_bf16, row * size + first, part)
-        groups = maxima[row, chunk * GROUPS : (chunk + 1) * GROUPS]
-        for i in range(GROUPS):
-            groups[i] = maximum(part[i * GROUP : (i + 1) * GROUP])
-        top = maximum(groups)
-        chunk_max[row, chunk], sums[row, chunk] = top, 1
-        if temperatures[row] > 0 and top > -np.inf and not filtered[row]:
-            temperature = max(temperatures[row], MIN_TEMPERATURE)
-            sums[row, chunk] = _exp_weights(part, top, temperature, weights)
-
-
-@compiled()
-def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, filtered, maxima,
-               chunk_max, sums, tokens, start, stop):
-    """Draw tokens [R] from what _weigh_chunks found; filters [3, R] are top_k, top_p and min_p."""
+def _draw_rows(address, is_bf16, size, temperatures, seeds, positions, filters, tokens,
+               start, stop):
+    """Set tokens [R]; filters [3, R] are top_k, top_p and min_p."""
     # Allocating them for each row would cost more than drawing the row.
-    length = size if filtered[start:stop].any() else CHUNK
-    values, weights = np.empty(length, f32), np.empty(length, f32)
-    ids = np.empty(length, np.int32)
+    values, weights, ids = np.empty(size, f32), np.empty(size, f32), np.empty(size, np.int32)
+    maxima, sums = np.empty((2, (size + GROUP - 1) // GROUP), f32)
     for row in range(start, stop):
-        top, temperature = maximum(chunk_max[row]), max(temperatures[row], MIN_TEMPERATURE)
+        top = _load(address, is_bf16, row * size, values, maxima)
         if not -INFINITY < top < INFINITY:
             tokens[row] = -1
             continue
-        count, smallest, chunk_sums = size, MIN_WEIGHT, sums[row]
-        if filtered[row]:
-            groups = maxima[row, : (size + GROUP - 1) // GROUP]
-            count = _load_candidates(
-                address, is_bf16, row * size, size, groups, filters[0, row], values, ids)
-            smallest = _weigh_candidates(
-                values[:count], weights[:count], top, temperature, filters[:, row])
-        total = 0.0
-        for chunk in range(len(chunk_sums)):
-            if filtered[row]:
-                part = weights[min(chunk * CHUNK, count) : min((chunk + 1) * CHUNK, count)]
-                chunk_sums[chunk] = _sum_from(part, smallest)
-            else:
-                chunk_sums[chunk] *= _weight((chunk_max[row, chunk] - top) / temperature)
-            total += chunk_sums[chunk]
-        # A greedy row takes the first token whose weight is not 0.
-        u = _uniform(seeds[row], positions[row]) if temperatures[row] > 0 else 0.0
-        chunk, before = _search_cumsum(chunk_sums, MIN_WEIGHT, u * total)
-        first = chunk * CHUNK
-        if filtered[row]:
-            part = weights[first : min(first + CHUNK, count)]
-        else:
-            part, logits = weights[: min(CHUNK, size - first)], values[: min(CHUNK, size - first)]
-            _load(address, is_bf16, row * size + first, logits)
-            _exp_weights(logits, top, temperature, part)
-        index, _ = _search_cumsum(part, smallest, u * total - before)
-        tokens[row] = ids[first + index] if count < size else first + index
+        if temperatures[row] == 0:
+            tokens[row], _ = _first_largest(values, maxima)
+            continue
+        temperature, count = max(temperatures[row], MIN_TEMPERATURE), size
+        if 0 < filters[0, row] <= len(maxima):
+            count = _keep_candidates(values, maxima, filters[0, row], ids)
+        smallest = _weigh(values[:count], weights[:count], top, temperature, filters[:, row])
+        groups, total = (count + GROUP - 1) // GROUP, 0.0
+        for group in range(groups):
+            part = weights[group * GROUP : min((group + 1) * GROUP, count)]
+            sums[group] = _sum_from(part, smallest)
+            total += sums[group]
+        target = _uniform(seeds[row], positions[row]) * total
+        group, before = _search_cumsum(sums[:groups], MIN_WEIGHT, target)
+        part = weights[group * GROUP : min((group + 1) * GROUP, count)]
+        index, _ = _search_cumsum(part, smallest, target - before)
+        index += group * GROUP
+        tokens[row] = ids[index] if count < size else index
 
 
 @compiled()
 def _logprobs_of_rows(address, is_bf16, size, tokens, packed, start, stop):
     """Fill packed [R, 2 + 2k] as models/logprobs.py describes it."""
-    k = (packed.shape[1] - 2) // 2
-    buffer, weights = np.empty(CHUNK, f32), np.empty(CHUNK, f32)
+    k, values, weights = (packed.shape[1] - 2) // 2, np.empty(size, f32), np.empty(size, f32)
+    maxima = np.empty((size + GROUP - 1) // GROUP, f32)
     for row in range(start, stop):
-        _load(address, is_bf16, row * size + tokens[row], buffer[:1])
-        logit, rank = buffer[0], 1
-        values, ids = np.full(k, f32(-np.inf)), np.zeros(k, np.int64)
-        top, total = f32(-np.inf), f32(0)
-        for first in range(0, size, CHUNK):
-            wide = buffer[: min(CHUNK, size - first)]
-            _load(address, is_bf16, row * size + first, wide)
-            for i in range(len(wide)):
-                rank += np.int64(wide[i] > logit)
-            chunk_max = maximum(wide)
-            if chunk_max > top:
-                total *= _weight(top - chunk_max)
-                top = chunk_max
-            if top > -np.inf:
-                total += _exp_weights(wide, top, f32(1), weights)
-            if k > 0 and chunk_max > values[k - 1]:
-                for i in range(len(wide)):
-                    if wide[i] > values[k - 1]:
-                        at = k - 1
-                        while at > 0 and wide[i] > values[at - 1]:
-                            values[at], ids[at] = values[at - 1], ids[at - 1]
-                            at -= 1
-                        values[at], ids[at] = wide[i], first + i
-        log_sum = top + np.log(total)
+        top = _load(address, is_bf16, row * size, values, maxima)
+        log_sum = top + np.log(_exp_weights(values, top, f32(1), weights))
+        logit, rank = values[tokens[row]], 1
+        for i in range(size):
+            rank += np.int64(values[i] > logit)
         packed[row, 0], packed[row, 1] = logit - log_sum, rank
         for i in range(k):
-            packed[row, 2 + i], packed[row, 2 + k + i] = values[i] - log_sum, ids[i]
+            token, group = _first_largest(values, maxima)
+            packed[row, 2 + i], packed[row, 2 + k + i] = values[token] - log_sum, token
+            values[token] = -np.inf
+            maxima[group] = maximum(values[group * GROUP : (group + 1) * GROUP])

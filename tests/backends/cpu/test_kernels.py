@@ -243,7 +243,7 @@ def test_uniform() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 7, cpu_sampler.CHUNK, 5000])
+@pytest.mark.parametrize("size", [1, 7, 4 * cpu_sampler.GROUP, 5000])
 def test_sample(dtype: torch.dtype, size: int) -> None:
     """Torch's tokens, but where a number falls on an edge that sums round to this side or that."""
     rows = 600
@@ -442,7 +442,7 @@ def test_without_amx(tmp_path) -> None:
         "from nanovllm.backends.cpu import backend, compile, int4, int8, sampler\n"
         "from nanovllm.backends.cpu.units import amx, any, avx512\n"
         "from nanovllm.models import sampler as plain\n"
-        "same = [sampler._weigh_chunks, sampler._draw_rows, sampler._logprobs_of_rows]\n"
+        "same = [sampler._draw_rows, sampler._logprobs_of_rows]\n"
         "same += [int8.quantize_rows, int8.product_blocks, int4.int4_blocks]\n"
         "every, int8.product.compile = compile.kernels_in_parts, lambda _: None\n"
         "def other(*a): return [kernel for kernel in every(*a) if kernel not in same]\n"
