@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from nanovllm.backends.cpu import pointwise
 from nanovllm.backends.cpu.jit import compiled
-from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by
+from nanovllm.backends.cpu.linear import PACKED_FOR, address, is_packed_by, repacked
 from nanovllm.backends.cpu.linear import linear as linear_by_torch
 from nanovllm.backends.cpu.parallel import address_for, in_parts
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
@@ -204,16 +204,22 @@ class UnitLinear:
     def __init__(self, model: Qwen3, unit: Unit) -> None:
         self.code = address_for(unit.linear_blocks, unit.linear_dtype, unit.linear_dtype)
         self.width = unit.width
-        fits: dict[torch.Size, bool] = {}  # by shape, because confirming a layout takes a product
+        fits: dict[Any, bool] = {}  # by shape, because confirming a layout takes a product
         self.addresses = {}
         for module in model.linears():
-            weight = module.weight
-            if isinstance(weight, Tensor):
-                if weight.shape not in fits:
-                    fits[weight.shape] = is_packed_by(unit.width, weight)
-                # A bias is not padded.
-                if fits[weight.shape] and (module.bias is None or len(weight) % unit.width == 0):
+            # A bias is not padded.
+            whole = module.bias is None or len(module.weight) % unit.width == 0
+            if not isinstance(module.weight, Tensor) or not whole:
+                continue
+            for pack in (None, repacked):
+                weight = pack(module.weight) if pack else module.weight
+                key = weight.shape, pack
+                if key not in fits:
+                    fits[key] = is_packed_by(unit.width, weight)
+                if fits[key]:
+                    module.weight = weight
                     self.addresses[module] = address(weight)
+                    break
 
     def __call__(self, x: Tensor, module: Linear) -> Tensor:
         weight = self.addresses.get(module)

@@ -78,6 +78,23 @@ def packed(weight: Tensor) -> Tensor:
     return ops._reorder_linear_weight(weight, PACKED_FOR) if fits else weight
 
 
+def repacked(weight: Tensor) -> Tensor:
+    """Return a weight in the layout that oneDNN chooses for one thread.
+
+    For several threads it makes the blocks of outputs narrower if each thread then has about as
+    many outputs as the others: for 576 outputs and 6 threads, for 896 and 8. A unit cannot read
+    such blocks.
+    """
+    if not weight.is_mkldnn:
+        return weight
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return packed(weight.to_dense(weight.dtype))
+    finally:
+        torch.set_num_threads(threads)
+
+
 def is_packed_by(width: int, weight: Tensor) -> bool:
     """Return whether a packed weight [O, I] has the layout [blocks, I / n, width, n].
 

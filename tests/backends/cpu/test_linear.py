@@ -1,5 +1,6 @@
 """Packed weights: the same numbers as plain ones, never two copies of the model while packing."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import fresh
@@ -17,6 +18,7 @@ from nanovllm.backends.cpu.linear import (
     packed,
     padded_tokens,
     product,
+    repacked,
 )
 
 needs_tiles = pytest.mark.skipif(
@@ -105,6 +107,35 @@ def test_what_is_packed_in_another_way(width: int, monkeypatch: pytest.MonkeyPat
     other = packed(weights(64, 64))
     monkeypatch.setattr("nanovllm.backends.cpu.linear.address", lambda _: address(other))
     assert not is_packed_by(width, tiles)
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 6, 8, 16], indirect=True)
+@pytest.mark.parametrize("shape", [(192, 64), (576, 576), (896, 256)])
+def test_the_layout_for_any_number_of_threads(threads: int, shape: tuple[int, int]) -> None:
+    """oneDNN packs for the number of threads. The unit reads only the layout for one."""
+    weight = weights(*shape, dtype=torch.float32)
+    tiles = repacked(packed(weight))
+    assert is_packed_by(64, tiles)
+    assert torch.equal(tiles.to_dense(), weight)
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8], indirect=True)
+def test_layers_are_fused_for_any_number_of_threads(threads: int, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    from nanovllm.backends.cpu.fused_decode import FusedLayers
+
+    make_checkpoint(tmp_path)
+    runner = random_llm(tmp_path, dtype="float32").engine.runner
+    assert isinstance(runner.fused_model, FusedLayers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=needs_tiles)])
