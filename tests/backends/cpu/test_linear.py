@@ -77,7 +77,7 @@ def test_the_kernel_reads_what_torch_packed(
     linear_blocks = parallel.address_for(unit.linear_blocks, dtype, dtype)
     torch.manual_seed(0)
     weight = weights(*shape, dtype=dtype)
-    tiles, b = packed(weight), weights(shape[0], dtype=dtype) if bias else None
+    tiles, b = repacked(packed(weight)), weights(shape[0], dtype=dtype) if bias else None
     assert is_packed_by(unit.width, tiles)
     for rows in (*range(1, 9), 12, 15, 16, 17, 20, 31, 32, 33, 40, 50, 63, 64, 65, 200):
         x, found = weights(rows, shape[1], dtype=dtype), torch.full((rows + 1, shape[0]), 7.0)
