@@ -205,7 +205,9 @@ class UnitLinear:
         self.code = address_for(unit.linear_blocks, unit.linear_dtype, unit.linear_dtype)
         self.width = unit.width
         fits: dict[Any, bool] = {}  # by shape, because confirming a layout takes a product
-        self.addresses = {}
+        # By the id of a module: modules refer to the backend, which refers to this object, and only
+        # the garbage collector would free the weights of a cycle.
+        self.addresses: dict[int, int] = {}
         for module in model.linears():
             # A bias is not padded.
             whole = module.bias is None or len(module.weight) % unit.width == 0
@@ -218,11 +220,11 @@ class UnitLinear:
                     fits[key] = is_packed_by(unit.width, weight)
                 if fits[key]:
                     module.weight = weight
-                    self.addresses[module] = address(weight)
+                    self.addresses[id(module)] = address(weight)
                     break
 
     def __call__(self, x: Tensor, module: Linear) -> Tensor:
-        weight = self.addresses.get(module)
+        weight = self.addresses.get(id(module))
         if weight is None or len(x) > PACKED_FOR:
             return linear_by_torch(x, module)
         x, bias = x.contiguous(), 0 if module.bias is None else module.bias.data_ptr()
@@ -247,7 +249,7 @@ def fuse_layers(
     model.backend.linear = linear = UnitLinear(model, unit)
     if layers is None or attention.cache.dtype is not dtype:
         return None
-    fits = all(m in linear.addresses for layer in model.layers for m in layer.linears())
+    fits = all(id(m) in linear.addresses for layer in model.layers for m in layer.linears())
     fits = fits and all(layers.is_whole(layer, unit.width) for layer in model.layers)
     return layers(model, attention) if fits else None
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.backends.cpu.jit import compiled, has_feature
-from nanovllm.backends.cpu.llvm.dot import INT8, dot_rows
+from nanovllm.backends.cpu.llvm.dot import INT8, dot_pairs, dot_rows
 from nanovllm.backends.cpu.parallel import SERIAL_ELEMENTS, address_for, call_at, code_at, in_parts
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
 from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX, Int8Weight
@@ -34,8 +34,10 @@ from nanovllm.models.layers import Linear
 
 f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
-TOKENS = 4  # their sums for a block stay in registers
+HAS_VNNI, HAS_AVX2 = has_feature("avx512vnni"), has_feature("avx2")
+TOKENS = 4 if HAS_VNNI else 2  # their sums stay in registers
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
+STEPS = 32  # four inputs each; their weights are 8 kB
 
 
 @dataclass(slots=True)
@@ -93,6 +95,26 @@ def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
 
 
 @compiled()
+def avx2_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """Compute the same as vnni_tile, for STEPS inputs of all outputs at a time.
+
+    Each of them prefetches the next ones, because it reads a row of weights in two or four parts.
+    """
+    for first in range(0, steps, STEPS):
+        count, x = min(STEPS, steps - first), (x_ptr + 4 * first, stride, 4)
+        weight = weight_ptr + 4 * OUTPUTS * first
+        ahead = weight + 4 * OUTPUTS * STEPS
+        if tokens == TOKENS:
+            for c in range(0, 4 * OUTPUTS, 64):
+                w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
+                dot_pairs(2, 4, x, w, count, sums, (ahead + c * count, 64, 1))
+        else:
+            for c in range(0, 4 * OUTPUTS, 128):
+                w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
+                dot_pairs(1, 8, x, w, count, sums, (ahead + c * count, 128, 2))
+
+
+@compiled()
 def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     """Compute the same as vnni_tile."""
     sums = array(sums_ptr, (tokens, OUTPUTS), int32(0))
@@ -107,7 +129,7 @@ def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
                 sums[t, o] += total
 
 
-tile: Any = vnni_tile if has_feature("avx512vnni") else plain_tile
+tile: Any = vnni_tile if HAS_VNNI else avx2_tile if HAS_AVX2 else plain_tile
 
 
 @compiled(exact=True)

@@ -1,5 +1,7 @@
 """Packed weights: the same numbers as plain ones, never two copies of the model while packing."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,6 +150,20 @@ def test_engine_packs(tmp_path: Path, tie: bool, dtype: str) -> None:
         read_by_unit = outputs % 64 == 0 and inputs % 32 == 0
         assert module.weight.is_mkldnn == (dtype == "bfloat16" or read_by_unit)
     assert not model.embed_tokens.is_mkldnn  # a table that is looked up
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_freed_without_the_garbage_collector(tmp_path: Path, dtype: str) -> None:
+    make_checkpoint(tmp_path)
+    llm = random_llm(tmp_path, dtype=dtype)
+    llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
+    module = weakref.ref(llm.engine.runner.model.layers[0].mlp.down_proj)
+    gc.disable()
+    try:
+        del llm
+        assert module() is None
+    finally:
+        gc.enable()
 
 
 MEMORY = """

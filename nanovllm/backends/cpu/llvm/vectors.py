@@ -29,12 +29,12 @@ FLOATS = ir.VectorType(FLOAT, LANES)
 ZEROS = ir.Constant(FLOATS, None)
 
 
-def copies(builder, number):
-    """Return a vector of 16 times the same number."""
+def copies(builder, number, lanes=LANES):
+    """Return a vector of `lanes` times the same number."""
     first = builder.insert_element(
-        ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined), number, INT32(0)
+        ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined), number, INT32(0)
     )
-    order = ir.Constant(ir.VectorType(INT32, LANES), None)
+    order = ir.Constant(ir.VectorType(INT32, lanes), None)
     return builder.shuffle_vector(first, first, order)
 
 
