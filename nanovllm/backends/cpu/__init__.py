@@ -10,7 +10,7 @@ parallel.py          Runs a kernel on several threads, each for a range of its i
 pointwise.py         Three short kernels: norm, SwiGLU, rotary embedding. The rules for all kernels.
 llvm/vectors.py      The two products of attention in vectors of 16 numbers, for any processor.
 units/any.py         Unit; attention of groups of queries that read the same blocks of the cache.
-llvm/dot.py          The inner loop of products in bfloat16 and int8 with AVX-512.
+llvm/dot.py          The inner loops of products in float32, bfloat16 and int8.
 units/avx512.py      Attention and products of few rows with AVX512-BF16.
 units/amx.py         The same with AMX.
 units/unit.py        Which of the three units is used.

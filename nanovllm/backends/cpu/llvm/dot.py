@@ -1,7 +1,7 @@
-"""The inner loop of the CPU's products, with the dot products of AVX-512 for bfloat16 and int8.
+"""The inner loops of the CPU's products, with dot products of the processor for bfloat16 and int8.
 
-LLVM compiles it only for a processor with the instruction: vdpbf16ps (AVX512-BF16) or vpdpbusd
-(VNNI).
+LLVM compiles them only for a processor with the instruction: vdpbf16ps (AVX512-BF16), vpdpbusd
+(VNNI) or vpmaddwd (AVX2).
 """
 
 from llvmlite import ir
