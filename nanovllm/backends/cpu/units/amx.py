@@ -40,7 +40,7 @@ from nanovllm.backends.cpu.units.any import (
 TILE_ROWS = 16
 WIDTH = 32  # outputs of a block of the packed weight
 # Prefetch distance of weights: the layers of Qwen3-0.6B take 36 ms instead of 42 ms.
-PREFETCH_BYTES = 4096
+PREFETCH_BYTES = 2048
 # The tiles of attend_groups. Tiles 0 to 3 accumulate.
 ACCUMULATORS = 4
 WEIGHTS, KV, QUERY, SCORES = 4, 5, 6, 7
@@ -137,7 +137,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
     qkv_pairs = array(qkv.ctypes.data, (len(qkv), qkv.shape[1], dim // 2), np.uint32(0))
     out_pairs = array(out.ctypes.data, (len(out), out.shape[1], dim // 2), np.uint32(0))
     for item in range(start, stop):
-        head, p = item // len(queries), item % len(queries)
+        p, head = item // num_kv_heads, item % num_kv_heads
         table, count = block_tables[p], count_queries(queries[p])
         rows, context_len = count * q_per_kv, context_lens[p, count - 1]
         tiles = (context_len + TILE_ROWS - 1) // TILE_ROWS
@@ -149,9 +149,9 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
         next_item = min(item + 1, stop - 1)
         for i in range(PREFETCH_TILES):
             slot = min(i, max_tiles - 1) * TILE_ROWS
-            block = block_tables[next_item % len(queries), slot // block_size]
+            block = block_tables[next_item // num_kv_heads, slot // block_size]
             tile_ptrs[2 * tiles + i] = kv_address(
-                k_cache, block, next_item // len(queries), slot % block_size)
+                k_cache, block, next_item % num_kv_heads, slot % block_size)
 
         # Tiles are 16 rows of 64 bytes, except where they depend on the rows of the group.
         config[0], config[16:32:2], config[48:56] = 1, 64, TILE_ROWS
@@ -242,27 +242,28 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
                  .. [         tile 6          |         tile 7          ]
 
     Tiles 4 and 5 are 32 inputs of two sets of rows of x. All sets have the same height, so the last
-    one may start early and compute some rows again. Tiles 0 to 3 accumulate.
+    one may start early and compute some rows again. Up to 16 rows are one set, and two blocks are
+    computed at a time: each tile of x serves both, and memory is read at two places, which is
+    faster than at one. Tiles 0 to 3 accumulate.
     """
     out = array(out_ptr, (rows, outputs // 32, 32), BFLOAT16)
     panels = (rows + 2 * TILE_ROWS - 1) // (2 * TILE_ROWS)
-    two_tiles = rows > TILE_ROWS
-    height = (rows + 2 * panels - 1) // (2 * panels) if two_tiles else rows
+    two_sets = rows > TILE_ROWS
+    height = (rows + 2 * panels - 1) // (2 * panels) if two_sets else rows
     config = np.zeros(64, np.uint8)
     config[0], config[16:32:2], config[48:54], config[54:56] = 1, 64, height, TILE_ROWS
     tile_config(config)
     acc = np.empty((2, height, 32), f32)
     acc_ptr, half_bytes, x_stride = np.int64(acc.ctypes.data), 128 * height, 2 * inputs
     bias = np.zeros(32, f32)
-    for block in range(start, stop):
-        if bias_ptr != 0:
-            for c in range(32):
-                bias[c] = to_float32(array(bias_ptr, (outputs,), BFLOAT16)[32 * block + c])
+    for block in range(start, stop, 1 if two_sets else 2):
+        other_block = block if two_sets else min(block + 1, stop - 1)
         for panel in range(panels):
             first = min(2 * panel * height, rows - height)
             second = min(first + height, rows - height)
             x0, x1 = x_ptr + first * x_stride, x_ptr + second * x_stride
             w = weight_ptr + block * 32 * x_stride
+            other = (other_block - block) * 32 * x_stride
             tile_zero(0)
             tile_zero(1)
             tile_zero(2)
@@ -275,19 +276,28 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
                 tile_load(4, x0, x_stride)
                 tile_dot(0, 4, 6)
                 tile_dot(1, 4, 7)
-                if two_tiles:
+                if two_sets:
                     tile_load(5, x1, x_stride)
                     tile_dot(2, 5, 6)
                     tile_dot(3, 5, 7)
+                else:
+                    prefetch_range(w + other + PREFETCH_BYTES, 2048)
+                    tile_load(6, w + other, 128)
+                    tile_load(7, w + other + 64, 128)
+                    tile_dot(2, 4, 6)
+                    tile_dot(3, 4, 7)
                 x0, x1, w = x0 + 64, x1 + 64, w + 2048
             tile_store(0, acc_ptr, 128)
             tile_store(1, acc_ptr + 64, 128)
             tile_store(2, acc_ptr + half_bytes, 128)
             tile_store(3, acc_ptr + half_bytes + 64, 128)
-            for half in range(2 if two_tiles else 1):
-                begin = second if half else first
+            for half in range(2):
+                begin, column = (second, other_block) if half else (first, block)
+                if bias_ptr != 0:
+                    for c in range(32):
+                        bias[c] = to_float32(array(bias_ptr, (outputs,), BFLOAT16)[32 * column + c])
                 for i in range(height):
-                    total, row = acc[half, i], out[begin + i, block]
+                    total, row = acc[half, i], out[begin + i, column]
                     for c in range(32):
                         row[c] = from_float32(total[c] + bias[c], BFLOAT16)
     tile_release()
