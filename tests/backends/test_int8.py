@@ -256,11 +256,6 @@ from threading import Event, Thread
 import torch
 from nanovllm import LLM
 
-# glibc keeps freed memory for later, and how much depends on when the threads run. With this
-# threshold (M_MMAP_THRESHOLD is -3) it returns every large piece at once: what is measured is in
-# use.
-assert ctypes.CDLL(None).mallopt(-3, 1 << 16)
-
 def private():
     lines = open("/proc/self/status")
     return next(int(l.split()[1]) * 1024 for l in lines if l.startswith("RssAnon"))
@@ -272,6 +267,10 @@ def load(path, done):
 
 llms, (large, small) = [], {paths}
 load(small, Event())
+# glibc keeps freed memory for later, and how much depends on when the threads run. With this
+# threshold (M_MMAP_THRESHOLD is -3) it returns every large piece at once: what is measured is in
+# use. The first LLM has set another one.
+assert ctypes.CDLL(None).mallopt(-3, 1 << 16)
 before, peak, done = private(), 0, Event()
 Thread(target=load, args=(large, done)).start()
 while not done.wait(0.002):

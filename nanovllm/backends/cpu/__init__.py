@@ -15,7 +15,7 @@ units/avx512.py      Attention and products of few rows with AVX512-BF16.
 units/amx.py         The same with AMX.
 units/unit.py        Which of the three units is used.
 linear.py            Weights in oneDNN's blocked layout, which the units read too.
-int8.py              Linear layers with weights in int8.
+int8.py              Linear layers with weights in int8. Needs units/amx.py.
 int4.py              The same in int4.
 experts.py           Products of rows with the weights of their experts.
 expert_mlp.py        All that follows the routing of a mixture of experts, in one call.
@@ -23,6 +23,7 @@ sampler.py           Filters, draws and log-probabilities of tokens.
 fused_decode.py      All layers of a decode step in one call. Needs the units and linear.py.
 delta_layers.py      The same for hybrid models, with delta_rule.py and delta_tokens.py.
 compile.py           Compiles all kernels above once.
+heap.py              Keeps the memory of activations between layers. No Numba.
 attention.py         NumbaAttention: who computes which tokens of a step. Needs compile.py.
 backend.py           Joins all of it into a Backend.
 

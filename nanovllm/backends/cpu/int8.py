@@ -8,7 +8,9 @@ neighbours. The weights are stored in the order in which the kernel reads them:
     inputs 0 to 3         [ wwww | wwww | .. | wwww ]       x of a token: inputs 0 to 3 in all lanes
            4 to 7         [ wwww | wwww | .. | wwww ]                     inputs 4 to 7
 
-One operand of VNNI is unsigned: w + 128 is stored. A sum would therefore be too large by 128 times
+AMX multiplies 16 tokens with a block, of which it takes 64 inputs of 16 outputs at a time.
+
+One operand of both is unsigned: w + 128 is stored. A sum would therefore be too large by 128 times
 the sum of the token's activations, so it starts at minus this number. No sum overflows.
 """
 
@@ -29,13 +31,22 @@ from nanovllm.backends.cpu.jit import compiled, has_feature
 from nanovllm.backends.cpu.llvm.dot import INT8, dot_pairs, dot_rows
 from nanovllm.backends.cpu.parallel import SERIAL_ELEMENTS, address_for, call_at, code_at, in_parts
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE, array, from_float32, to_float32
+from nanovllm.backends.cpu.units import amx
+from nanovllm.backends.cpu.units.amx import (
+    tile_config,
+    tile_dot_int8,
+    tile_load,
+    tile_release,
+    tile_store,
+)
 from nanovllm.backends.int8 import INT8_MAX, MIN_ABSMAX, Int8Weight
 from nanovllm.models.layers import Linear
 
 f32, int32 = np.float32, np.int32
 OUTPUTS = 64  # of a block of weights
+HAS_AMX = amx.is_available("amx-int8")
 HAS_VNNI, HAS_AVX2 = has_feature("avx512vnni"), has_feature("avx2")
-TOKENS = 4 if HAS_VNNI else 2  # their sums stay in registers
+TOKENS = 16 if HAS_AMX else 4 if HAS_VNNI else 2  # their sums stay in registers
 TOKEN_BLOCK = 64  # tokens that stay in the L2 cache
 STEPS = 32  # four inputs each; their weights are 8 kB
 
@@ -86,12 +97,46 @@ def vnni_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
     bytes apart.
     """
     w = weight_ptr, 4 * OUTPUTS
-    if tokens == TOKENS:
+    if tokens == 4:
         dot_rows(INT8, 4, 4, 1, (x_ptr, stride, 4), w, steps, (sums_ptr, 4 * OUTPUTS), (0, 0, 0))
     else:
         for t in range(tokens):
             x, sums = (x_ptr + t * stride, stride, 4), (sums_ptr + 4 * OUTPUTS * t, 4 * OUTPUTS)
             dot_rows(INT8, 1, 4, 1, x, w, steps, sums, (0, 0, 0))
+
+
+@compiled()
+def amx_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
+    """Compute the same as vnni_tile, 64 inputs at a time. The remaining ones are left to it.
+
+    Each of four tiles B is 64 inputs of 16 outputs, as the weights are stored.
+    """
+    config = np.zeros(64, np.uint8)
+    config[0], config[16:32:2] = 1, 64
+    config[48:53], config[53:56] = tokens, amx.TILE_ROWS
+    tile_config(config)
+    tile_load(0, sums_ptr, 4 * OUTPUTS)
+    tile_load(1, sums_ptr + 64, 4 * OUTPUTS)
+    tile_load(2, sums_ptr + 128, 4 * OUTPUTS)
+    tile_load(3, sums_ptr + 192, 4 * OUTPUTS)
+    for _ in range(steps // amx.TILE_ROWS):
+        tile_load(4, x_ptr, stride)
+        tile_load(5, weight_ptr, 4 * OUTPUTS)
+        tile_dot_int8(0, 4, 5)
+        tile_load(6, weight_ptr + 64, 4 * OUTPUTS)
+        tile_dot_int8(1, 4, 6)
+        tile_load(7, weight_ptr + 128, 4 * OUTPUTS)
+        tile_dot_int8(2, 4, 7)
+        tile_load(5, weight_ptr + 192, 4 * OUTPUTS)
+        tile_dot_int8(3, 4, 5)
+        x_ptr, weight_ptr = x_ptr + 64, weight_ptr + 64 * OUTPUTS
+    tile_store(0, sums_ptr, 4 * OUTPUTS)
+    tile_store(1, sums_ptr + 64, 4 * OUTPUTS)
+    tile_store(2, sums_ptr + 128, 4 * OUTPUTS)
+    tile_store(3, sums_ptr + 192, 4 * OUTPUTS)
+    tile_release()
+    if steps % amx.TILE_ROWS > 0:
+        vnni_tile(sums_ptr, x_ptr, weight_ptr, steps % amx.TILE_ROWS, stride, tokens)
 
 
 @compiled()
@@ -104,7 +149,7 @@ def avx2_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
         count, x = min(STEPS, steps - first), (x_ptr + 4 * first, stride, 4)
         weight = weight_ptr + 4 * OUTPUTS * first
         ahead = weight + 4 * OUTPUTS * STEPS
-        if tokens == TOKENS:
+        if tokens == 2:
             for c in range(0, 4 * OUTPUTS, 64):
                 w, sums = (weight + c, 4 * OUTPUTS), (sums_ptr + c, 4 * OUTPUTS)
                 dot_pairs(2, 4, x, w, count, sums, (ahead + c * count, 64, 1))
@@ -129,7 +174,8 @@ def plain_tile(sums_ptr, x_ptr, weight_ptr, steps, stride, tokens):
                 sums[t, o] += total
 
 
-tile: Any = vnni_tile if HAS_VNNI else avx2_tile if HAS_AVX2 else plain_tile
+tile: Any = (
+    amx_tile if HAS_AMX else vnni_tile if HAS_VNNI else avx2_tile if HAS_AVX2 else plain_tile)
 
 
 @compiled(exact=True)

@@ -180,7 +180,9 @@ def test_kernels_compile_for_other_processors(tmp_path: Path) -> None:
     code = """
 import numpy as np
 from numba import int64, typeof
+from nanovllm.backends.cpu import int8
 from nanovllm.backends.cpu.units import amx, avx512
+int8.amx_tile.compile((int64,) * 6)
 for unit in (amx, avx512):
     unit.linear_blocks.compile((int64,) * 9)
 qkv, cache = np.empty((0, 1, 32), np.uint16), np.empty((0, 1, 16, 32), np.uint16)
@@ -188,13 +190,14 @@ ints, lse = np.empty((0, 1), np.int64), np.empty((0, 1), np.float32)
 groups = ints, ints, ints.astype(np.int32)
 arguments = (qkv, qkv, lse, cache, cache, *groups, True, 0, 0)
 amx.attend_groups.compile(tuple(map(typeof, arguments)))
-for kernel in (amx.linear_blocks, amx.attend_groups, avx512.linear_blocks):
+for kernel in (amx.linear_blocks, amx.attend_groups, avx512.linear_blocks, int8.amx_tile):
     code = kernel.inspect_asm(kernel.signatures[0])
-    print("tdpbf16ps" in code, "vdpbf16ps" in code)
+    print(*(name for name in ("tdpbf16ps", "vdpbf16ps", "tdpbsud") if name in code))
 """
-    processor = dict(NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES="+amx-tile,+amx-bf16")
+    features = "+amx-tile,+amx-bf16,+amx-int8"
+    processor = dict(NUMBA_CPU_NAME="sapphirerapids", NUMBA_CPU_FEATURES=features)
     lines, _ = start(tmp_path, code, **processor, NUMBA_OPT="0")
-    assert lines == ["True False", "True False", "False True"]
+    assert lines == ["tdpbf16ps", "tdpbf16ps", "vdpbf16ps", "tdpbsud"]
 
 
 def test_directory_of_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

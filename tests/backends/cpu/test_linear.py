@@ -100,7 +100,6 @@ def test_what_is_packed_in_another_way(width: int, monkeypatch: pytest.MonkeyPat
     weight = weights(64, 64)
     tiles = packed(weight)
     assert not is_packed_by(width, weight)
-    assert not is_packed_by(width, packed(weights(100, 64)))
     assert not is_packed_by(width, packed(weights(64, 70)))
     tiny = weight.clone()
     tiny[3], tiny[:, 5] = 1e-39, 0  # numbers that the matrix units take for 0

@@ -56,6 +56,9 @@ tile_load = _literal(lambda typing, tile, address, stride: instruction(
 tile_store = _literal(lambda typing, tile, address, stride: instruction(
     "x86.tilestored64", "tile address number", tile, address, stride))
 tile_dot = _literal(lambda typing, c, a, b: instruction("x86.tdpbf16ps", "tile tile tile", c, a, b))
+# The same for four int8 numbers of A and four uint8 numbers of B at a time. C is int32.
+tile_dot_int8 = _literal(
+    lambda typing, c, a, b: instruction("x86.tdpbsud", "tile tile tile", c, a, b))
 
 
 def for_accumulators(emit):
@@ -94,6 +97,18 @@ def add_values(builder, tile, address, stride):
     pointer = pointer_to(builder, builder.add(address, INT(64 * tile)))
     call(builder, "x86.tileloadd64", VOID, BYTE(KV), pointer, stride)
     call(builder, "x86.tdpbf16ps", VOID, BYTE(tile), BYTE(WEIGHTS), BYTE(KV))
+
+
+@compiled()
+def place(item, is_prefix, num_kv_heads, num_groups):
+    """Return the KV head and the group of an item.
+
+    Groups that share a prefix read the same memory: they follow one another, so that it is in a
+    cache. Other groups share nothing, and the heads of a block are neighbours in memory.
+    """
+    if is_prefix:
+        return item // num_groups, item % num_groups
+    return item % num_kv_heads, item // num_kv_heads
 
 
 @compiled(no_nan=True)
@@ -137,7 +152,7 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
     qkv_pairs = array(qkv.ctypes.data, (len(qkv), qkv.shape[1], dim // 2), np.uint32(0))
     out_pairs = array(out.ctypes.data, (len(out), out.shape[1], dim // 2), np.uint32(0))
     for item in range(start, stop):
-        p, head = item // num_kv_heads, item % num_kv_heads
+        head, p = place(item, is_prefix, num_kv_heads, len(queries))
         table, count = block_tables[p], count_queries(queries[p])
         rows, context_len = count * q_per_kv, context_lens[p, count - 1]
         tiles = (context_len + TILE_ROWS - 1) // TILE_ROWS
@@ -146,12 +161,12 @@ def attend_groups(qkv, out, lse, k_cache, v_cache, queries, context_lens, block_
             tile_ptrs[i] = kv_address(k_cache, table[slot // block_size], head, slot % block_size)
             j = tiles + 1 + i if i < tiles - 1 else tiles
             tile_ptrs[j] = kv_address(v_cache, table[slot // block_size], head, slot % block_size)
-        next_item = min(item + 1, stop - 1)
+        next_head, next_p = place(min(item + 1, stop - 1), is_prefix, num_kv_heads, len(queries))
         for i in range(PREFETCH_TILES):
             slot = min(i, max_tiles - 1) * TILE_ROWS
-            block = block_tables[next_item // num_kv_heads, slot // block_size]
+            block = block_tables[next_p, slot // block_size]
             tile_ptrs[2 * tiles + i] = kv_address(
-                k_cache, block, next_item % num_kv_heads, slot % block_size)
+                k_cache, block, next_head, slot % block_size)
 
         # Tiles are 16 rows of 64 bytes, except where they depend on the rows of the group.
         config[0], config[16:32:2], config[48:56] = 1, 64, TILE_ROWS
@@ -303,9 +318,9 @@ def linear_blocks(x_ptr, weight_ptr, bias_ptr, out_ptr, rows, inputs, outputs, s
     tile_release()
 
 
-def is_available():
-    """Return whether Linux permits this process to use tiles, and Numba compiles for them."""
-    if sys.platform != "linux" or not has_feature("amx-bf16"):
+def is_available(feature="amx-bf16"):
+    """Return whether Linux permits this process to use tiles, and Numba compiles for `feature`."""
+    if sys.platform != "linux" or not has_feature(feature):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
