@@ -21,7 +21,7 @@ from nanovllm.api.log import logger
 from nanovllm.backends.cpu import pointwise
 from nanovllm.backends.cpu.compile import compile_all
 from nanovllm.backends.cpu.heap import keep_freed_memory
-from nanovllm.backends.cpu.linear import PACKED_FOR
+from nanovllm.backends.cpu.linear import PACKED_FOR, new_padded
 from nanovllm.backends.cpu.parallel import address_for, run
 from nanovllm.backends.cpu.primitives import DTYPE_EXAMPLE
 from nanovllm.backends.cpu.units.any import AttentionWork, QueryGroups, attend
@@ -202,7 +202,7 @@ class NumbaAttention(PlainAttention):
     def attend(self, layer: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """`qkv` [T, H + 2K, D] is the result of `norm_rope_store`, rounded and scaled for fp8."""
         step: AttentionPlan = batch.attention_metadata
-        out = qkv.new_empty((len(qkv), self.heads, self.dim))
+        out = new_padded(qkv, len(qkv), self.heads, self.dim)
         if step.chunks:
             self.attend_sequences(layer, qkv[:, : self.heads], step.chunks, out)
         if step.work is not None:

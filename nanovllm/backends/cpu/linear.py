@@ -39,11 +39,28 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     tokens = len(x)
-    padding = padded_tokens(tokens) - tokens
-    if padding:
-        x = F.pad(x, (0, 0, 0, padding))
     linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
-    return linear_pointwise(x, weight, bias, "none", [], None)[:tokens]
+    return linear_pointwise(padded(x), weight, bias, "none", [], None)[:tokens]
+
+
+def padded(x: Tensor) -> Tensor:
+    """Return x [T, I] with rows of any content after it, up to `padded_tokens`.
+
+    The result of another product has these rows in its memory, like `new_padded`. Copying x for
+    each product would take 8 % of the time of a prompt of 2,500 tokens.
+    """
+    (tokens, inputs), rows = x.shape, padded_tokens(len(x))
+    if rows == tokens:
+        return x
+    end = (x.storage_offset() + rows * inputs) * x.itemsize
+    if x.is_contiguous() and x.untyped_storage().nbytes() >= end:
+        return x.as_strided((rows, inputs), (inputs, 1))
+    return F.pad(x, (0, 0, 0, rows - tokens))
+
+
+def new_padded(x: Tensor, tokens: int, *sizes: int) -> Tensor:
+    """Return an uninitialized tensor [tokens, *sizes] like x, of which `padded` makes no copy."""
+    return x.new_empty((padded_tokens(tokens), *sizes))[:tokens]
 
 
 def padded_tokens(tokens: int) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from nanovllm.backends.cpu.jit import compiled
+from nanovllm.backends.cpu.linear import new_padded
 from nanovllm.backends.cpu.parallel import run
 from nanovllm.backends.cpu.primitives import (
     DTYPE_EXAMPLE,
@@ -81,7 +82,7 @@ def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor,
 def silu_and_mul(x: Tensor) -> Tensor:
     """Return silu(gate) * up [T, F] of x [T, 2F], which is (gate, up) side by side."""
     rows, size = len(x), x.shape[1] // 2
-    out = x.new_empty((rows, size))
+    out = new_padded(x, rows, size)
     arguments = (x.data_ptr(), out.data_ptr(), rows, size, DTYPE_EXAMPLE[x.dtype])
     run(silu_and_mul_rows, arguments, rows, rows * size)
     return out

@@ -17,7 +17,9 @@ from nanovllm.backends.cpu.linear import (
     address,
     is_packed_by,
     linear,
+    new_padded,
     packed,
+    padded,
     padded_tokens,
     product,
     repacked,
@@ -52,6 +54,24 @@ def test_large_float32_weights_are_packed(tokens: int) -> None:
     assert blocked.is_mkldnn
     wanted = F.linear(x.double(), weight.double(), bias.double())
     torch.testing.assert_close(product(x, blocked, bias).double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_after_a_tensor_are_its_padding() -> None:
+    """They are used where the memory has them, and their content does not matter."""
+    weight = packed(weights(600, 500, dtype=torch.float32))
+    x = new_padded(weights(1, 1, dtype=torch.float32), 100, 500)
+    padded(x).fill_(float("nan"))
+    x.copy_(torch.randn(100, 500))
+    before = x.clone()
+    assert padded(x).data_ptr() == x.data_ptr()
+    assert padded(x).shape == padded(before).shape == (padded_tokens(100), 500) == (112, 500)
+    assert torch.equal(product(x, weight), product(before, weight))
+    rows = torch.randn(150, 500)
+    assert padded(rows[:100]).data_ptr() == rows.data_ptr()
+    for other in (before, rows[50:], rows[::2][:30]):  # without room, or not contiguous
+        assert padded(other).data_ptr() != other.data_ptr()
+        assert torch.equal(padded(other)[: len(other)], other)
+    assert padded(rows[:16]).shape == (16, 500)
 
 
 def test_what_stays_plain(monkeypatch: pytest.MonkeyPatch) -> None:
