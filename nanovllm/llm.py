@@ -304,9 +304,10 @@ class LLM:
         """Answer one conversation, [{"role": "user", "content": "..."}, ...], or a list of them.
 
         The content may be a list of parts, [{"type": "text", "text": "..."}, ...], which are joined
-        by newlines if the chat template accepts only strings. chat_template_kwargs are variables of
-        the template; as in vLLM, they take precedence over the other arguments. Raises ValueError
-        if the template cannot render the messages, or if `chat_template` takes over 10 seconds.
+        by newlines if the chat template accepts only strings. The arguments of tool calls may be
+        strings in JSON, as in OpenAI's format. chat_template_kwargs are variables of the template;
+        as in vLLM, they take precedence over the other arguments. Raises ValueError if the template
+        cannot render the messages, or if `chat_template` takes over 10 seconds.
         """
         check_call(self.chat, ignored)
         variables = {
