@@ -134,7 +134,9 @@ class LLM:
         current step, and a second Ctrl-C stops during the step. Both abort the requests of this
         call. If another thread aborts a request, its result has the output so far and the
         finish_reason "abort". Raises GenerationError, which contains all results, if a request
-        ended because no token could be sampled.
+        ended because no token could be sampled. The attribute `outputs` of any other error that
+        ends the call, as in a logits processor, has one result per prompt too. A request that had
+        not finished has its output so far and the finish_reason "abort".
         """
         check_call(self.generate, ignored)
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
@@ -240,12 +242,19 @@ class LLM:
 
     @contextmanager
     def _abort_on_error(self, requests: list[Request]) -> Iterator[DeferredInterrupt]:
-        """Abort `requests` if the block raises an error. Ctrl-C waits for the end of the block."""
+        """Abort `requests` if the block raises an error, and add their outputs to it.
+
+        Ctrl-C waits for the end of the block.
+        """
         with defer_interrupt() as interrupt:
             try:
                 yield interrupt
-            except BaseException:
+            except BaseException as error:
                 self.engine.abort(requests)
+                outputs = [request.output for request in requests]
+                if any(output is not None for output in outputs):
+                    error.outputs = outputs  # type: ignore[attr-defined]
+                    error.add_note("The attribute `outputs` of this error has the results so far.")
                 raise
 
     def stream(
@@ -304,9 +313,10 @@ class LLM:
         """Answer one conversation, [{"role": "user", "content": "..."}, ...], or a list of them.
 
         The content may be a list of parts, [{"type": "text", "text": "..."}, ...], which are joined
-        by newlines if the chat template accepts only strings. chat_template_kwargs are variables of
-        the template; as in vLLM, they take precedence over the other arguments. Raises ValueError
-        if the template cannot render the messages, or if `chat_template` takes over 10 seconds.
+        by newlines if the chat template accepts only strings. The arguments of tool calls may be
+        strings in JSON, as in OpenAI's format. chat_template_kwargs are variables of the template;
+        as in vLLM, they take precedence over the other arguments. Raises ValueError if the template
+        cannot render the messages, or if `chat_template` takes over 10 seconds.
         """
         check_call(self.chat, ignored)
         variables = {

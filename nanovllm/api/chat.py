@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -79,7 +80,10 @@ def apply(tokenizer: Tokenizer, messages: list[Message], variables: dict[str, An
 def plain_messages(
     conversation: Iterable[Message], tokenizer: Tokenizer, chat_template: str | None
 ) -> list[Message]:
-    """Check the messages. Join content parts, unless the chat template accepts parts."""
+    """Check the messages, and parse their tool calls.
+
+    Joins content parts, unless the chat template accepts parts.
+    """
     messages = []
     joins_parts = None  # known after the first message with parts
     for message in conversation:
@@ -96,8 +100,32 @@ def plain_messages(
             raise TypeError(
                 f"the content of a message must be a string or a list of parts, not {content!r}"
             )
+        if isinstance(calls := message.get("tool_calls"), list | tuple):
+            message = message | {"tool_calls": [parsed_tool_call(call) for call in calls]}
         messages.append(message)
     return messages
+
+
+def parsed_tool_call(call: Any) -> Any:
+    """Return a tool call whose arguments are a dict, as chat templates expect.
+
+    In OpenAI's format they are a string in JSON, which may be empty. Any other call is returned
+    unchanged. Raises ValueError if the string is not an object in JSON.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments", ""), str | None):
+        return call
+    text = function.get("arguments") or "{}"
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"the arguments of the tool call {function.get('name')!r:.80} must be a dict, or an "
+            f'object in JSON like \'{{"city": "Paris"}}\', not {text!r:.200}'
+        )
+    return call | {"function": function | {"arguments": arguments}}
 
 
 def part_text(part: Any) -> str:

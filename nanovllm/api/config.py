@@ -42,7 +42,7 @@ class EngineConfig:
     # ---- the capacity ----
 
     # Maximum number of prompt and output tokens together, at least one each. None: the maximum of
-    # the checkpoint, or what the memory allows if that is less.
+    # the checkpoint, or what the KV cache holds if that is less.
     max_model_len: Annotated[int, 2, math.inf] | None = None
     # Sequences that run at a time. The limit is the size of one dimension of a CUDA grid.
     max_num_seqs: Annotated[int, 1, 65_535] = 256

@@ -45,7 +45,7 @@ class SamplingParams:
     top_p: keep the smallest set of tokens whose probability reaches p.
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     min_p: keep tokens at least this likely, relative to the most likely.
-    seed: seeds the random numbers; None: the engine chooses a seed for each request.
+    seed: seeds the random numbers; None or -1: the engine chooses a seed for each request.
     max_tokens: largest number of output tokens; None: as many as max_model_len leaves.
     min_tokens: smallest number of output tokens.
     stop: a string or strings that end the output.
@@ -114,6 +114,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_scalars(self)
+        self.seed = None if self.seed == -1 else self.seed  # as in vLLM
         if self.top_p == 0:
             raise ValueError("top_p must be more than 0, not 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

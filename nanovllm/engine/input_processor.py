@@ -41,7 +41,7 @@ class CheckedPrompt(NamedTuple):
 class InputProcessor:
     tokenizer: Tokenizer | None
     vocab_size: int
-    max_model_len: int
+    max_model_len: int  # not more than the tokens that the KV cache holds
     eos_token_ids: frozenset[int]
     default_sampling_params: SamplingParams
     seed: int

@@ -27,7 +27,7 @@ from nanovllm.engine.sampling import Sampling
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.task import Task, TaskFactory
 from nanovllm.engine.turns import HANDOVER, REQUESTS_AT_ONCE
-from nanovllm.plan import ResultKind, Runner
+from nanovllm.plan import Runner
 
 
 class LLMEngine(EngineCore):
@@ -108,23 +108,7 @@ class LLMEngine(EngineCore):
         Raises ValueError or TypeError if a request can never run. Does not hold the lock, because
         the compilation of a grammar can take seconds.
         """
-        checked: list[CheckedPrompt] = []
-        num_blocks = self.scheduler.block_manager.num_blocks
-        block_size = self.scheduler.block_manager.block_size
-        for prompt in self.input_processor.check(pairs, self.make_task):
-            # The last output token needs no slot, because no token attends to its KV.
-            has_output = prompt.task.result_kind in (ResultKind.TOKEN, ResultKind.CANDIDATES)
-            num_slots = prompt.max_length - has_output
-            if num_slots > num_blocks * block_size:
-                where = f"prompts[{len(checked)}]: " * (len(pairs) > 1)
-                raise ValueError(
-                    f"{where}a request of {prompt.max_length} tokens takes "
-                    f"{-(-num_slots // block_size)} KV blocks of {block_size}; the cache has "
-                    f"{num_blocks}. Lower max_tokens or raise num_kvcache_blocks or "
-                    "kv_cache_memory_bytes (on a GPU also gpu_memory_utilization)"
-                )
-            checked.append(prompt)
-        return checked
+        return list(self.input_processor.check(pairs, self.make_task))
 
     def add(
         self,

@@ -87,7 +87,8 @@ class Room:
     @cached_property
     def max_blocks(self) -> int:
         """An upper bound on `num_kv_blocks`."""
-        return max(1, (self.max_bytes - self.state_bytes) // self.block_bytes)
+        num = (self.max_bytes - self.state_bytes) // self.block_bytes - 1  # and the null block
+        return self.requested_blocks or max(1, num)
 
     @cached_property
     def num_host_blocks(self) -> int:
@@ -124,10 +125,24 @@ class Room:
         _ = self.num_host_blocks  # raises ValueError if they do not fit
 
     def fitted_length(self, max_model_len: int, num_blocks: int) -> int:
-        """Return max_model_len. Limit it to the blocks' tokens if no option sets either number."""
-        if self.config.max_model_len is not None or self.requested_blocks is not None:
-            return max_model_len
-        return min(max_model_len, num_blocks * self.config.kvcache_block_size)
+        """Return max_model_len, limited to the tokens that `num_blocks` hold.
+
+        Raises ValueError if the option max_model_len is set to more.
+        """
+        config, num_tokens = self.config, num_blocks * self.config.kvcache_block_size
+        if config.max_model_len is not None and config.max_model_len > num_tokens:
+            needed = -(-config.max_model_len // config.kvcache_block_size)
+            num_bytes = (needed + 1) * self.block_bytes + self.state_bytes
+            option, value, more = "kv_cache_memory_bytes", config.kv_cache_memory_bytes, num_bytes
+            if config.num_kvcache_blocks is not None:
+                option, value, more = "num_kvcache_blocks", config.num_kvcache_blocks, needed
+            given = f" with {option}={value:,}" if value else ""
+            raise ValueError(
+                f"max_model_len={config.max_model_len:,} is more than the {num_tokens:,} tokens "
+                f"that the KV cache holds{given}; lower max_model_len to {num_tokens:,} or leave "
+                f"it out, or set {option} to {more:,} or more"
+            )
+        return min(max_model_len, num_tokens)
 
     def num_kv_blocks(self, max_model_len: int, run: Callable[[StepPlan], None]) -> int:
         """Return the number of KV blocks for requests. Call it after the weights are loaded.

@@ -6,6 +6,7 @@ import torch
 from engines import still_serves
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.api.chat import render
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -67,6 +68,39 @@ def test_content_parts(embedded: LLM, template: str | None, shown: str) -> None:
         chat = [{"role": "user", "content": content}]
         out = embedded.chat(chat, GREEDY, use_tqdm=False, chat_template=template)[0]
         assert out.prompt == shown
+
+
+def call_of(arguments: object) -> list[dict[str, object]]:
+    """A conversation with a tool call, in OpenAI's format."""
+    function = {"name": "weather", "arguments": arguments}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    asked = {"role": "assistant", "content": None, "tool_calls": calls}
+    return [{"role": "user", "content": "Rain?"}, asked]
+
+
+def test_arguments_of_tool_calls_are_parsed(embedded: LLM) -> None:
+    """As in vLLM, templates get a dict where OpenAI's format has a string in JSON."""
+    shown = "{% for name, value in messages[1].tool_calls[0].function.arguments.items() %}"
+    shown += "{{ name }}={{ value }};{% endfor %}"
+    tokenizer = embedded.engine.tokenizer
+    for arguments, text in (
+        ('{"city": "Malmö", "days": 2}', "city=Malmö;days=2;"),
+        ({"city": "Malmö"}, "city=Malmö;"),
+        ("", ""),
+        (None, ""),
+    ):
+        chat = call_of(arguments)
+        assert render(chat, tokenizer, {"chat_template": shown}) == text
+        assert chat == call_of(arguments)  # the messages of the caller are unchanged
+    [out] = embedded.chat(call_of('{"x": 1}'), GREEDY, use_tqdm=False, chat_template=shown + "!")
+    assert out.prompt == "x=1;!"
+    for arguments in ("{x: 1}", "[1]", "5", "null"):
+        with pytest.raises(ValueError, match="tool call 'weather' must be a dict, or an object in"):
+            embedded.chat(call_of(arguments), use_tqdm=False)
+    for calls in ([], 5, [5], [{"function": 5}], [{"name": "f", "arguments": "{}"}]):
+        chat = [{"role": "user", "content": "hi", "tool_calls": calls}]
+        shown = render(chat, tokenizer, {"chat_template": "{{ messages[0].tool_calls }}"})
+        assert shown == str(calls)
 
 
 def test_chats(embedded: LLM) -> None:

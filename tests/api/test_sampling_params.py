@@ -37,6 +37,17 @@ def test_clone_and_from_optional() -> None:
             SamplingParams.from_optional(temprature=value)
 
 
+def test_a_seed_of_minus_one_is_none(embedded: LLM) -> None:
+    """As in vLLM; each sample of one prompt differs then."""
+    assert SamplingParams(seed=-1) == SamplingParams(seed=None)
+    params = SamplingParams(seed=4)
+    params.seed = -1
+    assert params.clone().seed is None
+    params = SamplingParams(seed=-1, temperature=9.0, max_tokens=8, ignore_eos=True)
+    outputs = embedded.generate(["a"] * 2, params, use_tqdm=False)
+    assert outputs[0]["token_ids"] != outputs[1]["token_ids"]
+
+
 def one_argument(logits: Any) -> Any: ...
 
 

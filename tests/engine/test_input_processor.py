@@ -150,13 +150,13 @@ def test_changed_params_are_checked_again(small_llm: LLM) -> None:
 
 
 def test_largest_request_that_fits(small_llm: LLM) -> None:
-    """10 blocks of 16: 160 slots, and the last token needs none."""
-    out = small_llm.generate(
-        [1] * 100, SamplingParams(max_tokens=61, ignore_eos=True), use_tqdm=False
-    )
-    assert len(out[0]["token_ids"]) == 61
-    with pytest.raises(ValueError, match=r"takes 11 KV blocks of 16; the cache has 10"):
-        small_llm.generate([1] * 100, SamplingParams(max_tokens=62), use_tqdm=False)
+    """10 blocks of 16: 160 tokens."""
+    for max_tokens in (60, 61, None):
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        (out,) = small_llm.generate([1] * 100, params, use_tqdm=False)
+        assert len(out.outputs[0].token_ids) == 60
+    with pytest.raises(ValueError, match=r"160 tokens, which leaves no room .* max_model_len=160"):
+        small_llm.generate([1] * 160, use_tqdm=False)
     still_serves(small_llm)
 
 

@@ -151,6 +151,35 @@ def test_a_request_without_a_token_to_sample_ends_with_an_error(
     assert [o["token_ids"] for o in again] == [o["token_ids"] for o in want]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_results_are_kept_if_a_logits_processor_raises(path: Path, asynchronous: bool) -> None:
+    """The error has them; requests that had not finished have their output so far."""
+    llm = random_llm(path, num_kvcache_blocks=64, async_scheduling=asynchronous, max_num_seqs=3)
+
+    def raises(ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(ids) == 3:
+            raise OSError("no such file")
+        return logits
+
+    greedy = dict(temperature=0, ignore_eos=True)
+    params = [SamplingParams(**greedy, max_tokens=num) for num in (2, 8, 8, 8)]
+    prompts = [[1, 2], [3, 4], [5, 6], [7, 8]]
+    want = [out["token_ids"] for out in llm.generate(prompts, params, use_tqdm=False)]
+    params[1] = SamplingParams(**greedy, max_tokens=8, logits_processors=[raises])
+    with pytest.raises(OSError, match="no such file") as caught:
+        llm.generate(prompts, params, use_tqdm=False)
+    assert "`outputs`" in caught.value.__notes__[0]
+    outputs = [out.outputs[0] for out in caught.value.outputs]
+    assert [out.finish_reason for out in outputs] == ["length", "error", "abort", "abort"]
+    for out, ids in zip(outputs, want, strict=True):
+        assert out.token_ids == ids[: len(out.token_ids)]
+    assert [len(out.token_ids) for out in outputs[:2]] == [2, 3]
+    assert not llm.engine.has_unfinished_requests()
+    params[1] = params[2]
+    again = llm.generate(prompts, params, use_tqdm=False)
+    assert [out["token_ids"] for out in again] == want
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize(("length", "n"), [(8, 1), (21, 2), (32, 2), (40, 1)])  # blocks of 16
 @pytest.mark.parametrize("swap", [{}, dict(swap_space=0.01)], ids=["", "swap"])

@@ -186,7 +186,7 @@ CALLS = [
     (lambda llm: llm.embed([[1]], PoolingParams(), dimensions=3), TypeError, "not both"),
     (lambda llm: llm.embed([[1]], lora_request=3), ValueError, "lora_request=3 is not supported"),
     (lambda llm: llm.embed([[1]], use_tqmd=False), TypeError, "did you mean 'use_tqdm'"),
-    (lambda llm: llm.embed([[1] * 161]), ValueError, "takes 11 KV blocks of 16; the cache has 10"),
+    (lambda llm: llm.embed([[1] * 161]), ValueError, "161 tokens are more than 160, the limit"),
     (lambda llm: llm.generate([[1]], PoolingParams()), TypeError, "must be a SamplingParams"),
     (lambda llm: next(llm.stream([[1]], PoolingParams())), TypeError, "must be a SamplingParams"),
     (lambda llm: next(llm.stream([[1], [VOCAB]])), ValueError, r"prompts\[1\]: token id"),

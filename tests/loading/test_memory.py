@@ -40,17 +40,50 @@ def test_requests_as_long_as_the_memory_of_a_cpu(
     assert llm.engine.input_processor.max_model_len == 6 * 16
     assert "KV cache of 96 tokens" in caplog.text
     assert f"which limits max_model_len to 96 of the model's {POSITIONS}" in caplog.text
-    # What was made before the cache is for 7 blocks, and not for all positions.
-    assert llm.engine.runner.rows.block_tables.shape[1] == 7
-    assert len(llm.engine.runner.model.rotary.cos) == 7 * 16
+    # What was made before the cache is for 6 blocks, and not for all positions.
+    assert llm.engine.runner.rows.block_tables.shape[1] == 6
+    assert len(llm.engine.runner.model.rotary.cos) == 6 * 16
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 93
     assert output.outputs[0].finish_reason == "length"
-    # An option that the user has set is kept.
-    for options in ({"max_model_len": 200}, {"num_kvcache_blocks": 6}):
-        llm = random_llm(path, **({"num_kvcache_blocks": None} | options))
-        assert llm.engine.input_processor.max_model_len == options.get("max_model_len", POSITIONS)
+
+
+def test_requests_as_long_as_the_requested_cache(path: Path) -> None:
+    """An option that the user has set is kept, or it is an error."""
+    runner = random_llm(path, num_kvcache_blocks=6).engine.runner
+    block = runner.model.config.block_bytes(16, runner.dtype.itemsize)
+    by_bytes = {"num_kvcache_blocks": None, "kv_cache_memory_bytes": 7 * block}
+    for options in ({"num_kvcache_blocks": 6}, by_bytes):
+        for length, limit in ((None, 96), (80, 80), (96, 96)):
+            llm = random_llm(path, max_model_len=length, **options)
+            assert llm.engine.input_processor.max_model_len == limit
+            assert llm.engine.runner.rows.block_tables.shape[1] == limit // 16
+    # Without max_tokens, a request ends where the cache does.
+    params = SamplingParams(max_tokens=None, ignore_eos=True)
+    (output,) = random_llm(path, **by_bytes).generate([[1, 2, 3]], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 93
+
+
+def test_max_model_len_of_more_tokens_than_the_cache(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names what to change, and that works."""
+    whole = random_llm(path).engine.runner
+    block = whole.model.config.block_bytes(16, whole.dtype.itemsize)
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 7 * block)
+    for option, value, more in (
+        ("num_kvcache_blocks", 6, 7),
+        ("kv_cache_memory_bytes", 7 * block, 8 * block),
+        ("kv_cache_memory_bytes", None, 8 * block),  # sized by the free memory
+    ):
+        wanted = f"max_model_len=97 is more than the .* {option} to {more:,} or more"
+        options = {"num_kvcache_blocks": None, "max_model_len": 97} | {option: value}
+        with pytest.raises(ValueError, match=wanted) as error:
+            random_llm(path, **options)
+        if value is not None:
+            assert f"with {option}={value:,}; lower" in str(error.value)
+        random_llm(path, **(options | {option: more}))
 
 
 def blocks_of_a_gpu(monkeypatch: pytest.MonkeyPatch, room: int, **options: int) -> int:
