@@ -12,6 +12,7 @@ nanovllm lm-eval run --model nanovllm ...  runs lm_eval's tasks
 """
 
 import importlib
+import os
 import sys
 
 COMMANDS = {
@@ -25,6 +26,22 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names. Returns the exit status."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the caller has closed it, as the shell does for >&-
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    try:
+        try:
+            return run_command(argv)
+        finally:
+            sys.stdout.flush()  # an error at the exit of the interpreter could not be handled
+    except KeyboardInterrupt:  # while modules are imported; the commands handle it themselves
+        return 130
+    except BrokenPipeError:  # the program that reads the output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run_command(argv: list[str] | None) -> int:
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
         print(__doc__.strip())

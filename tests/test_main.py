@@ -1,5 +1,10 @@
 """The program `nanovllm`: its commands."""
 
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import fresh
 import pytest
 
@@ -23,6 +28,42 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert all(f"nanovllm {command}" in shown for command in program.COMMANDS)
     assert program.main(["run_batch"]) == 2
     assert "unknown command 'run_batch'; the commands are chat" in capsys.readouterr().err
+
+
+def test_ctrl_c_during_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.importlib, "import_module", interrupted)
+    assert program.main(["chat"]) == 130
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["--help", "lessons"])
+def test_a_reader_that_has_ended(arguments: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "nanovllm", arguments]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, cwd=fresh.ROOT, env=environment, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_streams_that_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(_arguments: list[str]) -> None:
+        print("text", file=sys.stdout)
+        assert not sys.stdin.read()
+        assert not sys.stdout.isatty()
+        assert not sys.stderr.isatty()
+
+    module = SimpleNamespace(main=command)
+    monkeypatch.setattr(program.importlib, "import_module", lambda _name: module)
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert program.main(["chat"]) == 0
 
 
 # They take seconds. A fresh process has imported torch, so it is hidden.
