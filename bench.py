@@ -97,8 +97,6 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError for arguments that cannot work, before anything long runs."""
     if args.model and args.shape:
         raise ValueError(f"--model {args.model} and --shape {args.shape}: give one of them")
-    if "model" in dict(args.set):
-        raise ValueError("--set model=...: give --model instead")
     for name in ("input", "output"):
         low, high = getattr(args, name) or (1, 1)
         if low > high:
