@@ -27,7 +27,22 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert all(f"nanovllm {command}" in shown for command in program.COMMANDS)
     assert program.main(["run_batch"]) == 2
-    assert "unknown command 'run_batch'; the commands are chat" in capsys.readouterr().err
+    assert "unknown command 'run_batch'; did you mean 'run-batch'?" in capsys.readouterr().err
+    assert program.main(["serve"]) == 2
+    assert "unknown command 'serve'; known: chat, convert" in capsys.readouterr().err
+
+
+def test_help_of_a_command_whose_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "nanovllm.tools.jobs.lm_eval", raising=False)
+    assert program.main(["lm-eval", "--help"]) == 0
+    shown = capsys.readouterr()
+    assert "nanovllm lm-eval run --model nanovllm" in shown.out
+    assert "pip install -e '.[eval]'" in shown.err
+    assert program.main(["lm-eval", "run"]) == 1
+    assert not capsys.readouterr().out
 
 
 def test_ctrl_c_during_an_import(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,7 +339,7 @@ def option(text: str) -> tuple[str, Any]:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number, 1 or more")
     return int(text)
 
 
