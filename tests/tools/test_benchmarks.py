@@ -521,5 +521,6 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     numbers = "--workload nano --num-seqs 2 --input 3 3 --output 2 3 --repeats 1"
     assert bench.main(f"--model {path} {numbers} --set device=cpu --policy fcfs sjf".split()) == 0
     printed = capsys.readouterr().out
+    assert " - " not in printed  # one turn has no range
     assert printed.count("waiting time") == 2
     assert printed.split("\n")[-2].startswith("Total: ")
