@@ -26,10 +26,12 @@ import json
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nanovllm.api.checks import unknown_name
 from nanovllm.api.config import DTYPES, EMBEDDED
 from nanovllm.tools.benchmarks import report
 from nanovllm.tools.benchmarks.baselines import BASELINES, vllm_version
@@ -43,8 +45,15 @@ MODES = ("host_only", "startup", "memory", "kernels", "gpu_report")
 def count(text: str, low: int = 1) -> int:
     """Parse a number of the command line."""
     if not text.isdecimal() or not low <= int(text) <= 100_000:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give {low} to 100000")
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number from {low} to 100000")
     return int(text)
+
+
+def name_of(kind: str, known: Iterable[str], text: str) -> str:
+    """Parse a name of the command line. An error suggests the most similar known name."""
+    if text not in known:
+        raise argparse.ArgumentTypeError(unknown_name(kind, text, known))
+    return text
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,9 +68,11 @@ def make_parser() -> argparse.ArgumentParser:
     limits: dict[str, Any] = {"type": count, "nargs": 2, "metavar": ("MIN", "MAX")}
 
     add = parser.add_argument_group("model and requests").add_argument
-    add("--workload", choices=WORKLOADS, default="short", metavar="NAME", help="see below (short)")
+    workload = partial(name_of, "workload", WORKLOADS)
+    add("--workload", type=workload, default="short", metavar="NAME", help="see below (short)")
     add("--model", help=f"directory or hub id (default: the shape, or {EMBEDDED})")
-    add("--shape", choices=SHAPES, metavar="NAME", help=f"one of: {', '.join(SHAPES)}")
+    shape = partial(name_of, "shape", SHAPES)
+    add("--shape", type=shape, metavar="NAME", help=f"one of: {', '.join(SHAPES)}")
     add("--dtype", choices=DTYPES, default="auto", help="dtype of all engines (auto)")
     pair: dict[str, Any] = {"type": option, "default": [], "metavar": "OPTION=VALUE"}
     add("--set", action="append", **pair, help="an option of LLM(), like max_num_seqs=16")
@@ -72,7 +83,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prefix", type=partial(count, low=0), metavar="N", help="tokens that all prompts share")
     add("--turns", **number, help="turns of each conversation")
     add = parser.add_argument_group("comparison and output").add_argument
-    add("--baseline", nargs="*", choices=BASELINES, metavar="NAME", help="other engines, see below")
+    engine = partial(name_of, "baseline", BASELINES)
+    add("--baseline", nargs="*", type=engine, metavar="NAME", help="other engines, see below")
     add("--peer-python", metavar="PATH", help="a Python with vLLM, for vllm and vllm-eager")
     add("--busy", action="store_true", help="repeat each turn while a process uses one core")
     add("--policy", nargs="+", choices=("fcfs", "sjf"), help="run under each of them")
@@ -97,8 +109,6 @@ def check(args: argparse.Namespace) -> None:
     """Raise ValueError for arguments that cannot work, before anything long runs."""
     if args.model and args.shape:
         raise ValueError(f"--model {args.model} and --shape {args.shape}: give one of them")
-    if "model" in dict(args.set):
-        raise ValueError("--set model=...: give --model instead")
     for name in ("input", "output"):
         low, high = getattr(args, name) or (1, 1)
         if low > high:

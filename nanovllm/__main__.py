@@ -11,8 +11,13 @@ nanovllm lm-eval run --model nanovllm ...  runs lm_eval's tasks
 `nanovllm COMMAND --help` shows the options of a command, with an example.
 """
 
+import ast
 import importlib
+import os
 import sys
+from pathlib import Path
+
+from nanovllm.api.checks import unknown_name
 
 COMMANDS = {
     "chat": "nanovllm.tools.chat",
@@ -25,20 +30,43 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command that the first argument names. Returns the exit status."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the caller has closed it, as the shell does for >&-
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    try:
+        try:
+            return run_command(argv)
+        finally:
+            sys.stdout.flush()  # an error at the exit of the interpreter could not be handled
+    except KeyboardInterrupt:  # while modules are imported; the commands handle it themselves
+        return 130
+    except BrokenPipeError:  # the program that reads the output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run_command(argv: list[str] | None) -> int:
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
         print(__doc__.strip())
         return 0
     if command not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        print(f"nanovllm: unknown command {command!r}; the commands are {known}", file=sys.stderr)
+        print(f"nanovllm: {unknown_name('command', command, COMMANDS)}", file=sys.stderr)
         return 2
     try:
         module = importlib.import_module(COMMANDS[command])
     except ImportError as error:
+        if help_asked := not {"-h", "--help"}.isdisjoint(arguments):
+            print(docstring(COMMANDS[command]), end="\n\n")
         print(f"nanovllm {command}: {error}", file=sys.stderr)
-        return 1
+        return 0 if help_asked else 1
     return module.main(arguments) or 0
+
+
+def docstring(module: str) -> str:
+    """Return the docstring of a module that cannot be imported, because it needs a package."""
+    path = Path(__file__).parents[1] / f"{module.replace('.', '/')}.py"
+    return str(ast.get_docstring(ast.parse(path.read_text())))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,10 @@
 """The program `nanovllm`: its commands."""
 
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import fresh
 import pytest
 
@@ -22,7 +27,58 @@ def test_the_program_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     assert all(f"nanovllm {command}" in shown for command in program.COMMANDS)
     assert program.main(["run_batch"]) == 2
-    assert "unknown command 'run_batch'; the commands are chat" in capsys.readouterr().err
+    assert "unknown command 'run_batch'; did you mean 'run-batch'?" in capsys.readouterr().err
+    assert program.main(["serve"]) == 2
+    assert "unknown command 'serve'; known: chat, convert" in capsys.readouterr().err
+
+
+def test_help_of_a_command_whose_package_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "nanovllm.tools.jobs.lm_eval", raising=False)
+    assert program.main(["lm-eval", "--help"]) == 0
+    shown = capsys.readouterr()
+    assert "nanovllm lm-eval run --model nanovllm" in shown.out
+    assert "pip install -e '.[eval]'" in shown.err
+    assert program.main(["lm-eval", "run"]) == 1
+    assert not capsys.readouterr().out
+
+
+def test_ctrl_c_during_an_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.importlib, "import_module", interrupted)
+    assert program.main(["chat"]) == 130
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", ["--help", "lessons"])
+def test_a_reader_that_has_ended(arguments: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "nanovllm", arguments]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, cwd=fresh.ROOT, env=environment, check=False
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_streams_that_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(_arguments: list[str]) -> None:
+        print("text", file=sys.stdout)
+        assert not sys.stdin.read()
+        assert not sys.stdout.isatty()
+        assert not sys.stderr.isatty()
+
+    module = SimpleNamespace(main=command)
+    monkeypatch.setattr(program.importlib, "import_module", lambda _name: module)
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert program.main(["chat"]) == 0
 
 
 # They take seconds. A fresh process has imported torch, so it is hidden.

@@ -111,6 +111,8 @@ def main(argv: list[str] | None = None) -> None:
         else:
             extra = "--answers" if args.which is None else repr(args.which)
             raise ValueError(f"{args.what or 'the list'} takes no {extra}")
+    except BrokenPipeError:  # of stdout; nanovllm/__main__.py handles it
+        raise
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from nanovllm.api.checks import scalar_fields
+from nanovllm.api.checks import scalar_fields, similar
 from nanovllm.api.config import EMBEDDED
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.loading.optional import find_optional, load_optional
@@ -79,10 +79,12 @@ def find_checkpoint(
     if named_models is not None and (found := named_models.find_named(name)) is not None:
         return found
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
-        raise ValueError(
-            f"there is no directory {name!r}; give a local directory, a hub id like "
-            f"'Qwen/Qwen3-0.6B', {EMBEDDED!r} for the embedded model, or 'smollm2-135m'"
+        remedy = (
+            "give a local directory, a hub id like 'Qwen/Qwen3-0.6B', "
+            f"{EMBEDDED!r} for the embedded model, or 'smollm2-135m'"
         )
+        near = similar(name, [EMBEDDED, "smollm2-135m"])
+        raise ValueError(f"there is no directory {name!r}; {near or remedy}")
     path = _download(name, revision, patterns)
     check_files(path, patterns)
     return path

@@ -3,7 +3,9 @@
   nanovllm chat
   nanovllm chat --model Qwen/Qwen3-0.6B --system "Answer in one sentence." --set dtype=bfloat16
 
-Ctrl-C ends an answer, Ctrl-D ends the program, and /new begins a new conversation.
+Ctrl-C ends an answer. /new begins a new conversation. Ctrl-D, /quit or /exit ends the program, and
+/help shows this. The exit status is 1 if the model cannot be loaded, or if a question fails that is
+read from a file or a pipe.
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ from typing import Any
 from nanovllm import LLM, SamplingParams
 from nanovllm.api.config import EMBEDDED
 from nanovllm.tools.jobs.run_batch import option
+
+HELP = """Ctrl-C ends an answer.
+/new             begins a new conversation
+/quit or /exit   ends the chat, as Ctrl-D does
+/help            shows this text"""
 
 
 class Conversation:
@@ -33,23 +40,28 @@ class Conversation:
     def answer(self, question: str) -> None:
         """Print the answer while it is generated. Ctrl-C ends it; the text so far remains.
 
-        Raises ValueError if the conversation is too long, and then leaves out the question.
+        Raises ValueError if the conversation is too long or no token can be sampled, and then
+        leaves out the question.
         """
         self.messages.append({"role": "user", "content": question})
-        text = ""
+        text, finish_reason = "", None
         try:
             variables = {"add_generation_prompt": True}
             prompt = self.llm.engine.input_processor.chat_prompt(self.messages, variables)
             with contextlib.closing(self.llm.stream(prompt, self.params)) as stream:
                 for new in stream:
-                    text += new.text
+                    text, finish_reason = text + new.text, new.finish_reason
                     print(new.text, end="", flush=True)
+            if finish_reason == "error":
+                raise ValueError("no token could be sampled, because the model computed NaN")
         except KeyboardInterrupt:
             pass
         except ValueError:
             self.messages.pop()
             raise
         print()
+        if finish_reason == "length":
+            print("[cut: the answer reached --max-tokens or max_model_len]", file=sys.stderr)
         self.messages.append({"role": "assistant", "content": text})
 
 
@@ -63,9 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--max-tokens",
         type=int,
-        default=2048,
         metavar="N",
-        help="largest number of tokens of an answer (%(default)s)",
+        help="largest number of tokens of an answer (all that max_model_len leaves)",
     )
     pair: dict[str, Any] = {"type": option, "action": "append", "default": []}
     add("--set", **pair, metavar="OPTION=VALUE", help="an option of LLM(), like max_num_seqs=1")
@@ -88,20 +99,29 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    if sys.stdin.isatty():
-        print("Ctrl-C ends an answer, Ctrl-D ends the chat, /new begins a new conversation.")
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):  # `input` uses it: lines of any length, a history
+            import readline  # noqa: F401
+        print(HELP)
+    failed = False
     while True:
         try:
-            question = input("> " if sys.stdin.isatty() else "").strip()
+            question = input("> " if terminal else "").strip()
         except EOFError:
-            return 0
+            return int(failed)
         except KeyboardInterrupt:
             print()
             continue
+        if question in ("/quit", "/exit"):
+            return int(failed)
         if question == "/new":
             chat.restart()
+        elif question == "/help":
+            print(HELP)
         elif question:
             try:
                 chat.answer(question)
             except ValueError as error:
                 print(f"error: {error}; /new begins a new conversation", file=sys.stderr)
+                failed = not terminal

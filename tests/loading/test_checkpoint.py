@@ -228,10 +228,11 @@ def test_broken_json(path: Path, tmp_path: Path) -> None:
 
 
 def test_directories(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="no directory './missing'"):
+    with pytest.raises(ValueError, match=r"'\./missing'; give .*'qwen3-nano'.*, or 'smollm2-135m'"):
         LLM("./missing")
-    with pytest.raises(ValueError, match="no directory 'qwen3-nan'.*'qwen3-nano'"):
-        LLM("qwen3-nan")
+    for name, near in (("qwen3-nan", "qwen3-nano"), ("smollm2", "smollm2-135m")):
+        with pytest.raises(ValueError, match=f"no directory '{name}'; did you mean '{near}'?"):
+            LLM(name)
     with pytest.raises(ValueError, match="is a file"):
         LLM(str(path / "config.json"))
     (tmp_path / "model.gguf").touch()

@@ -99,10 +99,12 @@ def test_real_chats(embedded):
     assert min(work.outputs) > 1
 
 
-def test_real_chats_have_fixed_requests(capsys):
+@pytest.mark.parametrize("option", ["--num-seqs 3", "--turns 2", "--shape cpu-small", "--model a"])
+def test_real_chats_have_fixed_requests(option, capsys):
     with pytest.raises(SystemExit):
-        bench.main(["--workload", "chat-real", "--num-seqs", "3"])
-    assert "--workload chat-real has fixed requests for smollm2-135m" in capsys.readouterr().err
+        bench.main(["--workload", "chat-real", *option.split()])
+    message = f"has fixed requests for smollm2-135m; leave out {option.split()[0]}\n"
+    assert message in capsys.readouterr().err
 
 
 def test_llama_cpp_needs_a_file_and_a_python():
@@ -411,16 +413,19 @@ def test_a_turn_in_its_own_process(path):
     process.end()
 
 
-RANGE, MODE = "is out of range; give 1 to 100000", "goes with the throughput only; leave out"
+RANGE, MODE = "give a whole number from 1 to 100000", "goes with the throughput only; leave out"
 BAD_INPUT = {
     "--baseline tgi": "hf-continuous",
-    "--workload huge": "cpu-mixed",
-    "--shape qwen3-400b": "qwen3-0.6b",
+    "--workload huge": "known: short, nano, cpu-mixed",
+    "--workload shrot": "--workload: unknown workload 'shrot'; did you mean 'short'?",
+    "--shape qwen3-8": "--shape: unknown shape 'qwen3-8'; did you mean 'qwen3-8b'?",
+    "--baseline hf-bach": "--baseline: unknown baseline 'hf-bach'; did you mean 'hf-batch'?",
     "--input 9 3": "--input 9 3: give MIN <= MAX",
-    "--output 0 3": f"--output: 0 {RANGE}",
-    "--repeats 0": f"--repeats: 0 {RANGE}",
-    "--num-seqs 99999999": f"--num-seqs: 99999999 {RANGE}",
-    "--prefix -1": "--prefix: -1 is out of range; give 0 to 100000",
+    "--output 0 3": f"--output: 0: {RANGE}",
+    "--repeats 0": f"--repeats: 0: {RANGE}",
+    "--num-seqs 99999999": f"--num-seqs: 99999999: {RANGE}",
+    "--num-seqs abc": f"--num-seqs: abc: {RANGE}",
+    "--prefix -1": "--prefix: -1: give a whole number from 0 to 100000",
     "--plot x.foo": "--plot x.foo: name a .png, .pdf or .svg file",
     "--startup --json x.json": f"--json {MODE} --startup",
     "--host-only --baseline hf": f"--baseline {MODE} --host-only",
@@ -516,5 +521,6 @@ def test_end_to_end(path, tmp_path, capsys, monkeypatch):
     numbers = "--workload nano --num-seqs 2 --input 3 3 --output 2 3 --repeats 1"
     assert bench.main(f"--model {path} {numbers} --set device=cpu --policy fcfs sjf".split()) == 0
     printed = capsys.readouterr().out
+    assert " - " not in printed  # one turn has no range
     assert printed.count("waiting time") == 2
     assert printed.split("\n")[-2].startswith("Total: ")

@@ -18,7 +18,8 @@ def rates_of(engine: dict[str, Any]) -> list[float]:
 
 
 def span(values: list[float], digits: str) -> str:
-    return f"{min(values):{digits}} - {max(values):{digits}}"
+    """Return the range of the values; empty if there is only one."""
+    return "" if len(values) == 1 else f"{min(values):{digits}} - {max(values):{digits}}"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -36,9 +37,11 @@ def table(result: dict[str, Any]) -> str:
         factors = [a / b for a, b in zip(ours, rates, strict=True)]
         factor = f"{median(factors):9.2f}x {span(factors, '.2f'):^15}" if rates != ours else ""
         if engine["engine"] != "nanovllm":
-            ratios = f"{', '.join(f'{f:.2f}' for f in factors)} times as fast in the pairs of turns"
-            spread = f"; median {median(factors):.2f} ({min(factors):.2f} to {max(factors):.2f})"
-            pairs.append(entry(f"against {engine['name']}", ratios + spread))
+            ratios = f"{', '.join(f'{f:.2f}' for f in factors)} times as fast"
+            if len(factors) > 1:
+                ratios += f" in the pairs of turns; median {median(factors):.2f}"
+                ratios += f" ({min(factors):.2f} to {max(factors):.2f})"
+            pairs.append(entry(f"against {engine['name']}", ratios))
         loads = [run["other_load"] for run in engine["runs"]]
         load = describe_load(None if None in loads else max(loads))
         figures = f"{median(rates):10,.1f}{span(rates, ',.1f'):^22}{total:9,.0f}"

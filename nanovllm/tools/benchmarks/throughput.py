@@ -146,7 +146,10 @@ def prepare(args: argparse.Namespace, options: Result, temporary: Path) -> Setup
     numbers = {n: number for n in keys if (number := getattr(args, n)) is not None}
     spec = replace(workloads.WORKLOADS[args.workload], **numbers)
     if spec.chats and (numbers or args.model or args.shape):
-        raise ValueError(f"--workload {args.workload} has fixed requests for {spec.model}")
+        extra = next(iter(numbers), "model" if args.model else "shape").replace("count", "num-seqs")
+        raise ValueError(
+            f"--workload {args.workload} has fixed requests for {spec.model}; leave out --{extra}"
+        )
     if spec.rows:
         options = {"max_num_seqs": spec.rows, **options}
     shape = args.shape or (None if args.model or spec.chats else spec.model)

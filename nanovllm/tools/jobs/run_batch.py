@@ -50,6 +50,9 @@ class BatchFiles:
     which kill -9 cannot undo. During the call, a kill or a full disk can leave a last line without
     a newline. This line is cut off and computed again.
 
+    If an error ends the run before its first result, an output that the constructor has created is
+    removed.
+
     The record, a file next to the output, names the line that is being added and counts how often
     the process ended while it added each line. It is removed if there are no counts.
 
@@ -60,9 +63,12 @@ class BatchFiles:
 
     def __init__(self, source: Path, target: Path) -> None:
         self.source, self.target = source, target
+        if target.is_dir() or not target.absolute().parent.is_dir():
+            raise ValueError(f"cannot write {target}; name a file in a directory that exists")
         for path in (source, target):
             if path.exists() and not path.is_file():
                 raise ValueError(f"{path} is not a regular file, and it would be read twice")
+        self.is_new = not target.exists()
         with contextlib.ExitStack() as files:
             self.lines = files.enter_context(source.open("rb"))
             self.hashes = array("Q")  # one for each line
@@ -72,7 +78,10 @@ class BatchFiles:
             self.results = files.enter_context(target.open("ab", buffering=0))
             try:
                 fcntl.flock(self.results, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+                opened = os.fstat(self.results.fileno())
+                if not os.path.samestat(opened, target.stat()):  # removed, and created again
+                    raise FileNotFoundError
+            except (BlockingIOError, FileNotFoundError):
                 raise ValueError(f"another process is writing to {target}") from None
             self.size = self._resume()  # bytes of complete lines
             self.results.truncate(self.size)
@@ -87,9 +96,11 @@ class BatchFiles:
     def __enter__(self) -> BatchFiles:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if not self.ends:
             self.record_path.unlink(missing_ok=True)
+        if kind is not None and self.is_new and not self.size:
+            self.target.unlink(missing_ok=True)
         self.files.close()
 
     def _scan(self) -> tuple[int, str]:
@@ -318,6 +329,8 @@ def option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text}: give OPTION=VALUE, like max_num_seqs=16")
+    if name == "model":
+        raise argparse.ArgumentTypeError(f"{text}: give --model instead")
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):
@@ -326,7 +339,7 @@ def option(text: str) -> tuple[str, Any]:
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is out of range; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number, 1 or more")
     return int(text)
 
 
@@ -354,8 +367,6 @@ def main(argv: list[str] | None = None) -> int:
     model = args.served_model_name or args.model
     progress = ""
     try:
-        if "model" in options:
-            raise ValueError("--set model=...: give --model instead")
         if options.get("tensor_parallel_size", 1) != 1:
             raise ValueError("tensor_parallel_size: one process writes the output; use 1")
         config = engine_config({"model": args.model, **options})

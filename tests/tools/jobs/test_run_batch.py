@@ -49,7 +49,7 @@ def run(llm: LLM, source: Path, target: Path, **options: Any) -> int:
 
 def results(target: Path) -> dict[str, dict[str, Any]]:
     """The results by custom_id. Every line is complete, and none is there twice."""
-    text = target.read_bytes()
+    text = target.read_bytes() if target.exists() else b""  # removed after an early error
     assert text.endswith(b"\n") or not text
     read = [json.loads(one) for one in text.splitlines()]
     assert len({one["id"] for one in read}) == len(read)
@@ -590,7 +590,7 @@ raise SystemExit(run_batch.main(["-i", {str(source)!r}, "-o", {str(target)!r}]))
         process.send_signal(signal.SIGINT)
     ended = process.wait()
     assert ended.returncode == 130, ended
-    assert target.read_bytes().count(b"\n") == (presses == 1)
+    assert len(results(target)) == (presses == 1)
 
 
 class FullDisk:
@@ -798,9 +798,9 @@ def test_two_processes_and_one_output(tmp_path: Path) -> None:
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     source, target, _ = begin(tmp_path)
     refused(tmp_path / "nothing.jsonl", target, "No such file")
-    refused(source, tmp_path / "nowhere" / "out.jsonl", "No such file")
+    refused(source, tmp_path / "nowhere" / "out.jsonl", "name a file in a directory that exists")
     refused(tmp_path, target, "is not a regular file")
-    refused(source, tmp_path, "is not a regular file")
+    refused(source, tmp_path, "name a file in a directory that exists")
     refused(source, source, "run_batch did not write")
     os.mkfifo(tmp_path / "pipe")
     refused(tmp_path / "pipe", target, "is not a regular file")
@@ -811,7 +811,6 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     ("more", "message"),
     [
         (["--set", "max_num_seq=1"], "did you mean 'max_num_seqs'"),
-        (["--set", "model=x"], "give --model instead"),
         (["--set", "dtype=float5"], "dtype must be one of"),
         (["--model", "/nowhere"], "/nowhere"),
     ],
@@ -827,6 +826,28 @@ def test_wrong_options(
     assert target.read_bytes() == written
 
 
+def test_an_error_before_the_first_result_leaves_no_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    command = ["-i", str(source), "-o", str(target), "--model", "/nowhere"]
+    assert main(command) == 1
+    assert "/nowhere" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [source]
+    target.touch()  # a file that the caller has created remains
+    assert main(command) == 1
+    assert target.exists()
+
+
+def test_an_output_that_was_removed_while_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process removes its output after an error, and results would be lost."""
+    source, target = save(tmp_path / "in.jsonl", few()), tmp_path / "out.jsonl"
+    monkeypatch.setattr("fcntl.flock", lambda *_: target.unlink())
+    refused(source, target, "another process is writing to")
+
+
 def test_nothing_left_loads_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -840,9 +861,12 @@ def test_nothing_left_loads_no_model(
 def test_other_names_and_help(embedded: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     job = parse(embedded, CHAT, ask("Hi", model="gpt-9"), "gpt-9")
     assert job.model == "gpt-9"
-    for arguments in (["-i", "a", "-o", "b", "--max-concurrency", "0"], ["-i", "a"]):
+    for more in (["--max-concurrency", "0"], ["--set", "model=x"]):
         with pytest.raises(SystemExit):
-            main(arguments)
+            main(["-i", "a", "-o", "b", *more])
+    assert "model=x: give --model instead" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["-i", "a"])
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "the same command" in " ".join(capsys.readouterr().out.split())
