@@ -62,7 +62,7 @@ class Chunk:
     # Consecutive tokens to score. The first follows token `logprobs_from` of the chunk.
     logprob_targets: list[int] = field(default_factory=list)
     logprobs_from: int = 0
-    num_candidates: int = 0  # how many candidates it yields, if it yields candidates
+    num_candidates: int = 0  # number of candidates, if `result_kind` is CANDIDATES
 
 
 class ResultKind(Enum):
@@ -82,10 +82,10 @@ class BlockCopy(NamedTuple):
 
 
 class StateSave(NamedTuple):
-    """A copy of the state that `row` has before the last `tokens_left` of its tokens."""
+    """A copy of the state that `row` has before the last `tokens_after` tokens of this step."""
 
     row: int
-    tokens_left: int
+    tokens_after: int
     target: int
 
 

@@ -21,6 +21,7 @@ from nanovllm.features.vllm_names import VLLM_OPTIONS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "nanovllm"
+LESSONS = ROOT / "docs" / "lessons.md"
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 # Places that can be deleted; tests/test_imports.py holds their imports.
@@ -121,6 +122,14 @@ def test_the_reading_path_is_as_short_as_readme_says() -> None:
     total = sum(map(num_lines, code_links(path)))
     assert f"({round(total, -2):,} lines in all)" in path
     assert total <= MAX_READING_PATH
+
+
+def test_the_length_of_the_lessons() -> None:
+    stated = re.search(r"(\d+) lines on average, and at most (\d+)", LESSONS.read_text())
+    assert stated
+    lengths = [*map(num_lines, (PACKAGE / "lessons").glob("lesson[0-9]*.py"))]
+    assert float(stated[1]) == pytest.approx(sum(lengths) / len(lengths), rel=0.05)
+    assert max(lengths) <= int(stated[2]) < 1.1 * max(lengths)
 
 
 def test_readme_answers_where_functions_are() -> None:

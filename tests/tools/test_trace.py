@@ -1036,6 +1036,27 @@ def test_sixty_steps_of_twelve_requests_are_visible(tmp_path: Path) -> None:
 
 @browser
 @pytest.mark.slow
+def test_the_page_fits_a_narrow_window(embedded_run: Trace, tmp_path: Path) -> None:
+    """In a frame, because the window of a headless browser has at least 500 pixels."""
+    probe = """<script>
+      let most = 0;
+      const page = document.documentElement;
+      for (let k = 1; k <= last; k++) {
+        go(k);
+        most = Math.max(most, page.scrollWidth - page.clientWidth);
+      }
+      parent.postMessage(`over by ${most}`, "*");
+    </script>"""
+    page = embedded_run.page().replace("</body>", probe + "</body>")
+    (tmp_path / "trace.html").write_text(page)
+    frame = """<script>onmessage = event => document.body.append(event.data)</script>
+      <body><iframe src="trace.html" width="360" height="800"></iframe></body>"""
+    (tmp_path / "frame.html").write_text(frame)
+    assert "over by 0" in browse(tmp_path / "frame.html")
+
+
+@browser
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["embedded_run", "beams", "large_trace", "wide_trace"])
 def test_a_step_is_printed_on_one_page(
     which: str, request: pytest.FixtureRequest, tmp_path: Path

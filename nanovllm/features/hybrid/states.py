@@ -50,7 +50,7 @@ class States:
 
     def after(self, plan: StepPlan) -> None:
         """Copy the states that a step leaves in its rows."""
-        self._copy([(s.row, s.target) for s in plan.state_saves if not s.tokens_left])
+        self._copy([(s.row, s.target) for s in plan.state_saves if not s.tokens_after])
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:
@@ -66,14 +66,14 @@ class States:
             step.rows = to_device(np.array(plan.decode_rows), self.rule.device)
         cuts: dict[int, list[Any]] = {}
         for save in plan.state_saves:
-            if save.tokens_left:
+            if save.tokens_after:
                 cuts.setdefault(save.row, []).append(save)
         start = 0
         for chunk in plan.chunks:
             end = start + len(chunk.token_ids)
             is_first = chunk.start == 0
-            saves = sorted(cuts.get(chunk.row, []), key=lambda save: -save.tokens_left)
-            ends = sorted({end - save.tokens_left for save in saves} | {end})
+            saves = sorted(cuts.get(chunk.row, []), key=lambda save: -save.tokens_after)
+            ends = sorted({end - save.tokens_after for save in saves} | {end})
             for number, stop in enumerate(ends):
                 if number == len(step.rounds):
                     step.rounds.append(Segments([], [], [], []))
@@ -83,7 +83,7 @@ class States:
                 segments.starts.append(start)
                 segments.ends.append(stop)
                 segments.is_first.append(is_first)
-                targets = [save.target for save in saves if end - save.tokens_left == stop]
+                targets = [save.target for save in saves if end - save.tokens_after == stop]
                 step.saves[number] += [(chunk.row, target) for target in targets]
                 start, is_first = stop, False
         return step

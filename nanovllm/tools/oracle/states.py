@@ -101,7 +101,7 @@ class HybridRunner(OracleRunner):
             state = State((), self.resets) if start == 0 else states[row]
             for number in range(len(ids) + 1):
                 for save in saves:
-                    if save.tokens_left == len(ids) - number:
+                    if save.tokens_after == len(ids) - number:
                         states[save.target] = state
                 if number < len(ids):
                     position = start + number

@@ -149,8 +149,8 @@ class Trace(Observer):
                 event["states_read"] = [(source, rows[row]) for source, row in plan.state_copies]
             if plan.state_saves:
                 event["states_saved"] = [
-                    (numbers[row], step.seqs[row].num_computed - tokens_left, slot)
-                    for row, tokens_left, slot in plan.state_saves
+                    (numbers[row], step.seqs[row].num_computed - tokens_after, slot)
+                    for row, tokens_after, slot in plan.state_saves
                 ]
             if plan.saves or plan.loads:
                 event["saved"] = list(plan.saves)
