@@ -36,7 +36,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         module = importlib.import_module(COMMANDS[command])
     except ImportError as error:
-        print(f"nanovllm {command}: {error}", file=sys.stderr)
+        reason = str(error)
+        if (error.name or "").startswith("nanovllm."):  # a file that can be deleted
+            reason = f"needs {error.name}, which this copy of nanovllm does not have"
+        print(f"nanovllm {command}: {reason}", file=sys.stderr)
         return 1
     return module.main(arguments) or 0
 

@@ -79,9 +79,10 @@ def find_checkpoint(
     if named_models is not None and (found := named_models.find_named(name)) is not None:
         return found
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
+        needed = ", which needs nanovllm/features/gguf/named.py" * (named_models is None)
         raise ValueError(
             f"there is no directory {name!r}; give a local directory, a hub id like "
-            f"'Qwen/Qwen3-0.6B', {EMBEDDED!r} for the embedded model, or 'smollm2-135m'"
+            f"'Qwen/Qwen3-0.6B', {EMBEDDED!r} for the embedded model, or 'smollm2-135m'{needed}"
         )
     path = _download(name, revision, patterns)
     check_files(path, patterns)
