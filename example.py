@@ -7,7 +7,7 @@ the page trace.html, which shows the same.
 import argparse
 from pathlib import Path
 
-from nanovllm import LLM, SamplingParams, Trace
+from nanovllm import LLM, SamplingParams
 
 QUESTIONS = [
     "Introduce yourself.",
@@ -38,7 +38,7 @@ def main() -> None:
             print_trace(args.model)
             return
         llm = LLM(args.model)
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         parser.error(str(error))
     # All questions are one batch. Without sampling_params, the defaults of the checkpoint apply.
     outputs = llm.chat([[{"role": "user", "content": q}] for q in QUESTIONS])
@@ -48,6 +48,8 @@ def main() -> None:
 
 def print_trace(model: str) -> None:
     """Show a trace of a small cache and token budget, whose numbers can be checked by hand."""
+    from nanovllm import Trace  # it is in nanovllm/tools, which can be deleted
+
     llm = LLM(model, kvcache_block_size=4, num_kvcache_blocks=12, max_num_batched_tokens=12)
     prompts = ["What is 12 + 30?\n", "What is 12 + 7?\n"]
     with Trace(llm) as trace:

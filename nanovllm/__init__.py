@@ -9,6 +9,7 @@ loads no torch.
 
 import importlib._bootstrap
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.loading.optional import find_optional
@@ -52,22 +53,28 @@ NAMES = {
     "tools.trace.trace": "Trace",
 }
 HOMES = {name: module for module, names in NAMES.items() for name in names.split()}
-__all__ = list(HOMES)
+FILES = {name: f"nanovllm/{module.replace('.', '/')}.py" for name, module in HOMES.items()}
+# Without the names whose file is deleted, because `from nanovllm import *` gets all of them.
+__all__ = [name for name, file in FILES.items() if (Path(__file__).parents[1] / file).exists()]
 
 # Hidden from type checkers, which would otherwise accept every name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
-            names = find_optional("features.vllm_names")
-            if names is None:
-                raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+        if name in __all__:
+            return getattr(importlib.import_module(f"nanovllm.{HOMES[name]}"), name)
+        names = find_optional("features.vllm_names")
+        if name in HOMES:
+            error = AttributeError(f"{name} needs {FILES[name]}, which this copy does not have")
+        elif names is None:
+            error = AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+        else:
             error = names.missing("module 'nanovllm'", name, __all__)
-            # `from nanovllm import name` calls this from importlib, and would replace an
-            # AttributeError by its own ImportError. No exception can be both.
-            asked = sys._getframe(1).f_globals is vars(importlib._bootstrap)
-            raise ImportError(error) if asked and name in names.INSTEAD else error
-        return getattr(importlib.import_module(f"nanovllm.{HOMES[name]}"), name)
+        # `from nanovllm import name` calls this from importlib, and would replace an
+        # AttributeError by its own ImportError. No exception can be both.
+        asked = sys._getframe(1).f_globals is vars(importlib._bootstrap)
+        helps = name in HOMES or (names is not None and name in names.INSTEAD)
+        raise ImportError(error) if asked and helps else error
 
 
 def __dir__() -> list[str]:

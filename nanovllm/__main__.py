@@ -56,9 +56,12 @@ def run_command(argv: list[str] | None) -> int:
     try:
         module = importlib.import_module(COMMANDS[command])
     except ImportError as error:
-        if help_asked := not {"-h", "--help"}.isdisjoint(arguments):
+        is_deleted = (error.name or "").startswith("nanovllm.")
+        reason = f"needs {error.name}, which this copy of nanovllm does not have"
+        help_asked = not is_deleted and not {"-h", "--help"}.isdisjoint(arguments)
+        if help_asked:
             print(docstring(COMMANDS[command]), end="\n\n")
-        print(f"nanovllm {command}: {error}", file=sys.stderr)
+        print(f"nanovllm {command}: {reason if is_deleted else error}", file=sys.stderr)
         return 0 if help_asked else 1
     return module.main(arguments) or 0
 

@@ -178,8 +178,35 @@ def test_optional_places_can_be_deleted(deleted: str, tmp_path: Path) -> None:
             "except ValueError as error: text = str(error)\n"
             "assert 'needs nanovllm/features/hybrid/config.py, which' in text, text\n"
         )
+    if "tools" in deleted.split():
+        example = PACKAGE.with_name("example.py")
+        code += (
+            "space = {}\n"
+            "exec('from nanovllm import *', space)\n"
+            "assert 'LLM' in space and 'Trace' not in space\n"
+            "text = None\n"
+            "try: from nanovllm import Trace\n"
+            "except ImportError as error: text = str(error)\n"
+            "assert text.startswith('Trace needs nanovllm/tools/trace/trace.py, which'), text\n"
+            "assert not hasattr(nanovllm, 'Trace')\n"
+            "from nanovllm.__main__ import main\n"
+            "assert main(['chat']) == 1\n"
+            "text = None\n"
+            "try: LLM('smollm2-135m')\n"
+            "except ValueError as error: text = str(error)\n"
+            "assert text.endswith('which needs nanovllm/features/gguf/named.py'), text\n"
+            "import runpy\n"
+            f"runpy.run_path({str(example)!r})\n"
+            "sys.argv = ['example.py', '--trace']\n"
+            f"runpy.run_path({str(example)!r}, run_name='__main__')\n"
+        )
     done = fresh.run(code, PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    if "tools" in deleted.split():
+        assert "nanovllm chat: needs nanovllm.tools, which this copy" in done.stderr
+        assert "error: Trace needs nanovllm/tools/trace/trace.py, which" in done.stderr
+        assert done.returncode == 2, done.stderr  # of example.py
+    else:
+        assert done.returncode == 0, done.stderr
 
 
 def test_public_names() -> None:

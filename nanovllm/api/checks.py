@@ -48,10 +48,16 @@ def scalar_fields(cls: type) -> dict[str, tuple[type, tuple[Any, ...], bool]]:
 
 
 def check_scalars(thing: Any) -> None:
-    """Check the type and the value of every scalar field of a dataclass object."""
+    """Check the type and the value of every scalar field of a dataclass object.
+
+    A scalar of NumPy or torch is replaced by the number that it holds.
+    """
     cls: Any = type(thing)
     for name, (kind, limits, optional) in scalar_fields(cls).items():
         value = getattr(thing, name)
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()
+            object.__setattr__(thing, name, value)  # a dataclass may be frozen
         if value is not None or not optional:
             check_scalar(name, value, kind, limits)
 
@@ -69,8 +75,10 @@ def check_scalar(name: str, value: Any, kind: type, limits: tuple[Any, ...] = ()
     if not (low <= value <= high and abs(value) < 1e30):  # NaN fails too
         if math.isfinite(high):
             bound = f"between {low} and {high}"
+        elif low == -math.inf:
+            bound = "between -1e+30 and 1e+30"
         else:
-            bound = f"at least {low}" if kind is int else f"{low} or more, and finite"
+            bound = f"at least {low}" + ", and less than 1e+30" * (value >= low)
         raise ValueError(f"{name} must be {bound}, not {value}")
 
 

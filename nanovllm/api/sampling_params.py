@@ -102,8 +102,11 @@ class SamplingParams:
     @classmethod
     def from_optional(cls, **fields: Any) -> SamplingParams:
         """Return an object with these fields. As in vLLM, None means the default, unless the field
-        accepts None.
+        accepts None, and the token ids of logit_bias may be strings, as in JSON.
         """
+        if isinstance(bias := fields.get("logit_bias"), Mapping):
+            ids = (int(k) if isinstance(k, str) and k.isdecimal() else k for k in bias)
+            fields["logit_bias"] = dict(zip(ids, bias.values(), strict=True))
         known = cls.__dataclass_fields__
         required = {name for name, field in known.items() if "None" not in field.type}
         return cls(**{n: v for n, v in fields.items() if v is not None or n not in required})
@@ -113,6 +116,9 @@ class SamplingParams:
         return replace(self, logit_bias=copy.copy(self.logit_bias))
 
     def __post_init__(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:  # as in vLLM
+                setattr(self, name, 1)
         check_scalars(self)
         self.seed = None if self.seed == -1 else self.seed  # as in vLLM
         if self.top_p == 0:

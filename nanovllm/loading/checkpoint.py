@@ -79,11 +79,12 @@ def find_checkpoint(
     if named_models is not None and (found := named_models.find_named(name)) is not None:
         return found
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith("/"):
+        needed = ", which needs nanovllm/features/gguf/named.py" * (named_models is None)
         remedy = (
             "give a local directory, a hub id like 'Qwen/Qwen3-0.6B', "
-            f"{EMBEDDED!r} for the embedded model, or 'smollm2-135m'"
+            f"{EMBEDDED!r} for the embedded model, or 'smollm2-135m'{needed}"
         )
-        near = similar(name, [EMBEDDED, "smollm2-135m"])
+        near = similar(name, [EMBEDDED, *["smollm2-135m"] * (named_models is not None)])
         raise ValueError(f"there is no directory {name!r}; {near or remedy}")
     path = _download(name, revision, patterns)
     check_files(path, patterns)

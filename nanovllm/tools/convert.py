@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from nanovllm.api.config import DTYPES
+from nanovllm.loading.optional import load_optional
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -26,9 +27,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    from nanovllm.features.gguf.convert import convert  # not for --help: torch takes seconds
-
     try:
+        # Not for --help, because torch takes seconds.
+        convert = load_optional("features.gguf.convert", "nanovllm convert").convert
         convert(args.source, args.target, args.dtype)
     except (OSError, ValueError) as error:
         print(f"nanovllm convert: {error}", file=sys.stderr)

@@ -35,7 +35,7 @@ OPTIONS = [
         ValueError,
         "lower num_kvcache",
     ),
-    ({"swap_space": -1}, ValueError, "swap_space must be 0 or more"),
+    ({"swap_space": -1}, ValueError, "swap_space must be at least 0, not -1"),
     ({"swap_space": "4GiB"}, TypeError, "swap_space must be a number"),
     ({"swap_space": 2**-40}, ValueError, "swap_space=.* has no room for one block"),
     ({"swap_space": 10**7}, ValueError, "takes 10,737,418,240,000,000 bytes of host memory"),

@@ -5,11 +5,13 @@ import pickle
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from wrong_values import INF, NAN
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.api.config import EngineConfig
 
 
 def test_clone_and_from_optional() -> None:
@@ -46,6 +48,31 @@ def test_a_seed_of_minus_one_is_none(embedded: LLM) -> None:
     params = SamplingParams(seed=-1, temperature=9.0, max_tokens=8, ignore_eos=True)
     outputs = embedded.generate(["a"] * 2, params, use_tqdm=False)
     assert outputs[0]["token_ids"] != outputs[1]["token_ids"]
+
+
+def test_numbers_of_numpy_and_torch() -> None:
+    """They are replaced by the numbers that they hold, as in the options of LLM()."""
+    params = SamplingParams(
+        max_tokens=np.int64(5),
+        temperature=np.float32(0.5),
+        top_k=torch.tensor(3),
+        ignore_eos=np.bool_(True),
+    )
+    assert params == SamplingParams(max_tokens=5, temperature=0.5, top_k=3, ignore_eos=True)
+    assert [type(x) for x in (params.max_tokens, params.temperature)] == [int, float]
+    config = EngineConfig(max_num_seqs=np.int64(5), gpu_memory_utilization=np.float32(0.5))
+    assert config == EngineConfig(max_num_seqs=5, gpu_memory_utilization=0.5)
+    assert type(config.max_num_seqs) is int
+
+
+def test_forms_that_vllm_accepts() -> None:
+    assert SamplingParams(logprobs=True).logprobs == 1
+    assert SamplingParams(prompt_logprobs=True).prompt_logprobs == 1
+    assert type(SamplingParams(logprobs=True).logprobs) is int
+    bias = {"5": 1.0, 6: -1.0}  # the token ids of JSON are strings
+    assert SamplingParams.from_optional(logit_bias=bias).logit_bias == {5: 1.0, 6: -1.0}
+    with pytest.raises(TypeError, match="a token id of logit_bias must be an int, not 'a'"):
+        SamplingParams.from_optional(logit_bias={"a": 1.0})
 
 
 def one_argument(logits: Any) -> Any: ...
@@ -99,7 +126,13 @@ PARAMS = [
     ({"bad_words": " "}, TypeError, "bad_words"),
     ({"bad_words": [" "]}, ValueError, "empty string"),
     ({"logprobs": -2}, ValueError, "logprobs"),
-    ({"prompt_logprobs": True}, TypeError, "prompt_logprobs"),
+    ({"prompt_logprobs": False}, TypeError, "prompt_logprobs"),
+    ({"temperature": 1e30}, ValueError, r"must be at least 0, and less than 1e\+30, not 1e\+30"),
+    ({"max_tokens": 10**31}, ValueError, r"must be at least 1, and less than 1e\+30, not 10{31}"),
+    ({"logit_bias": {1: -1e30}}, ValueError, r"must be between -1e\+30 and 1e\+30, not -1e"),
+    ({"temperature": np.float32(-0.5)}, ValueError, r"at least 0, not -0\.5"),
+    ({"max_tokens": np.float32(2)}, TypeError, r"must be an int, not 2\.0"),
+    ({"max_tokens": np.array([2])}, TypeError, "must be an int, not array"),
     ({"skip_special_tokens": 0}, TypeError, "skip_special_tokens"),
     ({"detokenize": None}, TypeError, "detokenize"),
     ({"logits_processors": ["f"]}, TypeError, "functions"),
@@ -184,7 +217,7 @@ def test_attributes_that_do_not_exist() -> None:
 
 def test_penalty_that_overflows(small_llm: LLM) -> None:
     for penalty in (1e-38, 0.0099):
-        with pytest.raises(ValueError, match=r"repetition_penalty must be 0\.01 or more"):
+        with pytest.raises(ValueError, match=r"repetition_penalty must be at least 0\.01"):
             SamplingParams(repetition_penalty=penalty)
     params = SamplingParams(repetition_penalty=0.01, temperature=0, max_tokens=3, ignore_eos=True)
     # The least penalty prefers the tokens of the prompt, and not token 0.
