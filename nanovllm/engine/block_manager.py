@@ -83,7 +83,7 @@ class BlockManager:
 
         The block of the last token is not matched, because the logits of this token must be
         computed. If all other blocks match, 1 to `block_size` tokens remain to be computed. If
-        `seq` has targets, so must the token before the first one, and all later tokens.
+        `seq` has targets, the token before the first target and all later tokens remain too.
         """
         matched: list[Block] = []
         parent = 0
@@ -139,7 +139,7 @@ class BlockManager:
             seq.num_cached_blocks += 1
 
     def _cache(self, block: Block, key: Key) -> None:
-        if block.serial:  # a fork found other blocks than its parent for the prefix that they share
+        if block.serial:  # it is cached with another parent serial, for a fork that shares it
             self._uncache(block)
         self._last_serial += 1
         block.serial = self._last_serial

@@ -80,7 +80,7 @@ class Scheduler:
         self._queue(seq, key)
 
     def _queue(self, seq: Sequence, key: int = HEAD) -> None:
-        """Queue a sequence by its key, by default at the head."""
+        """Insert a sequence into the queue by its key. By default, it becomes the head."""
         seq.status = Status.WAITING
         self.waiting.add(seq, key)
 
@@ -121,7 +121,7 @@ class Scheduler:
             i += 1
             if not seq.decoding:
                 budget -= self._plan_chunk(step, seq, budget)
-            # If placeholders complete its length, its last token is in flight already.
+            # If its placeholders reach `max_length`, its last token is already in flight.
             elif len(seq.token_ids) + seq.num_placeholders < seq.max_length:
                 if seq.needs_copy_on_write or seq.num_computed == len(seq.block_table) * block_size:
                     if not self._make_room(seq, 1):
@@ -147,7 +147,7 @@ class Scheduler:
         if not plan.num_tokens:
             idle = [seq for seq in self.running if seq.awaits_token]
             if self.waiting and idle and not self.in_flight:
-                # These beams wait for another beam of their prompt, which needs blocks.
+                # They wait for a beam of the same prompt, which is queued because it lacks blocks.
                 self._preempt(idle[-1])
                 return self.schedule()
             return None
@@ -156,7 +156,7 @@ class Scheduler:
         return step
 
     def _plan_chunk(self, step: InFlightStep, seq: Sequence, budget: int) -> int:
-        """Plan at most `budget` known tokens of a running sequence. Returns how many."""
+        """Plan at most `budget` known tokens of a running sequence. Returns their number."""
         tokens = min(len(seq.token_ids) - seq.num_computed, budget)
         # It is 0 while a result is in flight, and until the next token of a beam is chosen.
         if tokens == 0 or not self._make_room(seq, tokens):

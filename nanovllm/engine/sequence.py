@@ -8,7 +8,7 @@ The scheduler and the block manager change it. It is never passed to the runner.
 
 A placeholder stands for a token of a step in flight. The engine does not know the token's id yet.
 
-Each step computes the next tokens of a sequence: a whole prompt, a chunk of a prompt, or the last
+A step computes the next tokens of a sequence: a whole prompt, a chunk of a prompt, or the last
 sampled token. A token counts as computed if its KV is in the cache after all plans made so far.
 There is no prefill state. `decoding` only says where the next token to compute is stored: in the
 runner's row if it is true, else in `token_ids`. A placeholder is stored only in the row.
@@ -26,7 +26,7 @@ EMPTY: Any = ()
 
 
 class Status(Enum):
-    UNQUEUED = 0  # a fork whose parent has no token yet, or a beam; see `awaits_token`
+    UNQUEUED = 0  # a fork before its parent has a token, or a beam; see `awaits_token`
     WAITING = 1
     RUNNING = 2
     FINISHED = 3
@@ -72,7 +72,7 @@ class Sequence:
     needs_copy_on_write: bool = False
     num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another block
     parent_serial: int = 0  # serial number of its last cached block
-    began_after: int = 0  # resets of the prefix cache before its first block was computed
+    began_after: int = 0  # resets of the prefix cache before it, or its parent, was admitted
 
     @property
     def num_output(self) -> int:

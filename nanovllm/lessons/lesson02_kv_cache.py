@@ -113,8 +113,8 @@ def run() -> None:
 
 
 QUESTIONS = Questions("""
-    The model reads the first 3 tokens of a prompt, then the first 6. Is the key of the third token
-    another one in the second run?
+    The model runs over the first 3 tokens of a prompt, and then over the first 6. Does the key of
+    the third token change in the second run?
     (a) Yes: attention mixes the keys of all tokens that the model reads.
     (b) Yes, except in the first layer.
     (c) No: a token attends only to itself and to the tokens before it.

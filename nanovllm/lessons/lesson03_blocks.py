@@ -77,9 +77,9 @@ def count_running(llm: LLM, num_requests: int) -> tuple[int, int]:
 
 def run() -> None:
     llm = make_llm(kvcache_block_size=4, num_kvcache_blocks=16)
-    say("""A prompt takes several blocks at once, and later the sequence takes one when its last one
-        is full. Here two sequences take blocks of 4 slots in turn. Block 0 is missing, because it
-        is the null block: padding is written there, and no sequence owns it.""")
+    say("""A sequence takes all blocks of its prompt at once. Later it takes one more block when its
+        last block is full. Here two sequences take blocks of 4 slots in turn. Block 0 is the
+        null block: padding is written there, and no sequence owns it.""")
     QUESTIONS.show(1)
     slots_of_a_sequence(llm)
     say("""Attention reads keys and values through the block table, so the order of the blocks in
@@ -105,10 +105,10 @@ def run() -> None:
         rows.append((f"{1024 // size} blocks of {size}", running, steps))
         max_running.append(running)
     show_table(("cache", "requests at once", "steps"), rows)
-    say(f"""With 4 large blocks {max_running[0]} requests run at once, each in its own. With small
-        ones all {max_running[1]} do, with one or two blocks each. Admission also leaves one block
-        available for each running sequence, so that it can continue (Scheduler.reserve):
-        {2 * max_running[1]} of 64.""")
+    say(f"""With 4 large blocks, {max_running[0]} requests run at once, and each has one block. With
+        small blocks, all {max_running[1]} run at once, and each has one or two. Admission also
+        leaves one block available for each running sequence, so that it can continue
+        (Scheduler.reserve). Together these are {2 * max_running[1]} of 64 blocks.""")
     show_source(link(BlockManager.append_block), link(Rows.slots), link(Scheduler.reserve))
 
 

@@ -89,8 +89,9 @@ def show_steps(config: ModelConfig) -> float:
         tokens has {prefill["weight_bytes"] / 1e6:,.0f} MB of weights in {str(dtype)[6:]}. This
         machine reads them at {peak["bandwidth"] / 1e9:.1f} GB/s at most and computes
         {peak["flops"] / 1e9:,.0f} GFLOPs/s at most, measured now. The ridge is therefore at
-        {ridge:.1f} FLOPs for each byte. Least is the roofline, and limit is its cause. If a step is
-        compute-bound, more rows take longer. Share is least / measured.""")
+        {ridge:.1f} FLOPs for each byte. In the table, least ms is the time at the
+        roofline, and limit says what causes it. The measured share is least / measured. If a step
+        is compute-bound, more rows take longer.""")
     runner = random_runner(config)
     seconds = [time_decode(runner, rows) for rows in ROWS]
     plan = prompt_plan([[1] * PROMPT], [list(range(1, PROMPT // BLOCK + 1))])

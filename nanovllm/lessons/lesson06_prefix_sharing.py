@@ -86,8 +86,9 @@ def run() -> None:
     same = next(i for i in range(len(b)) if a[i] != b[i])
     print(*(f"{name} = {text!r}" for name, text in PROMPTS.items()), sep="\n", end="\n\n")
     say(f"""Prompts A and B begin with the same {same} tokens. Blocks have 4 slots. Below is the
-        trace of their first step. Its columns free, cached and shared count blocks. A cached block
-        is in the prefix cache and no sequence owns it now. docs/trace.md explains the others.""")
+        trace of their first step. Its columns free, cached and shared count blocks. The column
+        cached counts only those blocks of the prefix cache that no sequence owns now. docs/trace.md
+        explains the others.""")
     counts = share_blocks(llm)
     show_table(("block", "ref_count"), counts.items())
     say(f"""A and B share one block, so its reference count is 2. They can share it in the same

@@ -1,7 +1,8 @@
 """Lesson 22: the model in one page.
 
-A transformer maps tokens to the logits of the next token. `Model` below is all of Qwen3 in plain
-torch, with the weights of the embedded model. x [T, E] has a vector for each of T tokens:
+A transformer maps tokens to the logits of the next token. The class `Model` below is the
+complete Qwen3 in plain torch. It uses the weights of the embedded model. x [T, E] has one vector of
+E numbers for each of T tokens:
 
     token ids --> rows of the embedding matrix: x
     each layer    x = x + o_proj(attention(RMSNorm(x)))    reads other tokens

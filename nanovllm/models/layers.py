@@ -79,7 +79,7 @@ def linear(x: Tensor, module: Linear) -> Tensor:
 
 
 class RotaryEmbedding:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of the two halves of a head.
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotates x[i] with x[i + D / 2].
 
     It owns the tables `cos` and `sin` [max_len, D], with rows (cos, cos) and (-sin, sin), in the
     dtype and on the device of `like`. models/rope.py computes the frequencies of a RopeConfig.

@@ -153,7 +153,7 @@ class Rows:
             self.seeds[sampling_rows],
             *params,
         )
-        # `build` sets the positions. Until then, they are the rows, which have the same shape.
+        # `build` sets the positions. The rows are passed because they have the same shape.
         sampling = sampling_batch(sent_params, seeds, positions=sent_rows)
         is_random = params[0] > 0
         sampling.all_greedy = not is_random.any()
