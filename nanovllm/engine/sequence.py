@@ -72,7 +72,7 @@ class Sequence:
     needs_copy_on_write: bool = False
     num_cached_blocks: int = 0  # full blocks whose content is cached, possibly in another block
     parent_serial: int = 0  # serial number of its last cached block
-    began_after: int = 0  # number of resets of the prefix cache before its last admission
+    began_after: int = 0  # resets of the prefix cache before it, or its parent, was admitted
 
     @property
     def num_output(self) -> int:

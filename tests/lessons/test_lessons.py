@@ -103,7 +103,7 @@ def test_lesson_3() -> None:
     for table in ([1, 2, 3, 4, 5], [16, 3, 9, 1, 7]):
         assert lesson03_blocks.answer_with(llm, table, 10) == "12 + 30 = 42"
     printed = run_lesson("3")
-    assert "With 4 large blocks 4 requests run at once" in printed
+    assert "With 4 large blocks, 4 requests run at once" in printed
     rows = [line.split() for line in printed.splitlines() if " blocks of " in line]
     (_, _, _, _, few, slow), (_, _, _, _, many, fast) = (row for row in rows if row[0].isdigit())
     assert int(few) == 4
