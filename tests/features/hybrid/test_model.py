@@ -35,7 +35,11 @@ def prompts_of(*lengths: int, seed: int = 1) -> list[dict[str, Any]]:
 
 
 def check_greedy(model: torch.nn.Module, outputs: list[Any], tolerance: float = 1e-4) -> None:
-    """Every token is the most likely one of transformers, with the same log-probability."""
+    """Every token is the most likely one of transformers, with the same log-probability.
+
+    Of two tokens whose log-probabilities differ by less than 2e-5, either is right: on one
+    processor two differ by 9e-6.
+    """
     for output in outputs:
         prompt = output.prompt_token_ids
         for sample in output.outputs:
@@ -43,14 +47,13 @@ def check_greedy(model: torch.nn.Module, outputs: list[Any], tolerance: float = 
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0]
             logprobs = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            assert ids == logprobs.argmax(-1).tolist()
+            chosen = logprobs.gather(-1, torch.tensor(ids)[:, None])[:, 0]
+            assert (logprobs.amax(-1) - chosen < 2e-5).all()
             if sample.logprobs is not None:
                 ours = [
                     entry[token].logprob for token, entry in zip(ids, sample.logprobs, strict=True)
                 ]
-                torch.testing.assert_close(
-                    torch.tensor(ours), logprobs.max(-1).values, atol=tolerance, rtol=0
-                )
+                torch.testing.assert_close(torch.tensor(ours), chosen, atol=tolerance, rtol=0)
 
 
 @pytest.fixture(scope="module")
