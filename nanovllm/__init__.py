@@ -54,8 +54,9 @@ NAMES = {
 }
 HOMES = {name: module for module, names in NAMES.items() for name in names.split()}
 FILES = {name: f"nanovllm/{module.replace('.', '/')}.py" for name, module in HOMES.items()}
+ROOT = Path(__file__).parents[1]  # a directory or a zip file
 # Without the names whose file is deleted, because `from nanovllm import *` gets all of them.
-__all__ = [name for name, file in FILES.items() if (Path(__file__).parents[1] / file).exists()]
+__all__ = [name for name, file in FILES.items() if ROOT.is_file() or (ROOT / file).is_file()]
 
 # Hidden from type checkers, which would otherwise accept every name.
 if not TYPE_CHECKING:
