@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, NoReturn, ParamSpec, TypeAlias, Unpack
 
 from tqdm import tqdm
 
@@ -14,7 +14,7 @@ from nanovllm.api.chat import Message, as_conversations
 from nanovllm.api.config import EMBEDDED, EngineConfig
 from nanovllm.api.log import show_log
 from nanovllm.api.outputs import GenerationError, RequestOutput, StreamOutput
-from nanovllm.api.prompts import Prompt, pair_up
+from nanovllm.api.prompts import CallArguments, Prompt, pair_up
 from nanovllm.api.sampling_params import SamplingParams
 from nanovllm.engine.input_processor import CheckedPrompt
 from nanovllm.engine.interrupt import DeferredInterrupt, defer_interrupt
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from nanovllm.features.beam_search import BeamSearchOutput, BeamSearchParams
     from nanovllm.features.embeddings.pooling import EmbeddingRequestOutput, PoolingParams
     from nanovllm.features.loglikelihood import LoglikelihoodOutput
-    from nanovllm.features.vllm_names import CallArguments
 
 # The default of `prompts`, so that a call with `prompt_token_ids` alone raises a helpful error.
 MISSING: Any = None
+# Whether to show a progress bar. As in vLLM, a function that makes it is accepted too.
+ShowProgress: TypeAlias = bool | Callable[..., Any]
 P = ParamSpec("P")
 
 
@@ -50,6 +51,12 @@ def with_parameters_of(
 
 
 class LLM:
+    """A model with its engine, which runs the requests of all calls and threads together.
+
+    `generate`, `chat`, `stream`, `embed`, `beam_search` and `loglikelihood` run requests. The
+    options are described in docs/api.md. `with LLM() as llm:` aborts all requests at the end.
+    """
+
     @with_parameters_of(EngineConfig)
     def __init__(self, model: str = EMBEDDED, **options: Any) -> None:
         """Load `model`: a directory, a hub id, or "qwen3-nano", which ships with the package.
@@ -106,18 +113,19 @@ class LLM:
         """Return counters of sequences, blocks and tokens; docs/api.md explains them."""
         return self.engine.stats()
 
-    def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache.
+    def reset_prefix_cache(self) -> bool:
+        """Remove every block from the prefix cache. Returns True, as vLLM does if it can.
 
         Running requests keep their blocks, but later requests cannot share them.
         """
         self.engine.reset_prefix_cache()
+        return True
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt] = MISSING,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: ShowProgress = True,
         **ignored: Unpack[CallArguments],
     ) -> list[RequestOutput]:
         """Complete the prompts. Returns one result per prompt, in order.
@@ -128,6 +136,7 @@ class LLM:
             two dimensions, each row is one prompt.
         sampling_params: one for all prompts, or one for each. None uses the checkpoint's
             generation_config.json.
+        use_tqdm: whether to show a progress bar, or a function that makes it, as tqdm does.
         ignored: arguments of vLLM, with values that change nothing, such as lora_request=None.
 
         All prompts are checked first. If one is invalid, none is started. Ctrl-C stops after the
@@ -150,7 +159,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams],
-        use_tqdm: bool = True,
+        use_tqdm: ShowProgress = True,
         **ignored: Unpack[CallArguments],
     ) -> list[BeamSearchOutput]:
         """Search for the most likely outputs of the prompts; see nanovllm/features/beam_search.py.
@@ -170,7 +179,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: ShowProgress = True,
         *,
         dimensions: int | None = None,
         normalize: bool | None = None,
@@ -199,7 +208,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         continuations: Prompt | Sequence[Prompt],
-        use_tqdm: bool = True,
+        use_tqdm: ShowProgress = True,
     ) -> list[LoglikelihoodOutput]:
         """Return the log-likelihood of each continuation after its prompt.
 
@@ -214,7 +223,7 @@ class LLM:
         return unaborted(self._run(self.engine.check(pairs), use_tqdm, "Scoring"))
 
     def _run(
-        self, prompts: list[CheckedPrompt], use_tqdm: bool, what: str = "Generating"
+        self, prompts: list[CheckedPrompt], use_tqdm: ShowProgress, what: str = "Generating"
     ) -> list[Request]:
         """Queue the prompts, and run steps until their requests have ended."""
         requests: list[Request] = []
@@ -227,8 +236,9 @@ class LLM:
                 freeze(len(requests))
             del prompts  # frees memory for the requests
             start = last_shown = time.monotonic()
-            quiet = not use_tqdm or self._config.rank > 0
-            with tqdm(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
+            quiet = not use_tqdm or self._config.rank > 0 or not requests
+            make_bar = use_tqdm if callable(use_tqdm) else tqdm
+            with make_bar(total=len(requests), desc=what, unit="req", disable=quiet) as bar:
                 for _ in self.engine.run(requests):
                     if progress.error is not None:
                         raise progress.error
@@ -268,10 +278,12 @@ class LLM:
         A character that consists of several tokens is yielded when it is complete. Text that may
         begin a stop string is yielded when later characters show that it does not. Leaving the loop
         early aborts the remaining requests. With several ranks, they instead continue with the next
-        call, unless `shutdown` aborts them.
+        call, unless `shutdown` aborts them. Invalid prompts raise an error before the loop.
         """
         pairs = pair_up(prompts, sampling_params, SamplingParams, "sampling_params")
-        checked = self.engine.check(pairs)
+        return self._stream(self.engine.check(pairs))
+
+    def _stream(self, checked: list[CheckedPrompt]) -> Generator[StreamOutput, None, None]:
         requests: list[Request] = []
         progress = Progress()
         try:
@@ -302,7 +314,7 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: ShowProgress = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -345,7 +357,7 @@ def check_call(call: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         names.check_call(call, arguments)
 
 
-def show_progress(bar: tqdm[NoReturn], progress: Progress, seconds: float) -> None:
+def show_progress(bar: Any, progress: Progress, seconds: float) -> None:
     prompt = progress.num_prompt_tokens / (seconds + 1e-9)
     output = progress.num_output_tokens / (seconds + 1e-9)
     bar.set_postfix_str(f"prompt {prompt:,.0f} tok/s, output {output:,.0f} tok/s", refresh=False)

@@ -3,13 +3,16 @@
 import dataclasses
 import gc
 import threading
+import typing
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import random_llm
 from engines import is_idle, still_serves
+from tqdm import tqdm
 
 from nanovllm import LLM, SamplingParams
 
@@ -81,6 +84,41 @@ def test_torch_defaults_are_left_alone(path: Path) -> None:
     random_llm(path, dtype="bfloat16")
     assert torch.get_default_dtype() is torch.float32
     assert torch.empty(1).device.type == "cpu"
+
+
+def test_types_of_methods_can_be_read() -> None:
+    for method in (LLM.generate, LLM.chat, LLM.stream, LLM.stats, LLM.reset_prefix_cache):
+        assert "return" in typing.get_type_hints(method)
+    assert typing.get_type_hints(SamplingParams)["n"] is int
+    assert "`generate`" in LLM.__doc__
+
+
+def test_a_function_that_makes_the_progress_bar(
+    llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in vLLM. There is no bar for no requests."""
+    bars = []
+
+    def make_bar(**options: Any) -> tqdm:
+        bars.append(tqdm(**options))
+        return bars[-1]
+
+    llm.generate([[1], [2, 3]], SamplingParams(max_tokens=2), use_tqdm=make_bar)
+    assert [(bar.n, bar.total, bar.desc) for bar in bars] == [(2, 2, "Generating")]
+    capsys.readouterr()
+    assert llm.embed([]) == llm.generate([]) == []
+    assert capsys.readouterr().err == ""
+    assert llm.reset_prefix_cache() is True
+
+
+def test_a_stream_checks_its_prompts_before_the_loop(llm: LLM) -> None:
+    for prompts, error in ((5, TypeError), ([[]], ValueError), ([10**6], ValueError)):
+        with pytest.raises(error):
+            llm.stream(prompts)
+    with pytest.raises(TypeError, match="must be a SamplingParams"):
+        llm.stream([[1]], 5)
+    llm.stream([[1]])  # adds no request before the loop
+    assert not llm.engine.has_unfinished_requests()
 
 
 @pytest.mark.slow

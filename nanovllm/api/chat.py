@@ -48,7 +48,13 @@ def template_variables(
                 f"chat_template_kwargs has {name!r:.80}, which cannot be a variable of a chat "
                 "template; remove it"
             )
-    return variables | overrides
+    variables = variables | overrides
+    if variables.get("continue_final_message") and variables.get("add_generation_prompt"):
+        raise ValueError(
+            "continue_final_message=True continues the last message, add_generation_prompt=True "
+            "begins a new one; set add_generation_prompt=False"
+        )
+    return variables
 
 
 def render(conversation: Iterable[Message], tokenizer: Tokenizer, variables: dict[str, Any]) -> str:

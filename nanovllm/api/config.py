@@ -92,6 +92,11 @@ class EngineConfig:
             raise ValueError(
                 f"device must be 'auto', 'cpu', 'cuda' or 'cuda:0', not {self.device!r}"
             )
+        if self.num_kvcache_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ValueError(
+                f"num_kvcache_blocks={self.num_kvcache_blocks} and kv_cache_memory_bytes="
+                f"{self.kv_cache_memory_bytes} both set the size of the KV cache; give one of them"
+            )
         if self.num_state_slots and not self.enable_prefix_caching:
             raise ValueError(
                 f"num_state_slots={self.num_state_slots} is a number of states in the prefix "

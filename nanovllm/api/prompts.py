@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, TypeAlias, TypedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict
 
 
 class Array(Protocol):
@@ -25,7 +25,20 @@ class TokensPrompt(TypedDict, total=False):
 
 # A string, token ids, or a dict with "prompt", "prompt_token_ids", or both: a text and its ids.
 # A tokenizer's BatchEncoding, with "input_ids", is a Mapping too.
-Prompt: TypeAlias = "str | list[int] | Array | Mapping[str, Any]"
+Prompt: TypeAlias = str | list[int] | Array | Mapping[str, Any]
+
+
+class CallArguments(TypedDict, total=False):
+    """Further arguments of vLLM's `generate` and `chat`, with the values that are accepted."""
+
+    chat_template_content_format: Literal["auto"] | None
+    lora_request: Sequence[None] | None
+    mm_processor_kwargs: dict[str, Any] | None
+    priority: Literal[0] | Sequence[Literal[0]] | None
+    prompt_token_ids: None
+    tokenization_kwargs: dict[str, Any] | None
+
+
 ENCODING_KEYS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask"}
 
 
@@ -78,11 +91,12 @@ def split_prompt(prompt: Prompt) -> tuple[str | None, list[int] | None]:
         text, ids = prompt, None
     elif isinstance(prompt, Mapping) and "input_ids" not in prompt:
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        known = {"prompt", "prompt_token_ids"}
-        if (text is None and ids is None) or not prompt.keys() <= known:
+        given = {name for name, value in prompt.items() if value is not None}
+        if not given or not given <= {"prompt", "prompt_token_ids"}:
+            hint = "; use chat for messages" * ("role" in given)
             raise ValueError(
                 "a dict prompt needs 'prompt' or 'prompt_token_ids', and nothing else, not "
-                f"{sorted(map(str, prompt))}"
+                f"{sorted(map(str, prompt))}{hint}"
             )
     if text is not None and not isinstance(text, str):
         raise TypeError(f"the text of a prompt must be a string, not {text!r}")

@@ -14,7 +14,7 @@ from nanovllm.api.structured_outputs import StructuredOutputsParams
 
 # (output ids, logits [V] float32) -> logits [V], or (prompt ids, output ids, logits) -> logits.
 # Called for each token of the request, with logits on the engine's device.
-LogitsProcessor: TypeAlias = "Callable[..., Any]"
+LogitsProcessor: TypeAlias = Callable[..., Any]
 
 # Fields of vLLM that do not exist here, and what to use instead.
 ELSEWHERE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,10 @@ def render_with_limits(
     """Return the text of a conversation, as `render` does, by `variables["chat_template"]`."""
     template = variables["chat_template"]
     check_scalar("chat_template", template, str)
+    if "{" not in template and os.path.isfile(template):
+        raise ValueError(
+            f"chat_template={template!r} is a file; pass its text: Path({template!r}).read_text()"
+        )
 
     def render_template() -> str:
         with explain_template_error(template):

@@ -4,8 +4,8 @@ For the fields of SamplingParams see `ELSEWHERE` in api/sampling_params.py.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 from nanovllm.api.checks import similar, unknown_name
 from nanovllm.api.log import logger
@@ -100,7 +100,7 @@ def translate(options: Mapping[str, Any]) -> dict[str, Any]:
     if (method := values.get("quantization")) in CHECKPOINT_FORMATS:
         raise ValueError(
             f"quantization={method!r} is not needed: the format of a quantized checkpoint is read "
-            "from its config.json; leave it out"
+            "from its config.json; leave it out, or use 'int8' to quantize another checkpoint"
         )
     return values
 
@@ -177,17 +177,7 @@ def missing(owner: str, name: str, known: Iterable[str]) -> AttributeError:
     return AttributeError(message, name=name, obj=None)
 
 
-class CallArguments(TypedDict, total=False):
-    """Further arguments of vLLM's `generate` and `chat`, with the values that are accepted."""
-
-    chat_template_content_format: Literal["auto"] | None
-    lora_request: Sequence[None] | None
-    mm_processor_kwargs: dict[str, Any] | None
-    priority: Literal[0] | Sequence[Literal[0]] | None
-    prompt_token_ids: None
-    tokenization_kwargs: dict[str, Any] | None
-
-
+# The arguments in CallArguments of api/prompts.py.
 CALL_ARGUMENTS: dict[str, Unused] = {
     "chat_template_content_format": (("auto",), "it is derived from the chat template"),
     "lora_request": ((), ADAPTER),

@@ -78,7 +78,7 @@ class Room:
     def max_bytes(self) -> int:
         """An upper bound on the bytes of the KV cache and the states."""
         size, requested = self.free - self.weight_bytes, self.config.kv_cache_memory_bytes
-        if requested is not None and self.config.num_kvcache_blocks is None:
+        if requested is not None:
             return min(size, requested)
         if self.device.type == "cpu":
             size = min(size, CPU_CACHE_BYTES // self.config.tensor_parallel_size)

@@ -75,10 +75,10 @@ class ModelConfig:
         architectures = raw.get("architectures") or []
         known = [name for name in ARCHITECTURES if name in architectures]
         if not known:
-            raise ValueError(
-                f"{path} names the architecture {architectures or raw.get('model_type')!r}; "
-                f"supported are {', '.join(ARCHITECTURES)}"
-            )
+            named = f"names the architecture {architectures!r}"
+            if not architectures:
+                named = f"has no 'architectures' (model_type is {raw.get('model_type')!r})"
+            raise ValueError(f"{path} {named}; supported are {', '.join(ARCHITECTURES)}")
         traits = ARCHITECTURES[known[0]]
 
         def need(name: str) -> Any:

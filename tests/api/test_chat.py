@@ -39,6 +39,8 @@ def test_chat_template_kwargs_overrule_the_arguments(embedded: LLM) -> None:
     assert prompt(more).endswith("Well")
     more = {"tools": [tool, tool], "chat_template": template, "tokenizer": "!"}
     assert prompt(more, tools=[tool], chat_template="{{ 1 }}") == "2Hi!"
+    with pytest.raises(ValueError, match="set add_generation_prompt=False"):
+        prompt({}, continue_final_message=True)
     for name in ("conversation", "messages", "tokenize", "self", 5):
         with pytest.raises(ValueError, match=f"chat_template_kwargs has {name!r}.*remove it"):
             prompt({name: True})

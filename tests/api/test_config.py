@@ -25,6 +25,7 @@ OPTIONS = [
     ({"max_model_len": 513}, ValueError, "512"),
     ({"max_model_len": 0}, ValueError, "max_model_len"),
     ({"num_kvcache_blocks": 0}, ValueError, "num_kvcache_blocks"),
+    ({"kv_cache_memory_bytes": 10**6}, ValueError, "num_kvcache_blocks=64 and kv_.*; give one of"),
     (
         {"kv_cache_memory_bytes": 100, "num_kvcache_blocks": None},
         ValueError,

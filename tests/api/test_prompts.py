@@ -93,6 +93,7 @@ PROMPTS = [
     ({}, ValueError, "nothing else"),
     ({"text": "x"}, ValueError, "nothing else"),
     ({"prompt_token_ids": [1], "multi_modal_data": {}}, ValueError, "multi_modal_data"),
+    ([{"role": "user", "content": "hi"}], ValueError, "; use chat for messages"),
     ({"prompt_token_ids": "abc"}, TypeError, "'abc'"),
     ({"prompt": [1, 2]}, TypeError, "must be a string"),
     (5, TypeError, "prompts"),
@@ -117,6 +118,14 @@ PROMPTS = [
     ([None], TypeError, "None"),
     ([1] * 160, ValueError, "max_model_len=160"),
 ]
+
+
+def test_keys_of_a_prompt_that_are_none(small_llm: LLM) -> None:
+    """As in vLLM, they change nothing."""
+    prompt = {"prompt": None, "prompt_token_ids": [1, 2], "multi_modal_data": None}
+    params = SamplingParams(temperature=0, max_tokens=2)
+    [out] = small_llm.generate(prompt, params, use_tqdm=False)
+    assert out["token_ids"] == small_llm.generate([1, 2], params, use_tqdm=False)[0]["token_ids"]
 
 
 @pytest.mark.parametrize(("prompt", "error", "word"), PROMPTS, ids=lambda x: str(x)[:30])

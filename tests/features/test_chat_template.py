@@ -45,6 +45,18 @@ def test_chat_templates_of_another_type(embedded: LLM) -> None:
     still_serves(embedded)
 
 
+def test_the_path_of_a_chat_template(embedded: LLM, tmp_path: Path) -> None:
+    """It is a common mistake, and would be the text of every prompt."""
+    path = tmp_path / "a.jinja"
+    chat = [{"role": "user", "content": "hi"}]
+    for template in (str(path), "a.jinja"):  # no such file: as in vLLM it is a text
+        [out] = embedded.chat(chat, chat_template=template, use_tqdm=False)
+        assert out.prompt == template
+    path.write_text("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match=r"a.jinja' is a file; pass its text: Path\('.*read_text"):
+        embedded.chat(chat, chat_template=str(path), use_tqdm=False)
+
+
 ENDLESS = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}",
