@@ -98,7 +98,8 @@ class InputProcessor:
         if num_tokens > max_length:
             raise ValueError(
                 f"{num_tokens} tokens are more than {max_length}, the limit with "
-                f"max_model_len={self.max_model_len}; shorten the prompt or raise max_model_len"
+                f"max_model_len={self.max_model_len}; shorten the prompt, or raise max_model_len, "
+                "which the model and the KV cache limit"
             )
 
     def room_for_output(self, num_tokens: int, max_tokens: int | None) -> int:
@@ -107,7 +108,8 @@ class InputProcessor:
         if room < 1:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens, which leaves no room for output under "
-                f"max_model_len={self.max_model_len}; shorten it or raise max_model_len"
+                f"max_model_len={self.max_model_len}; shorten it, or raise max_model_len, "
+                "which the model and the KV cache limit"
             )
         if max_tokens is not None and max_tokens > room and not self.warned_of_length:
             self.warned_of_length = True

@@ -138,12 +138,11 @@ class Room:
                 option, value, more = "num_kvcache_blocks", config.num_kvcache_blocks, needed
             given = f" with {option}={value:,}" if value else ""
             is_sized_by_gpu = not value and self.device.type == "cuda"
+            remedy = " (or raise gpu_memory_utilization)" * is_sized_by_gpu
             raise ValueError(
                 f"max_model_len={config.max_model_len:,} is more than the {num_tokens:,} tokens "
                 f"that the KV cache holds{given}; lower max_model_len to {num_tokens:,} or leave "
-                f"it out, or set {option} to {more:,} or more"
-                + " (or raise gpu_memory_utilization)"
-                * is_sized_by_gpu
+                f"it out, or set {option} to {more:,} or more{remedy}"
             )
         return min(max_model_len, num_tokens)
 

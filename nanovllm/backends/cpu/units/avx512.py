@@ -4,7 +4,7 @@ It works in bfloat16. The rules and shapes are in backends/cpu/pointwise.py, Que
 LLVM compiles these kernels only for a processor with these instructions.
 
 A product of few rows takes as long as reading its weights. On the 2 cores of an EPYC, oneDNN reads
-16 GB/s of them for one row and this kernel 27; docs/performance.md has more rows.
+16 GB/s of them for one row and this kernel 27; docs/measurements.md has more rows.
 """
 
 import numpy as np
